@@ -1,0 +1,454 @@
+"""The one tool for working on this repository. `python3 dev.py` lists its commands.
+
+Needs Python >= 3.10 with pip and nothing else: every command makes the environment it needs (`.venv`), once,
+and finds it ready in milliseconds afterwards. Standard library only. One file above 400 lines, because it has
+to run from a bare checkout, before anything can be imported.
+"""
+
+import sys
+
+# Above every other import, and the whole file in words that Python 3.6 can parse: an old Python prints this.
+if sys.version_info < (3, 10):
+    import shutil
+    import subprocess
+
+    named = [shutil.which("python3.{}".format(minor)) for minor in range(14, 9, -1)]
+    newer = [
+        path for path in named if path and not subprocess.call([path, "-c", ""], stderr=-3)
+    ]  # -3: DEVNULL
+    fix = "run `{} {}`".format(newer[0], " ".join(sys.argv)) if newer else "install Python 3.10 or newer"
+    found = "{} is {}".format(sys.executable, sys.version.split()[0])
+    sys.exit("dev.py needs Python 3.10 or newer; {}. Fix: {}".format(found, fix))
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
+VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
+
+# What pip prints when it fails, and what that means. The first that matches is shown.
+ADVICE = (
+    (r"No space left|Errno 28", "the disk is full (3 GB are needed, 8 GB with a CUDA build of torch)"),
+    (r"No matching distribution found for torch", "there is no torch for this Python: use 3.10 to 3.14"),
+    (
+        r"ConnectionError|ConnectTimeout|ReadTimeout|NewConnection|name resolution|SSLError|ProxyError",
+        "the package index cannot be reached: check the network, and proxy and index in `pip config list`",
+    ),
+)
+
+
+# Environments -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment: dependency groups of pyproject.toml and the four packages, editable."""
+
+    folder: Path
+    groups: tuple[str, ...]
+    bare_groups: tuple[str, ...] = ()
+    """Groups installed without what they require."""
+    base: str = getattr(sys, "_base_executable", sys.executable)
+    """The Python it is made with. Not that of a virtual environment, which may be the very one to rebuild."""
+    gigabytes: float = 3
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def stamp(self) -> Path:
+        """Holds the fingerprint of what was installed; absent until an installation went through."""
+        return self.folder / ".stepscope-ready"
+
+    @property
+    def unfinished(self) -> Path:
+        """There while pip works. Found at the start: a set-up was killed and may have left half a package."""
+        return self.folder / ".stepscope-installing"
+
+    def ready(self) -> str:
+        """Its Python, after making or updating it if need be. Exits with what to do when that cannot be."""
+        if not self.is_current():
+            with lock():
+                if not self.is_current():  # another dev.py may have done it while this one waited
+                    self.build()
+        return self.python
+
+    def is_current(self) -> bool:
+        try:
+            return os.path.exists(self.python) and self.stamp.read_text() == self.fingerprint()
+        except OSError:
+            return False
+
+    def fingerprint(self) -> str:
+        """Of all that decides what is installed: requirements, this place (editable installs), the Python."""
+        seen = hashlib.sha256(repr((str(ROOT), self.groups, self.bare_groups)).encode())
+        seen.update((self.folder / "pyvenv.cfg").read_bytes())
+        for file in (ROOT / "pyproject.toml", *MANIFESTS):
+            # The tables of tools come last in these files and change nothing that is installed.
+            seen.update(file.read_text().split("\n[tool.")[0].encode())
+        return seen.hexdigest()
+
+    def build(self) -> None:
+        usable = self.usable()
+        check_disk(1 if usable else self.gigabytes)
+        say(f"setting up {self.folder.name}; the first time takes some minutes and {self.gigabytes:g} GB")
+        if not usable:
+            check_venv_module()
+            self.narrate("virtual environment", [self.base, "-m", "venv", "--clear", str(self.folder)])
+        self.unfinished.touch()
+        self.stamp.unlink(missing_ok=True)
+        # 25.1 is the first pip with --group; 24.1 the first with raw progress
+        self.pip("pip", "--upgrade", "pip>=25.1")
+        editable = [word for name in PACKAGES for word in ("--editable", f"packages/{name}")]
+        self.pip("packages", "--progress-bar=raw", *grouped(self.groups), *editable)
+        if self.bare_groups:
+            self.pip("peers", "--progress-bar=raw", "--no-deps", *grouped(self.bare_groups))
+        self.unfinished.unlink()
+        self.stamp.write_text(self.fingerprint())
+
+    def usable(self) -> bool:
+        """Whether what is in the folder can be built upon; otherwise it is made anew."""
+        if not self.folder.exists():
+            return False
+        if self.unfinished.exists():
+            say(f"an earlier set-up of {self.folder.name} did not end: starting it afresh")
+            return False
+        probe = "import pip, sys; sys.exit(sys.version_info < (3, 10))"
+        if succeeds([self.python, "-c", probe]):
+            return True
+        say(f"{self.folder.name} does not work (no pip in it, or its Python is gone): starting it afresh")
+        return False
+
+    def pip(self, what: str, *arguments: str) -> None:
+        self.narrate(what, [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
+
+    def narrate(self, what: str, command: Sequence[str]) -> None:
+        output = narrate(what, command)
+        if output is None:
+            return
+        # A command that fails by itself cleans up, so what is there stays good to build upon.
+        self.unfinished.unlink(missing_ok=True)
+        advice = next(
+            (f"It looks as if {words}. " for pattern, words in ADVICE if re.search(pattern, output)), ""
+        )
+        again = " ".join(["python3", *sys.argv])
+        sys.exit(
+            f"{output}\n\nSetting up {self.folder.name} failed at: {what}. {advice}Then run `{again}` again."
+        )
+
+
+def grouped(groups: Sequence[str]) -> list[str]:
+    return [word for group in groups for word in ("--group", group)]
+
+
+DEV = Environment(ROOT / ".venv", ("dev",))
+BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare_groups=("bench-no-deps",), gigabytes=4)
+
+
+def check_disk(gigabytes: float) -> None:
+    for folder, need in ((ROOT, gigabytes), (Path(tempfile.gettempdir()), 1)):
+        free = shutil.disk_usage(folder).free / 1e9
+        if free < need:
+            sys.exit(
+                f"{free:.1f} GB are free at {folder}; setting up needs {need:g} GB there. Fix: free "
+                "some, or use a larger disk (clone there; the variable TMPDIR moves temporary files)"
+            )
+
+
+def check_venv_module() -> None:
+    absent = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if absent:
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        sys.exit(
+            f"{sys.executable} has no module {' and '.join(absent)} and cannot make a virtual environment. "
+            f"Fix: `sudo apt install {package}` on Debian and Ubuntu; elsewhere a complete Python, "
+            "from python.org, pyenv or conda"
+        )
+
+
+@contextmanager
+def lock() -> Iterator[None]:
+    """One set-up at a time in this checkout. Held on this file, so that there is none to leave behind."""
+    with open(__file__, "rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another dev.py is setting up here: waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+# Running things ---------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"dev.py: {text}", flush=True)
+
+
+def succeeds(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:  # no such program
+        return False
+
+
+def run(*command: str) -> bool:
+    """Runs a command on this terminal; whether it succeeded. Ctrl-C is the command's to handle."""
+    print("$ " + " ".join(word.replace(f"{ROOT}/", "") for word in command), flush=True)
+    process = subprocess.Popen(command, cwd=ROOT)
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        stop(process)
+    if interrupts:
+        raise KeyboardInterrupt
+    return code == 0
+
+
+def stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def narrate(what: str, command: Sequence[str]) -> "str | None":
+    """Runs `command` and shows on one line how long it has run and what it printed last.
+
+    Returns the end of its output if it failed, None if it succeeded.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    tail: deque[str] = deque(maxlen=25)
+    line = Line(what)
+    try:
+        for text in ticks(process):
+            if text and not text.startswith("Progress "):
+                tail.append(text)
+            line.show(text)
+        code = process.wait()
+    finally:  # after Ctrl-C or SIGTERM nothing of ours goes on installing behind the prompt
+        stop(process)
+        line.end()
+    return "\n".join((*tail, f"({' '.join(command)} exited with {code})")) if code else None
+
+
+def ticks(process: "subprocess.Popen[str]") -> Iterator[str]:
+    """The lines that `process` prints, and "" after each second without one."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for text in process.stdout or ():
+            lines.put(text.strip())
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            text = lines.get(timeout=1)
+        except queue.Empty:
+            text = ""
+        if text is None:
+            return
+        yield text
+
+
+class Line:
+    """One line of progress: rewritten in place on a terminal, else a new line at most every ten seconds."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.started = self.shown = time.monotonic()
+        self.doing = ""
+        self.terminal = sys.stdout.isatty()
+
+    def show(self, text: str) -> None:
+        portion = ""
+        if text.startswith("Progress "):  # pip's raw progress: "Progress <bytes> of <bytes>"
+            done, _, size = text[9:].partition(" of ")
+            portion = f" {100 * int(done) // max(int(size), 1)} %"
+        elif text:
+            self.doing = text
+        now = time.monotonic()
+        if self.terminal or now - self.shown >= 10:
+            self.shown = now
+            self.put(f"  {now - self.started:4.0f} s  {self.what}: {self.doing}{portion}")
+
+    def end(self) -> None:
+        self.put(f"  {time.monotonic() - self.started:4.0f} s  {self.what}")
+        if self.terminal:
+            print(flush=True)
+
+    def put(self, text: str) -> None:
+        if self.terminal:
+            columns = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
+        else:
+            print(text[:160], flush=True)
+
+
+# Commands ---------------------------------------------------------------------------------------------------
+
+
+def demo(arguments: list[str]) -> bool:
+    """a real, tiny RL run on this machine, profiled, with its report"""
+    DEV.ready()
+    return run(str(DEV.folder / "bin" / "stepscope"), "demo", *arguments)
+
+
+def test(arguments: list[str]) -> bool:
+    """check, then every test; with arguments pytest alone, with those; --pythons: on the other Pythons here"""
+    if arguments[:1] == ["--pythons"]:
+        passed = [test_on(base, arguments[1:]) for base in other_pythons()]
+        return all(passed)
+    python = DEV.ready()
+    # Tests run even when the check fails: one run is to show all that is wrong.
+    checked = bool(arguments) or check([])
+    tested = run(python, "-m", "pytest", *arguments)
+    if not checked:
+        say("the check before the tests failed; see above, or `python3 dev.py check`")
+    return checked and tested
+
+
+def test_on(base: str, arguments: Sequence[str]) -> bool:
+    folder = ROOT / f".venv-{python_version(base)}"
+    environment = Environment(folder, ("test",), base=base, gigabytes=0.3)
+    return run(environment.ready(), "-m", "pytest", *arguments)
+
+
+def other_pythons() -> list[str]:
+    """One interpreter of each version from 3.10 on, of those on PATH and in pyenv."""
+    pyenv = sorted(map(str, (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")))
+    named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
+    by_version = {python_version(path): path for path in (*pyenv, *named) if path}
+    return [by_version[f"3.{minor}"] for minor in range(10, 20) if f"3.{minor}" in by_version]
+
+
+def python_version(base: str) -> str:
+    """`3.<minor>`; "" for what does not run, such as pyenv's stand-ins for versions that are not chosen."""
+    show = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([base, "-c", show], capture_output=True, text=True).stdout.strip()
+
+
+def check(arguments: list[str]) -> bool:
+    """ruff and mypy over everything. --fix: ruff mends what it can"""
+    python = DEV.ready()
+    fix = "--fix" in arguments
+    passed = [
+        run(python, "-m", "ruff", "check", *(["--fix"] if fix else [])),
+        run(python, "-m", "ruff", "format", *([] if fix else ["--check"])),
+        *(run(python, "-m", "mypy", *paths) for paths in typed_paths()),
+    ]
+    return all(passed)
+
+
+def typed_paths() -> list[list[str]]:
+    """What mypy reads, a list for each of its runs.
+
+    `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
+    to mypy: the tests of each package are a run of their own.
+    """
+    others = ("tests", "benchmarks", "examples", "conftest.py", "dev.py")
+    sources = [f"packages/{name}/src" for name in PACKAGES]
+    tests = [f"packages/{name}/tests" for name in PACKAGES]
+    everything = [*sources, *(path for path in others if (ROOT / path).exists())]
+    return [everything, *([path] for path in tests if (ROOT / path).exists())]
+
+
+def bench(arguments: list[str]) -> bool:
+    """every benchmark against its peers, or the one named (further arguments go to it)"""
+    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+    chosen = arguments[:1] or names
+    if not set(chosen) <= set(names):
+        sys.exit(f"no benchmark is named {chosen[0]}; there are: {', '.join(names) or 'none'}")
+    python = BENCH.ready()
+    passed = [run(python, f"benchmarks/{name}.py", *arguments[1:]) for name in chosen]
+    return all(passed)
+
+
+def setup(arguments: list[str]) -> bool:
+    """make or update the environment and stop there. --fresh: from nothing"""
+    if "--fresh" in arguments and DEV.folder.exists():
+        DEV.stamp.unlink(missing_ok=True)
+        DEV.unfinished.touch()
+    say(f"ready: {DEV.ready()}")
+    return True
+
+
+def bump(arguments: list[str]) -> bool:
+    """the one version to X.Y.Z: in all packages, their pins on each other and the changelog"""
+    if len(arguments) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+", arguments[0]):
+        sys.exit(f"bump takes one version such as 0.2.0, not {' '.join(arguments) or 'nothing'}")
+    new = arguments[0]
+    changelog = ROOT / "CHANGELOG.md"
+    texts = {file: file.read_text() for file in (*MANIFESTS, changelog)}
+    old = one_version({file: texts[file] for file in MANIFESTS})
+    heading = "## [Unreleased]\n"
+    if new == old or heading not in texts[changelog]:
+        sys.exit(f"the version is {old}; for {new}, CHANGELOG.md needs the heading {heading.strip()!r}")
+    for file in MANIFESTS:
+        texts[file] = VERSION.sub(rf"\g<1>{new}\g<3>", texts[file])
+    released = f"{heading}\n## [{new}] - {time.strftime('%Y-%m-%d')}\n"
+    texts[changelog] = texts[changelog].replace(heading, released, 1)
+    for file, text in texts.items():
+        file.write_text(text)
+    say(f"{old} -> {new} in {len(texts)} files. Read `git diff`, run `dev.py test`, commit, tag v{new}")
+    return True
+
+
+def one_version(texts: "dict[Path, str]") -> str:
+    """The version that all of `texts` state, for themselves and as pins on each other. Exits if they differ."""
+    found = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
+    versions = set().union(*found.values())
+    if len(versions) != 1:
+        rows = "\n".join(f"  {file.relative_to(ROOT)}: {', '.join(sorted(v))}" for file, v in found.items())
+        sys.exit(f"the versions do not agree, so there is none to bump from:\n{rows}")
+    return versions.pop()
+
+
+COMMANDS: dict[str, Callable[[list[str]], bool]] = {
+    command.__name__: command for command in (demo, test, check, bench, setup, bump)
+}
+
+
+def main(arguments: list[str]) -> int:
+    name, rest = (arguments or ["--help"])[0], arguments[1:]
+    if name not in COMMANDS:
+        asked = name in ("-h", "--help", "help")
+        print(__doc__ if asked else f"dev.py has no command {name!r}.\n")
+        print("\n".join(f"  python3 dev.py {name:6} {command.__doc__}" for name, command in COMMANDS.items()))
+        return 0 if asked else 2
+    # Without this a SIGTERM (CI's timeout) would leave what runs here working on behind us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return 0 if COMMANDS[name](rest) else 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
