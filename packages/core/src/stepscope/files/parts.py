@@ -1,0 +1,71 @@
+"""Parts of the manifest, one per process, read back and folded into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.atomic import write_atomic
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import Manifest, ProcessPart, State
+
+_WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
+"""From what does not count to the worst."""
+
+
+def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
+    """All parts in a step's folder by file name, other runs' included; and why each other file there is none."""
+    read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"))}
+    parts = [part for part in read.values() if isinstance(part, ProcessPart)]
+    return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
+
+
+def _part(path: Path) -> ProcessPart | str:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ProcessPart)
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fold(parts: Sequence[ProcessPart]) -> Manifest:
+    """The manifest of one run's parts of one step: the owner first, then by role, rank, host and pid.
+
+    Raises:
+        RecordError: there is no part at all, or they are of several runs or steps.
+    """
+    captures = {(part.run_id, part.step) for part in parts}
+    if len(captures) != 1:
+        found = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
+        raise RecordError(f"a manifest is folded from the parts of one run and one step; got {found}")
+    ((run_id, step),) = captures
+    processes = tuple(sorted(parts, key=_order))
+    return Manifest(run_id=run_id, step=step, state=worst(_states(processes)), processes=processes)
+
+
+def worst(states: Iterable[State]) -> State:
+    """The worst state; `skipped` only when there is nothing else."""
+    return max(states, key=_WORSE.index, default="skipped")
+
+
+def write_manifest(step: StepLayout, manifest: Manifest) -> None:
+    """Puts `manifest.json` in place, whole.
+
+    Raises:
+        OSError: the disk or the folder does not let us.
+    """
+    write_atomic(step.manifest, msgspec.json.format(msgspec.json.encode(manifest)))
+
+
+def _states(parts: Iterable[ProcessPart]) -> Iterable[State]:
+    for part in parts:
+        yield from (item.state for item in part.expected)
+        yield from (absent.state for absent in part.absent)
+
+
+def _order(part: ProcessPart) -> tuple[bool, str, int, str, int]:
+    process = part.process
+    rank = -1 if process.rank is None else process.rank
+    return not part.owner, process.role, rank, process.host, process.pid
