@@ -1,0 +1,1 @@
+"""stepscope: see where every step of an RL post-training run goes."""

@@ -1,0 +1,32 @@
+"""Clock anchors and offsets as they lie on disk. All values are integer nanoseconds."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
+    """One simultaneous reading of a process' clocks; turns its monotonic times into wall-clock times.
+
+    wall = mono - mono_ns + wall_ns, right within `uncertainty_ns` (half the time the reading took).
+    """
+
+    wall_ns: int
+    """CLOCK_REALTIME, unix ns."""
+    mono_ns: int
+    """CLOCK_MONOTONIC, ns; what spans are timed with."""
+    raw_ns: int | None = None
+    """CLOCK_MONOTONIC_RAW, ns; what some device profilers count in. None where the system has none."""
+    uncertainty_ns: int = 0
+
+
+class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
+    """How far another process' wall clock is ahead of the capture owner's: owner_time = its_time - offset_ns."""
+
+    process: str
+    """`ProcessInfo.key` of the other process."""
+    offset_ns: int
+    uncertainty_ns: int
+    """Half the round trip of the best exchange: the true offset lies within +- this."""
+    at_mono_ns: int
+    """When it was measured, on the owner's monotonic clock."""

@@ -1,0 +1,126 @@
+"""Where everything lies. The only writer of names: no other module builds a path or a file name of the output tree."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from stepscope.files.sidecar import ProcessInfo
+
+SIDECAR_SUFFIX = ".meta.json"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+def safe(name: str) -> str:
+    """`name` as one path component: anything but letters, digits, `.`, `_`, `-` becomes `-`; never empty, `.` or `..`."""
+    cleaned = _UNSAFE.sub("-", name).strip(".")[:100]
+    return cleaned or "unnamed"
+
+
+class RunLayout:
+    """The folder of a run: `save_path`."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def run(self, run_id: str) -> Path:
+        """`run.json`; `run_<id>.json` for a further run in the same folder."""
+        first = self.root / "run.json"
+        return first if not first.exists() else self.root / f"run_{run_id}.json"
+
+    def runs(self) -> list[Path]:
+        return sorted(self.root.glob("run*.json"))
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control.json"
+
+    def step(self, step: int) -> StepLayout:
+        return StepLayout(self.root / f"step_{step:06d}")
+
+    def steps(self) -> dict[int, StepLayout]:
+        """The captured steps that are there, by number, ascending."""
+        found = {}
+        for path in self.root.glob("step_*"):
+            match = _STEP.fullmatch(path.name)
+            if match and path.is_dir():
+                found[int(match[1])] = StepLayout(path)
+        return dict(sorted(found.items()))
+
+
+class StepLayout:
+    """The folder of one captured step."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def processes(self) -> Path:
+        return self.root / "processes"
+
+    @property
+    def spans(self) -> Path:
+        return self.root / "spans"
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.json.gz"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def part_of(self, process: ProcessInfo, run_id: str) -> Path:
+        """The process' part of the manifest. The run id keeps two runs in one folder apart."""
+        return self.processes / f"{_process_name(process)}_{run_id}.json"
+
+    def spans_of(self, process: ProcessInfo, run_id: str) -> Path:
+        return self.spans / f"{_process_name(process)}_{run_id}.jsonl"
+
+    def trace_of(
+        self,
+        process: ProcessInfo,
+        run_id: str,
+        *,
+        role: str,
+        stage: str | None,
+        index: int,
+        kind: str,
+        suffix: str,
+        topology: dict[str, int] | None = None,
+    ) -> Path:
+        """`traces/<role>/<stage>_rank<r>-of-<w>[_tp0-pp0]_<host>_pid<p>_<run>_<index>_<kind><suffix>`."""
+        rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
+        of = "" if process.world_size is None else f"-of-{process.world_size}"
+        where = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
+        name = (
+            f"{safe(stage or 'capture')}_{rank}{of}{where}_{safe(process.host)}_pid{process.pid}"
+            f"_{run_id}_{index}_{safe(kind)}{suffix}"
+        )
+        return self.traces / safe(role) / name
+
+    def engine_dir(self, replica: int) -> Path:
+        """Where the engine of replica `replica` writes under names of its own."""
+        return self.traces / "rollout" / f"replica{replica}"
+
+    def sidecars(self) -> list[Path]:
+        return sorted(self.traces.rglob(f"*{SIDECAR_SUFFIX}"))
+
+
+def sidecar_of(artifact: Path) -> Path:
+    return artifact.with_name(artifact.name + SIDECAR_SUFFIX)
+
+
+def _process_name(process: ProcessInfo) -> str:
+    rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
+    return f"{safe(process.role)}_{rank}_{safe(process.host)}_pid{process.pid}"

@@ -1,0 +1,103 @@
+"""What a captured step should hold and what it does hold.
+
+Every process of a capture writes its own part (`processes/<key>.json`, rewritten as things become known, atomically), so no
+two processes ever write one file. `manifest.json` is the fold of all parts; readers fold the parts again and do not need it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.sidecar import Artifact, ProcessInfo
+
+State: TypeAlias = Literal["ok", "partial", "missing", "failed", "skipped"]
+
+
+class Expectation(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a process or engine was to produce, and what became of it."""
+
+    name: str
+    """`torch trace`, `torch trace of update_policy`, `spans`, `replica 1`..."""
+    state: State
+    reason: str | None = None
+    """Always set unless `state` is ok."""
+    artifacts: tuple[Artifact, ...] = ()
+    truncated: str | None = None
+    ignored: dict[str, str] = {}
+
+
+class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What profiling itself cost this process, measured, in ns."""
+
+    start_ns: int = 0
+    """Opening the capture here: backends started."""
+    stop_ns: int = 0
+    """Closing it: backends stopped."""
+    export_ns: int = 0
+    """Writing traces (in the background unless said otherwise)."""
+    spans_ns: int = 0
+    """Number of spans times the cost of one, calibrated in this process."""
+
+
+class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One process' part of the manifest."""
+
+    format: int = 1
+    run_id: str
+    step: int
+    process: ProcessInfo
+    owner: bool
+    """True for the process that opened the capture; it also speaks for workers and engines that did not answer."""
+    opened: ClockAnchor
+    closed: ClockAnchor | None = None
+    """None until the process has closed its capture."""
+    recorded: bool
+    """Whether a backend records this process (rank and role selection)."""
+    why: str
+    """The reason of that decision."""
+    expected: tuple[Expectation, ...] = ()
+    spans: int = 0
+    dropped: int = 0
+    cost: OwnCost = OwnCost()
+    clocks: tuple[ClockOffset, ...] = ()
+    """Owner only: the other processes' clocks against this one's."""
+    absent: tuple[Absent, ...] = ()
+    """Owner only: who was to take part and wrote no part of their own."""
+    error: str | None = None
+    """`ExceptionType: message` of the user's exception that ended the capture."""
+
+
+class Absent(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker or replica that should have taken part and did not (all the way)."""
+
+    name: str
+    state: State
+    reason: str
+    process: str | None = None
+    """Its `ProcessInfo.key`, if it answered before it went."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`manifest.json`: the fold of all parts of one step."""
+
+    format: int = 1
+    run_id: str
+    step: int
+    state: State
+    """The worst of all states; `skipped` does not count against a step."""
+    processes: tuple[ProcessPart, ...]
+
+    def problems(self) -> list[str]:
+        """One line for each expectation that is missing, partial or failed, with its reason."""
+        lines = []
+        for part in self.processes:
+            for item in part.expected:
+                if item.state in ("missing", "partial", "failed"):
+                    lines.append(f"{part.process.key}: {item.name}: {item.state}: {item.reason}")
+            for absent in part.absent:
+                if absent.state in ("missing", "partial", "failed"):
+                    lines.append(f"{absent.name}: {absent.state}: {absent.reason}")
+        return lines

@@ -1,0 +1,69 @@
+"""Span records as they stand in `spans/*.jsonl`: one JSON object a line, told apart by the field `kind`.
+
+A file is: one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still running when the
+file was last flushed has only its `open` line; a file without `end` belongs to a process that did not close its capture.
+Times are CLOCK_MONOTONIC ns of the writing process; the header's and end's anchors turn them into wall-clock time.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.sidecar import ProcessInfo
+
+AttrValue: TypeAlias = str | int | float | bool | None
+
+
+class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A span in another process or another step."""
+
+    process: str
+    span: int
+    step: int | None = None
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
+    format: int = 1
+    step: int
+    run_id: str
+    process: ProcessInfo
+    anchor: ClockAnchor
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open", tag_field="kind"):
+    """Written when a span is still running at a flush: this is how a hang is visible."""
+
+    span: int
+    parent: int | None = None
+    link: SpanLink | None = None
+    role: str
+    stage: str
+    start_ns: int
+    step: int | None = None
+    policy_version: int | None = None
+    trajectory: str | None = None
+    turn: int | None = None
+    thread: int = 0
+    """Native thread id, as in kernel-level traces."""
+    attrs: dict[str, AttrValue] | None = None
+
+
+class Span(Open, frozen=True, kw_only=True, omit_defaults=True, tag="span", tag_field="kind"):
+    """A finished span. `step` is None when it is the step of the file."""
+
+    dur_ns: int
+    error: str | None = None
+    """`ExceptionType: message` that left the span, cut at 200 characters."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
+    anchor: ClockAnchor
+    spans: int
+    dropped: int
+    """Spans that were not recorded because the budget or the disk was full. The report shows it."""
+
+
+Line: TypeAlias = Header | Open | Span | End

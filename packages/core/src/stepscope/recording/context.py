@@ -1,0 +1,283 @@
+"""Where the running code stands: the innermost span, trajectory and turn of this task or thread, and carriers of it.
+
+One ContextVar holds the innermost scope; everything else is inherited along `parent`, resolved when a span is written, so that
+entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the context; a bare `threading.Thread`
+starts without one (before Python 3.14): hand it a `carrier()` and `attach` it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from stepscope.files.spans import AttrValue, SpanLink
+from stepscope.recording import runtime
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self  # typing.Self is 3.11+
+
+current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
+
+
+class Scope:
+    """One level of context; by itself it says and records nothing. What it leaves None is inherited."""
+
+    __slots__ = ("_token", "parent", "said")
+
+    role: str | None = None
+    step: int | None = None
+    policy_version: int | None = None
+    trajectory: str | None = None
+    turn: int | None = None
+
+    def __init__(self) -> None:
+        self.said: Inherited | None = None
+
+    def __enter__(self) -> Self:
+        self.parent = current.get()
+        self._token: Token[Scope | None] | None = current.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave(self)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def set(self, **attrs: AttrValue) -> None:
+        """Adds attributes to the span. Without a capture there is no span and this does nothing."""
+
+    def reference(self) -> SpanLink | None:
+        """The recorded span that this scope stands for, named for other processes and steps."""
+        return None
+
+
+class Place(Scope):
+    """A scope that says something without recording it: an attached carrier, a trajectory outside captures."""
+
+    __slots__ = ("link", "policy_version", "step", "trajectory", "turn")
+
+    def __init__(
+        self,
+        *,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+        link: SpanLink | None = None,
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.policy_version = policy_version
+        self.trajectory = trajectory
+        self.turn = turn
+        self.link = link
+
+    def reference(self) -> SpanLink | None:
+        return self.link
+
+
+def leave(scope: Scope) -> None:
+    """Makes the scope's parent current again."""
+    token = scope._token
+    if token is None:
+        return
+    scope._token = None
+    try:
+        current.reset(token)
+    except ValueError:
+        # Closed by another task or thread (an async generator finalised by the loop): its context was never ours.
+        pass
+
+
+class Inherited(NamedTuple):
+    """What a scope says or, where it says nothing, the nearest one above it."""
+
+    role: str | None = None
+    step: int | None = None
+    policy_version: int | None = None
+    trajectory: str | None = None
+    turn: int | None = None
+
+
+_NOTHING = Inherited()
+
+
+def inherited(scope: Scope | None) -> Inherited:
+    """Remembered on each scope, so that a child costs one look at its parent. Scopes do not change once entered."""
+    chain = []
+    while scope is not None and scope.said is None:
+        chain.append(scope)
+        scope = scope.parent
+    said = _NOTHING if scope is None or scope.said is None else scope.said
+    for inner in reversed(chain):
+        # A turn belongs to the trajectory it stands in: another trajectory does not inherit it.
+        turn = inner.turn if inner.turn is not None or inner.trajectory is not None else said.turn
+        said = Inherited(
+            said.role if inner.role is None else inner.role,
+            said.step if inner.step is None else inner.step,
+            said.policy_version if inner.policy_version is None else inner.policy_version,
+            said.trajectory if inner.trajectory is None else inner.trajectory,
+            turn,
+        )
+        inner.said = said
+    return said
+
+
+class Carrier(TypedDict, total=False):
+    """A place in one process' spans, as JSON-able data: send it along, `attach` it on the other side."""
+
+    process: str
+    span: int
+    captured: int
+    """The captured step in whose files `span` stands."""
+    step: int
+    """The step that owns the work."""
+    policy_version: int
+    trajectory: str
+    turn: int
+
+
+def carrier() -> Carrier | None:
+    """Where this code stands now, to be sent to another process or thread. None when there is nothing to carry."""
+    here = current.get()
+    if here is None:
+        return None
+    said = inherited(here)
+    data = Carrier()
+    link = link_of(here)
+    step = said.step
+    if link is not None:
+        data["process"], data["span"] = link.process, link.span
+        if link.step is not None:
+            data["captured"] = link.step
+            step = link.step if step is None else step
+    if step is not None:
+        data["step"] = step
+    if said.policy_version is not None:
+        data["policy_version"] = said.policy_version
+    if said.trajectory is not None:
+        data["trajectory"] = said.trajectory
+    if said.turn is not None:
+        data["turn"] = said.turn
+    return data or None
+
+
+def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
+    """A context manager (`with` and `async with`) under which spans hang below the carrier's span.
+
+    None is allowed and changes nothing, so that a caller need not ask whether a capture is on. Unknown keys are ignored:
+    the other side may be newer.
+    """
+    if carried is None:
+        return Scope()
+    process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
+    link = None
+    if isinstance(process, str) and span is not None:
+        link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
+    return Place(
+        step=_int(carried.get("step")),
+        policy_version=_int(carried.get("policy_version")),
+        trajectory=trajectory if isinstance(trajectory, str) else None,
+        turn=_int(carried.get("turn")),
+        link=link,
+    )
+
+
+def link_of(scope: Scope | None) -> SpanLink | None:
+    """The nearest recorded span at or above `scope`, named for other processes and other steps."""
+    while scope is not None:
+        link = scope.reference()
+        if link is not None:
+            return link
+        scope = scope.parent
+    return None
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def trajectory(
+    id: str,
+    *,
+    step: int | None = None,
+    policy_version: int | None = None,
+    attrs: Mapping[str, AttrValue] | None = None,
+) -> Scope:
+    """One agent rollout: a span of stage `trajectory`; everything inside carries its id. `with` or `async with`.
+
+    Args:
+        id: Unique within the run.
+        step: The step that consumes it, if another than the one being captured (async RL).
+        policy_version: Of the weights it was begun with.
+        attrs: Further attributes of the span.
+
+    Without a capture only the id is kept, so that a capture opened meanwhile still names what it sees.
+    """
+    session = runtime.active
+    if session is None:
+        return Place(step=step, policy_version=policy_version, trajectory=str(id))
+    return session.placed_span(
+        "trajectory", "agent_loop", attrs, step=step, policy_version=policy_version, trajectory=str(id)
+    )
+
+
+def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
+    """One model call or tool call round inside a trajectory: a span of stage `turn`. `with` or `async with`."""
+    session = runtime.active
+    if session is None:
+        return Place(turn=index)
+    return session.placed_span("turn", "agent_loop", attrs, turn=index)
+
+
+def span(
+    stage: str,
+    *,
+    role: str | None = None,
+    step: int | None = None,
+    policy_version: int | None = None,
+    attrs: Mapping[str, AttrValue] | None = None,
+) -> Scope:
+    """A timed stretch of code, while a capture is on. `with` or `async with`; `.set(key=value)` adds attributes.
+
+    Args:
+        stage: What is done.
+        role: Who does it; the enclosing span's role, or the process', by default.
+        step: The step that owns the work, if another than the one being captured.
+        policy_version: Of the weights in use.
+        attrs: str, int, float, bool or None values.
+    """
+    session = runtime.active
+    if session is None:
+        return _OFF
+    if step is None and policy_version is None:
+        return session.span(stage, role, attrs)
+    return session.placed_span(stage, role, attrs, step=step, policy_version=policy_version)
+
+
+class _Off(Scope):
+    """What `span` returns without a capture: one shared object that does nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+_OFF = _Off()

@@ -1,0 +1,184 @@
+"""The inference engines of one capture: started and stopped at once, each with its own deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from stepscope.config import ProfileConfig, RoleConfig
+from stepscope.engines import EngineCapture, EngineProfiler, Iterations, recognise
+from stepscope.errors import ConfigError
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import Expectation
+from stepscope.files.sidecar import Artifact
+from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.spans import describe
+
+T = TypeVar("T")
+ROLE = "rollout"
+"""The role whose `ranks` and `engine` options apply to engines."""
+
+
+def profilers_of(engines: object) -> list[EngineProfiler]:
+    """`engines` as one profiler per replica, numbered in the order given.
+
+    Raises:
+        ConfigError: two have the same replica number, or a string was given.
+        EngineError: no installed adapter knows one of them.
+    """
+    if isinstance(engines, str):
+        raise ConfigError(
+            "capture(engines=)", engines, "engine objects, EngineProfilers, or a sequence of them",
+            "pass the engine objects (or RayRollout(actor) for engines in Ray actors)",
+        )  # fmt: skip
+    given = list(engines) if isinstance(engines, Sequence) else [engines]
+    found = [recognise(engine, replica) for replica, engine in enumerate(given)]
+    numbers = [profiler.replica for profiler in found]
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(
+            "capture(engines=)", numbers, "a replica number of its own for each engine",
+            "construct each profiler with replica=0, 1, 2...",
+        )  # fmt: skip
+    return found
+
+
+class EngineGroup:
+    """All replicas of one capture. Every outcome is an expectation `replica N` in the owner's ledger."""
+
+    def __init__(
+        self, profilers: Sequence[EngineProfiler], *, config: ProfileConfig, layout: StepLayout, ledger: Ledger,
+        step: int, name: str,
+    ) -> None:  # fmt: skip
+        self._profilers = profilers
+        self._config = config
+        self._layout = layout
+        self._ledger = ledger
+        self._step = step
+        self._name = name
+        self._started: list[EngineProfiler] = []
+
+    async def start(self, deadline_s: float) -> None:
+        """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing else."""
+        selected = [profiler for profiler in self._profilers if self._selects(profiler)]
+        await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Stops those that started, concurrently."""
+        started, self._started = self._started, []
+        await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
+
+    def _selects(self, profiler: EngineProfiler) -> bool:
+        found = self._config.role(ROLE)
+        if found is None:
+            self._ledger.skip(_label(profiler), f"no pattern in roles matches role '{ROLE}'")
+            return False
+        pattern, role = found
+        reason = _unselected(pattern, role, profiler)
+        if reason is not None:
+            self._ledger.skip(_label(profiler), reason)
+        return reason is None
+
+    async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
+        label = _label(profiler)
+        # Listed before the start returns: a capture cancelled meanwhile must stop this one too.
+        self._started.append(profiler)
+        try:
+            await within(profiler.start(self._capture_of(profiler)), deadline_s)
+        except Exception as error:
+            self._ledger.fail(label, _why("start", error, deadline_s))
+            return
+        self._ledger.expect(Expectation(name=label, state="missing", reason=NOT_CLOSED))
+
+    async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
+        label = _label(profiler)
+        try:
+            artifacts = await within(profiler.stop(), deadline_s)
+        except Exception as error:
+            self._ledger.fail(label, _why("stop", error, deadline_s))
+            return
+        if self._ledger.state(label) == "failed":
+            return  # it had not started: stopping it was to leave nothing behind
+        ignored = dict(profiler.ignored)
+        gone = [artifact.path for artifact in artifacts if not self._there(artifact)]
+        if not artifacts:
+            state, reason = "missing", "the engine stopped and left no file"
+        elif gone:
+            state, reason = "partial", f"announced and not on disk: {', '.join(gone)}"
+        else:
+            state, reason = "ok", None
+        self._ledger.expect(
+            Expectation(name=label, state=state, reason=reason, artifacts=tuple(artifacts), ignored=ignored)
+        )
+
+    def _there(self, artifact: Artifact) -> bool:
+        # A file on another host's own disk cannot be looked at from here; its engine said that it is complete.
+        return artifact.host != socket.gethostname() or (self._layout.root / artifact.path).exists()
+
+    def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
+        found = self._config.role(ROLE)
+        assert found is not None  # _selects
+        role, torch = found[1], self._config.torch
+        return EngineCapture(
+            step=self._step,
+            out_dir=os.path.abspath(self._layout.engine_dir(profiler.replica)),
+            step_dir=os.path.abspath(self._layout.root),
+            name=self._name,
+            replica=profiler.replica,
+            activities=torch.activities,
+            with_stack=torch.with_stack,
+            record_shapes=torch.record_shapes,
+            profile_memory=torch.profile_memory,
+            iterations=Iterations(start=role.engine.start, count=role.engine.count),
+            by_stage=role.engine.by_stage,
+            merge=role.engine.merge,
+            ranks=None if isinstance(role.ranks, str) else role.ranks,
+            extra=role.engine.extra,
+        )
+
+
+async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """`work`'s result, or TimeoutError after `seconds`, also when `work` does not react to being cancelled
+    (asyncio.wait_for would wait for it)."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_forget)
+    if task.cancelled() or not task.done():
+        raise asyncio.TimeoutError
+    return task.result()
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # marks it as seen: nobody waits for it any more
+
+
+def _why(verb: str, error: BaseException, deadline_s: float) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return f"timeout: {verb} did not return within {deadline_s:g} s"
+    return f"{verb}: {describe(error)}"
+
+
+def _unselected(pattern: str, role: RoleConfig, profiler: EngineProfiler) -> str | None:
+    """Why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n, (r+1)*n)."""
+    if role.ranks == "all":
+        return None
+    if role.ranks == "first":
+        return None if profiler.replica == 0 else f"roles.{pattern} selects the first rank: replica 0"
+    size = profiler.world_size
+    if size is None:
+        return None  # the adapter surfaces the wanted ranks once it knows its own
+    first = profiler.replica * size
+    if any(first <= rank < first + size for rank in role.ranks):
+        return None
+    return f"its ranks {first} to {first + size - 1} are not in roles.{pattern}.ranks {list(role.ranks)}"
+
+
+def _label(profiler: EngineProfiler) -> str:
+    return f"replica {profiler.replica}"

@@ -1,0 +1,71 @@
+"""What recording asks of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
+
+Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol, cast
+
+from stepscope.errors import ConfigError
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest import State
+from stepscope.recording.worker import StartRequest, StopRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOutcome:
+    """What became of one call to one worker."""
+
+    name: str
+    """For people: `actor[3]`, with the actor id."""
+    state: State
+    """`ok`, or what the manifest should say of a worker that did not answer well."""
+    reason: str | None = None
+    process: str | None = None
+    """`ProcessInfo.key`, once the worker has said it."""
+    clock: ClockOffset | None = None
+
+
+class Fleet(Protocol):
+    """The workers of one capture. One instance per capture."""
+
+    async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an exception.
+
+        When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
+        """
+        ...
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Closes it on all workers at once, those included that answered late. One outcome each."""
+        ...
+
+    async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        """Waits until the workers have written their files; `failed` with what is unfinished at the deadline."""
+        ...
+
+
+def load_fleet(workers: object) -> Fleet:
+    """The fleet that knows what `workers` is.
+
+    Raises:
+        ConfigError: no installed fleet knows it.
+    """
+    names = []
+    for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
+        names.append(point.name)
+        make = cast(Callable[[object], "Fleet | None"], point.load())
+        fleet = make(workers)
+        if fleet is not None:
+            return fleet
+    kind = f"{type(workers).__module__}.{type(workers).__qualname__}"
+    raise ConfigError(
+        "capture(workers=)",
+        kind,
+        f"actor handles, a sequence of them in rank order, or a mapping of role to handles ({', '.join(names)})",
+        "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing",
+    )

@@ -1,0 +1,39 @@
+"""Our own failures during a run: logged once per place, kept for the manifest, raised only where tests want them.
+
+`STEPSCOPE_RAISE=1` raises them, `STEPSCOPE_RAISE=0` does not; unset, they are raised under pytest and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+log = logging.getLogger("stepscope")
+_lock = threading.Lock()
+_noted: dict[str, tuple[str, int]] = {}
+"""Place -> (first failure, how often). One writer: `note`."""
+
+
+def note(where: str, error: BaseException) -> None:
+    """Records that our code failed at `where`. Never raises outside tests."""
+    with _lock:
+        first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
+        _noted[where] = (first, count + 1)
+    if count == 0:
+        log.warning("stepscope: %s failed and is switched off there; the run goes on. %s", where, first)
+    if _raises():
+        raise error
+
+
+def take() -> dict[str, str]:
+    """What was noted since the last call: {place: `first failure (times)`}."""
+    with _lock:
+        taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
+        _noted.clear()
+    return taken
+
+
+def _raises() -> bool:
+    wanted = os.environ.get("STEPSCOPE_RAISE")
+    return wanted == "1" or (wanted is None and "PYTEST_CURRENT_TEST" in os.environ)

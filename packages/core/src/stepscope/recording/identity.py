@@ -1,0 +1,58 @@
+"""Who this process is: role, rank, host. A rank that nothing states is None."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from stepscope.files.sidecar import ProcessInfo
+
+
+def identify(
+    role: str,
+    *,
+    rank: int | None = None,
+    position: int | None = None,
+    world_size: int | None = None,
+    actor_id: str | None = None,
+) -> ProcessInfo:
+    """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK, `position`, None."""
+    found, size, source = _rank(rank, position)
+    return ProcessInfo(
+        role=role,
+        rank=found,
+        world_size=size if size is not None else world_size,
+        rank_source=source,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        actor_id=actor_id,
+    )
+
+
+def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | None, str | None]:
+    if rank is not None:
+        return rank, None, "argument"
+    stated = _integer("STEPSCOPE_RANK")
+    if stated is not None:
+        return stated, None, "environment"
+    distributed = _torch_distributed()
+    if distributed is not None:
+        return (*distributed, "torch.distributed")
+    launched = _integer("RANK")
+    if launched is not None:
+        return launched, _integer("WORLD_SIZE"), "environment"
+    return position, None, None if position is None else "position"
+
+
+def _torch_distributed() -> tuple[int, int] | None:
+    # Only when the process already uses it: importing torch here would cost a second.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _integer(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,133 @@
+"""This process' part of the manifest, kept true on disk while a capture runs and after it.
+
+Everything that was promised stands in it from the moment it is promised, as `missing` with the reason, so that a process that
+dies leaves the truth behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.atomic import write_atomic
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest import Absent, Expectation, OwnCost, ProcessPart, State
+from stepscope.files.sidecar import Artifact
+from stepscope.recording import guard
+
+NOT_CLOSED = "the process has not closed its capture"
+NOT_EXPORTED = "not exported yet"
+
+
+class Ledger:
+    """Thread-safe. `write` puts it on disk: at the end of opening, of closing and of each export."""
+
+    def __init__(self, path: Path, part: ProcessPart) -> None:
+        self._path = path
+        self._part = part
+        self._items: dict[str, Expectation] = {}
+        self._pending: Counter[str] = Counter()
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a write
+
+    @property
+    def part(self) -> ProcessPart:
+        with self._lock:
+            return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
+
+    def problems(self) -> list[str]:
+        """One line for each thing that is promised and not there, exports under way left out."""
+        return [
+            f"{item.name}: {item.state}: {item.reason}"
+            for item in self.part.expected
+            if item.state in ("missing", "partial", "failed") and item.reason != NOT_EXPORTED
+        ]
+
+    def update(self, **fields: object) -> None:
+        """Replaces fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
+        with self._lock:
+            self._part = msgspec.structs.replace(self._part, **fields)
+
+    def add_absent(self, absent: tuple[Absent, ...]) -> None:
+        with self._lock:
+            self.update(absent=self._part.absent + absent)
+
+    def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
+        """Offsets measured anew are added: several of one process give its drift."""
+        with self._lock:
+            self.update(clocks=self._part.clocks + clocks)
+
+    def state(self, name: str) -> State | None:
+        with self._lock:
+            return self._items[name].state if name in self._items else None
+
+    def spend(self, *, start_ns: int = 0, stop_ns: int = 0, export_ns: int = 0, spans_ns: int = 0) -> None:
+        """Adds to what profiling itself cost this process."""
+        with self._lock:
+            cost = self._part.cost
+            total = OwnCost(
+                start_ns=cost.start_ns + start_ns,
+                stop_ns=cost.stop_ns + stop_ns,
+                export_ns=cost.export_ns + export_ns,
+                spans_ns=cost.spans_ns + spans_ns,
+            )
+            self.update(cost=total)
+
+    def expect(self, item: Expectation) -> None:
+        """Promises something, or replaces what was said of it."""
+        with self._lock:
+            self._items[item.name] = item
+
+    def skip(self, name: str, reason: str) -> None:
+        """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another time)."""
+        with self._lock:
+            if name not in self._items:
+                self.expect(Expectation(name=name, state="skipped", reason=reason))
+
+    def fail(self, name: str, reason: str) -> None:
+        """Says that something went wrong: `partial` where artifacts of it are there, else `failed`."""
+        with self._lock:
+            old = self._items.get(name, Expectation(name=name, state="failed", reason=reason))
+            state = "partial" if old.artifacts else "failed"
+            self.expect(msgspec.structs.replace(old, state=state, reason=reason))
+
+    def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
+        """An artifact of `name` was recorded and is on its way to the disk."""
+        with self._lock:
+            self._pending[name] += 1
+            old = self._items.get(name, Expectation(name=name, state="missing", reason=NOT_EXPORTED))
+            failed = old.state in ("failed", "partial")
+            self.expect(
+                msgspec.structs.replace(
+                    old,
+                    state=old.state if failed else "missing",
+                    reason=old.reason if failed else NOT_EXPORTED,
+                    truncated=truncated or old.truncated,
+                    ignored={**old.ignored, **ignored},
+                )
+            )
+
+    def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
+        """It is there, or it is not and this is why."""
+        with self._lock:
+            self._pending[name] -= 1
+            old = self._items[name]
+            if artifact is not None:
+                old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact))
+                self._items[name] = old
+            if error is not None:
+                self.fail(name, error)
+            elif self._pending[name] == 0 and old.reason == NOT_EXPORTED:
+                self.expect(msgspec.structs.replace(old, state="ok", reason=None))
+            self.spend(export_ns=cost_ns)
+            self.write()
+
+    def write(self) -> None:
+        """Puts the part on disk, whole. A disk that refuses is noted by the guard."""
+        with self._lock:
+            try:
+                write_atomic(self._path, msgspec.json.encode(self.part))
+            except OSError as error:
+                guard.note("writing the manifest", error)

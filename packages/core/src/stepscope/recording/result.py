@@ -1,0 +1,82 @@
+"""What became of a capture, as its owner sees it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.errors import MissingArtifactsError
+from stepscope.files.manifest import Manifest
+from stepscope.files.parts import fold, read_parts, write_manifest
+from stepscope.recording import export, loop
+from stepscope.recording.ledger import NOT_EXPORTED
+
+if TYPE_CHECKING:
+    from stepscope.recording.fleet_port import Fleet
+    from stepscope.recording.session import Session
+
+
+class CaptureResult:
+    """`captured` is False for a step that was not selected; then there is nothing to wait for and nothing missing."""
+
+    def __init__(
+        self, *, step: int, captured: bool, session: Session | None = None, fleet: Fleet | None = None
+    ) -> None:
+        self.step = step
+        self.captured = captured
+        self._session = session
+        self._fleet = fleet
+
+    @property
+    def path(self) -> Path | None:
+        """The step's folder; None for a step that was not captured."""
+        return None if self._session is None else self._session.layout.root
+
+    def manifest(self) -> Manifest | None:
+        """What is there at this moment, folded from the processes' parts; None for a step that was not captured."""
+        if self._session is None:
+            return None
+        parts, _ = read_parts(self._session.layout)
+        return fold([part for part in parts if part.run_id == self._session.run_id])
+
+    def fold(self) -> None:
+        """Writes `manifest.json` anew."""
+        manifest = self.manifest()
+        if manifest is not None and self._session is not None:
+            write_manifest(self._session.layout, manifest)
+
+    def problems(self) -> list[str]:
+        """One line for each thing that is missing, partial or failed; exports that are under way do not count."""
+        manifest = self.manifest()
+        return [] if manifest is None else [line for line in manifest.problems() if NOT_EXPORTED not in line]
+
+    def wait(self, timeout_s: float | None = None) -> Manifest | None:
+        """Waits until all files of all processes are written, at most `timeout_s` (default `budget.export_seconds`).
+
+        Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
+
+        Returns:
+            The manifest as it then is: what is unfinished stands in it as missing.
+        """
+        if self._session is None:
+            return None
+        if timeout_s is None:
+            timeout_s = self._session.config.budget.export_seconds
+        until = time.monotonic() + timeout_s
+        export.exporter().drain(timeout_s)
+        if self._fleet is not None:
+            loop.run(self._fleet.drain(max(0.0, until - time.monotonic())))
+        self.fold()
+        return self.manifest()
+
+    def raise_for_missing(self, timeout_s: float | None = None) -> None:
+        """Waits as `wait` does, then raises if anything that was promised is not there.
+
+        Raises:
+            MissingArtifactsError: lists every expectation that is missing, partial or failed, with its reason.
+        """
+        manifest = self.wait(timeout_s)
+        problems = [] if manifest is None else manifest.problems()
+        if problems:
+            raise MissingArtifactsError(self.step, problems)

@@ -1,0 +1,139 @@
+"""The run this process takes part in: its id, its configuration, its `run.json`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from stepscope.config import ProfileConfig, check_save_path, check_tool, resolve
+from stepscope.files.atomic import write_atomic
+from stepscope.files.layout import RunLayout
+from stepscope.files.run import RunRecord
+from stepscope.recording import guard
+
+_configured: ProfileConfig | None = None
+"""What `configure` set, or what the environment says once it was asked. One writer: this module."""
+_checked: set[tuple[int, bool]] = set()
+_recorded: set[str] = set()
+_id: str | None = None
+
+_NAMED = ("stepscope", "torch", "ray", "vllm", "sglang", "torch_npu")
+
+
+def configure(source: ProfileConfig | str | os.PathLike[str] | None = None, **settings: object) -> ProfileConfig:
+    """Sets this process' configuration, for every later `capture` that is given none.
+
+    Args:
+        source: A YAML or JSON file; or a ready `ProfileConfig`, which is taken exactly as it is. None: the file that
+            STEPSCOPE_CONFIG names, if it does.
+        **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_* environment
+            variables, these arguments.
+
+    Returns:
+        The configuration as resolved.
+
+    Raises:
+        ConfigError: A value is wrong, a tool is not installed or the folder cannot be written: the message says which
+            field, what was found, what is allowed and the fix.
+    """
+    global _configured
+    config = settings_of(source, settings)
+    check(config, on_ray=False)
+    _configured = config
+    return config
+
+
+def settings_of(source: ProfileConfig | str | os.PathLike[str] | None, settings: dict[str, object]) -> ProfileConfig:
+    if isinstance(source, ProfileConfig):
+        if settings:
+            raise TypeError("configure() takes a ready ProfileConfig or settings, not both")
+        return source
+    return resolve(source, **settings)
+
+
+def current() -> ProfileConfig:
+    """What `configure` set; else what STEPSCOPE_CONFIG and the environment say, resolved once."""
+    global _configured
+    if _configured is None:
+        _configured = resolve()
+        if not _configured.steps:
+            guard.log.warning(
+                "stepscope: `steps` selects nothing, so this run records nothing. "
+                'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'
+            )
+    return _configured
+
+
+def check(config: ProfileConfig, *, on_ray: bool) -> None:
+    """Everything about a configuration that can be wrong on this machine, once per configuration.
+
+    Raises:
+        ConfigError: see `configure`.
+    """
+    if (id(config), on_ray) in _checked:
+        return
+    check_tool(config)
+    check_save_path(config, on_ray=on_ray)
+    _checked.add((id(config), on_ray))
+
+
+def run_id() -> str:
+    """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or agreed through torch.distributed's store,
+    or this process' own (its fleet then carries it to the workers)."""
+    global _id
+    if _id is None:
+        _id = os.environ.get("STEPSCOPE_RUN_ID") or _agreed(secrets.token_hex(4))
+    return _id
+
+
+def _agreed(mine: str) -> str:
+    # The store answers without a collective: a rank that never captures does not block the others.
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or not distributed.is_initialized():
+        return mine
+    try:
+        store = distributed._get_default_store()
+        return str(store.compare_set("stepscope/run_id", "", mine).decode())
+    except Exception as error:
+        guard.note("agreeing on a run id", error)
+        return mine
+
+
+def record(config: ProfileConfig) -> None:
+    """Writes `run.json` when this run has none yet."""
+    if config.save_path in _recorded:
+        return
+    _recorded.add(config.save_path)
+    layout = RunLayout(config.save_path)
+    data = RunRecord(
+        run_id=run_id(),
+        started_ns=time.time_ns(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        command=tuple(sys.argv),
+        config=config.to_mapping(),
+        versions=versions(),
+    )
+    try:
+        Path(config.save_path).mkdir(parents=True, exist_ok=True)
+        write_atomic(layout.run(run_id()), msgspec.json.format(msgspec.json.encode(data)))
+    except OSError as error:
+        guard.note("writing run.json", error)
+
+
+def versions() -> dict[str, str]:
+    """Python's and those of the installed packages that matter to a trace's reader."""
+    found = {"python": sys.version.split()[0]}
+    for name in _NAMED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,236 @@
+"""One captured step in one process: its spans, its profiler windows, its part of the manifest.
+
+States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first. Nothing here raises for
+a profiler's or a disk's trouble: that becomes an expectation in the manifest, with its reason.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stepscope.backends import load_backend
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Absent, Expectation, ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import AttrValue
+from stepscope.recording import clock, control, guard, schedule
+from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
+from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Session:
+    """Made by `capture` (in the owner) or by `worker` (in a process that the owner's fleet reached)."""
+
+    def __init__(
+        self,
+        *,
+        config: ProfileConfig,
+        step: int,
+        process: ProcessInfo,
+        roles: tuple[str, ...],
+        run_id: str,
+        capture_id: str,
+        owner: bool,
+    ) -> None:
+        self.config = config
+        self.step = step
+        self.process = process
+        self.run_id = run_id
+        self.capture_id = capture_id
+        self.owner = owner
+        self.layout = RunLayout(config.save_path).step(step)
+        self.decision = schedule.decide_process(config, step=step, roles=roles, rank=process.rank)
+        part = ProcessPart(
+            run_id=run_id,
+            step=step,
+            process=process,
+            owner=owner,
+            opened=clock.read_anchor(),
+            recorded=self.decision.record,
+            why=self.decision.reason,
+        )
+        self.ledger = Ledger(self.layout.part_of(process, run_id), part)
+        self.log = SpanLog(
+            self.layout.spans_of(process, run_id), process=process, step=step, run_id=run_id, limit=config.budget.spans
+        )
+        self.forks = 0
+        """Children forked while open: they record nothing, and the manifest says so."""
+        self._windows: Windows | None = None
+        self._watchdog: control.Watchdog | None = None
+        self._ended: ClockAnchor | None = None
+        """When recording ended: at close, or earlier when it was truncated."""
+        self._closed = False
+        self._lock = threading.RLock()  # a signal may close the session while it is being closed
+
+    def open(self) -> None:
+        """Creates the files and starts the profiler."""
+        self.open_files()
+        self.start_profiler()
+
+    def open_files(self) -> None:
+        """The part of opening that may run on any thread: folders, files, the profiler library's one-off costs."""
+        began = time.monotonic_ns()
+        self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
+        if self.decision.record:
+            self._windows = self._make_windows()
+        else:
+            self.ledger.skip(f"{self.config.tool} trace", self.decision.reason)
+        self.ledger.spend(start_ns=time.monotonic_ns() - began)
+        self.ledger.write()
+
+    def _make_windows(self) -> Windows | None:
+        try:
+            backend = load_backend(self.config.tool, self.config)
+            backend.check()
+            backend.prepare()
+        except Exception as error:
+            self.ledger.fail(f"{self.config.tool} trace", describe(error))
+            if not isinstance(error, BackendError):
+                guard.note(f"preparing the {self.config.tool} profiler", error)
+            else:
+                guard.log.warning("stepscope: %s", error)
+            return None
+        return Windows(
+            backend,
+            config=self.config,
+            layout=self.layout,
+            process=self.process,
+            step=self.step,
+            run_id=self.run_id,
+            ledger=self.ledger,
+        )
+
+    def start_profiler(self) -> None:
+        """The part of opening that belongs on the thread whose work is recorded. The session's time begins here."""
+        if self._windows is not None and not self._windows.discrete:
+            self._windows.open(None, self.process.role)
+        anchor = clock.read_anchor()
+        self.ledger.update(opened=anchor)
+        try:
+            self.log.open(anchor)
+        except OSError as error:
+            self.ledger.fail("spans", describe(error))
+            guard.note("opening the span file", error)
+        self.ledger.write()
+        self._watchdog = control.Watchdog(self.config.budget.seconds, self._out_of_time)
+
+    def close(self, *, error: str | None = None, discard: str | None = None) -> None:
+        """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any thread.
+
+        Args:
+            error: The user's exception that ended the capture, as text.
+            discard: Why the recordings are unwanted; None to keep them.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end(discard=discard)
+            assert self._ended is not None
+            self.ledger.update(closed=self._ended, error=error)
+            self._close_spans()
+            if self.forks:
+                self.ledger.add_absent((_forked(self.forks),))
+            self.ledger.write()
+
+    def truncate(self, reason: str) -> None:
+        """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its owner."""
+        with self._lock:
+            if self._closed or self._ended is not None:
+                return
+            guard.log.warning("stepscope: step %d is truncated: %s", self.step, reason)
+            self._end(truncated=reason)
+            if self.owner:
+                self.ledger.write()
+            else:
+                self.close()  # nobody may ever come to do it: the owner is perhaps gone
+
+    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        if self._ended is not None:
+            return
+        self._ended = clock.read_anchor()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._windows is not None:
+            self._windows.finish(truncated=truncated, discard=discard)
+        if truncated is not None:
+            item = Expectation(name="spans", state="missing", reason=NOT_CLOSED, truncated=truncated)
+            self.ledger.expect(item)
+
+    def _close_spans(self) -> None:
+        assert self._ended is not None
+        began = time.monotonic_ns()
+        log = self.log
+        log.close(self._ended)
+        truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
+        if log.failed is not None:
+            self.ledger.fail("spans", log.failed)
+        elif log.dropped or truncated:
+            reason = truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
+            self.ledger.expect(Expectation(name="spans", state="partial", reason=reason, truncated=truncated))
+        else:
+            self.ledger.expect(Expectation(name="spans", state="ok"))
+        self.ledger.update(spans=log.written, dropped=log.dropped)
+        self.ledger.spend(stop_ns=time.monotonic_ns() - began, spans_ns=log.written * span_cost_ns())
+
+    def _out_of_time(self) -> None:
+        self.truncate(f"budget.seconds: open for more than {self.config.budget.seconds:g} s")
+
+    # What the recorded code calls.
+
+    def span(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
+        """A span of this capture; enter it once."""
+        windows = self._windows
+        if windows is None:
+            return Span(self.log, stage, role, attrs)
+        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop())
+
+    def placed_span(
+        self, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]
+    ) -> Span:
+        """A span that says more of its place: step, policy_version, trajectory, turn."""
+        windows = self._windows
+        if windows is None:
+            return PlacedSpan(self.log, stage, role, attrs, **place)
+        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop(), **place)
+
+    def stage(
+        self,
+        role: str,
+        stage: str,
+        attrs: Mapping[str, AttrValue] | None = None,
+        is_async: bool = False,
+        resumption: int | None = None,
+    ) -> Span:
+        """The span of one call (of one resumption, for a generator) of a decorated function; in discrete mode, its window."""
+        if resumption is not None:
+            attrs = {**(attrs or {}), "resumption": resumption}
+        windows = self._windows
+        if windows is None:
+            return Span(self.log, stage, role, attrs)
+        # A window per resumption would be thousands for a token stream: the first one stands for the generator.
+        opens = windows.discrete and not resumption
+        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
+
+    def advance(self) -> None:
+        """One mini-batch is done: walks the profiler's schedule."""
+        if self._windows is not None:
+            self._windows.advance()
+
+
+def _forked(count: int) -> Absent:
+    return Absent(
+        name=f"{count} forked child process(es)",
+        state="skipped",
+        reason="forked while the capture was open: profilers and spans do not cross a fork",
+    )

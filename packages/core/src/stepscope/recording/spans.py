@@ -1,0 +1,305 @@
+"""Spans as they are recorded: live objects in memory, lines on disk a moment later.
+
+A span appends itself to its log when it opens and again when it closes: two list appends are all that the recorded code
+waits for. A thread turns what has piled up into lines five times a second, so a span that is still open then gets an
+`open` line, and a crash loses at most the last fifth of a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from threading import get_native_id
+from time import monotonic_ns
+from typing import TYPE_CHECKING, TypedDict
+
+import msgspec
+
+from stepscope.files import spans as lines
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import AttrValue, SpanLink
+from stepscope.recording import clock, context, guard
+from stepscope.recording.context import Scope, current, leave
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+FLUSH_S = 0.2
+FLUSH_NS = 10_000_000
+"""A flush stops after this long, so that a burst of spans is written after it and not during it: at most 5 % of the GIL."""
+MAX_TEXT = 500
+"""Characters kept of a text attribute."""
+_encode = msgspec.json.Encoder(enc_hook=lambda value: str(value)[:MAX_TEXT]).encode
+
+
+class _Thread(threading.local):
+    """The native id of the running thread: asking the kernel for it each time would cost 0.2 us of a 1.0 us span."""
+
+    def __init__(self) -> None:
+        self.id = get_native_id()
+
+
+_thread = _Thread()
+
+
+class Span(Scope):
+    """One recorded stretch of code. Made by a session; enter it once."""
+
+    __slots__ = ("attrs", "end_ns", "error", "id", "log", "role", "stage", "start_ns", "thread", "written")
+
+    def __init__(
+        self, log: SpanLog, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None
+    ) -> None:
+        # Not through Scope.__init__, and no field that most spans leave empty: see PlacedSpan.
+        self.log = log
+        self.stage = stage
+        self.role = role
+        self.attrs = attrs
+        self.said = None
+        self.error: str | None = None
+        self.end_ns: int | None = None
+        self.written = False
+
+    def __enter__(self) -> Self:
+        log = self.log
+        self.parent = current.get()
+        self._token = current.set(self)
+        self.thread = _thread.id
+        self.id = next(log.ids)
+        self.start_ns = monotonic_ns()
+        log.changed(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_ns = monotonic_ns()
+        if error is not None:
+            self.error = describe(error)
+        self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
+        leave(self)
+        self.log.changed(self)
+
+    def set(self, **attrs: AttrValue) -> None:
+        """Adds attributes; later values win."""
+        self.attrs = {**self.attrs, **attrs} if self.attrs else attrs
+
+    def reference(self) -> SpanLink:
+        return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
+
+
+class Placing(TypedDict, total=False):
+    step: int | None
+    policy_version: int | None
+    trajectory: str | None
+    turn: int | None
+
+
+class PlacedSpan(Span):
+    """A span that says more of its place than its role: a trajectory, a turn, another step's work."""
+
+    __slots__ = ("policy_version", "step", "trajectory", "turn")
+
+    def __init__(
+        self,
+        log: SpanLog,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        *,
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
+    ) -> None:
+        super().__init__(log, stage, role, attrs)
+        self.step = step
+        self.policy_version = policy_version
+        self.trajectory = trajectory
+        self.turn = turn
+
+
+def describe(error: BaseException) -> str:
+    """`ExceptionType: message`, at most 200 characters, whatever the exception's own __str__ does."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text[:200]
+
+
+class SpanLog:
+    """The span file of one process for one capture, and the thread that writes it."""
+
+    def __init__(self, path: Path, *, process: ProcessInfo, step: int, run_id: str, limit: int) -> None:
+        self.path = path
+        self.process = process
+        self.step = step
+        self.limit = limit
+        self.ids = itertools.count(1)
+        self.written = 0
+        self.dropped = 0
+        self.failed: str | None = None
+        """Why the file is not whole; None while it is."""
+        self._pending: deque[Span] = deque()
+        self.changed = self._pending.append
+        """Called by a span when it opens and when it closes. deque.append is atomic and never blocks."""
+        self._run_id = run_id
+        self._fd = -1
+        self._size = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._writing = threading.Lock()
+
+    def open(self, anchor: clock.ClockAnchor) -> None:
+        """Creates the file with its header and starts the thread.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        header = lines.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
+        self._append(_encode(header) + b"\n")
+        self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
+        self._thread.start()
+
+    def close(self, anchor: clock.ClockAnchor, timeout_s: float = 5.0) -> None:
+        """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if not self._writing.acquire(timeout=timeout_s):
+            self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
+            return
+        try:
+            self._write_pending()
+            if self._fd >= 0:
+                end = lines.End(anchor=anchor, spans=self.written, dropped=self.dropped)
+                self._append(_encode(end) + b"\n")
+                os.close(self._fd)
+        except OSError as error:
+            self.failed = describe(error)
+            guard.note("writing the end of the spans", error)
+        finally:
+            self._fd = -1
+            self._writing.release()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_S):
+            with self._writing:
+                self._write_pending(monotonic_ns() + FLUSH_NS)
+
+    def _write_pending(self, until_ns: int | None = None) -> None:
+        finished, batch = 0, []
+        for at in range(len(self._pending)):
+            if until_ns is not None and at % 64 == 0 and monotonic_ns() > until_ns:
+                break
+            span = self._pending.popleft()
+            if span.written:
+                continue  # it had closed when its opening was looked at
+            end_ns = span.end_ns
+            span.written = end_ns is not None
+            if span.id > self.limit:
+                self.dropped += span.written
+                continue
+            finished += span.written
+            batch.append(_encoded(span, end_ns))
+        if not batch:
+            return
+        try:
+            self._append(b"".join(batch))
+            self.written += finished
+        except OSError as error:
+            self.dropped += finished
+            self.failed = self.failed or describe(error)
+            guard.note("writing spans", error)
+
+    def _append(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError:
+            # Disk full: no half line stays behind, so that what was written before remains readable.
+            os.ftruncate(self._fd, self._size)
+            os.lseek(self._fd, self._size, os.SEEK_SET)
+            raise
+        self._size += len(data)
+
+
+def _encoded(span: Span, end_ns: int | None) -> bytes:
+    try:
+        return _encode(_line(span, end_ns)) + b"\n"
+    except (ValueError, TypeError, OverflowError):
+        # Attributes are the user's: an int beyond 64 bits, a lone surrogate. The span is kept, they are shown as text.
+        span.attrs = {str(k): ascii(v)[:MAX_TEXT] for k, v in (span.attrs or {}).items()}
+        span.stage = ascii(span.stage)[1:-1]
+        return _encode(_line(span, end_ns)) + b"\n"
+
+
+def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
+    """The span's line: an `open` one while it runs, a `span` one when it is over."""
+    log, said = span.log, context.inherited(span)
+    parent, link = _above(span)
+    step = None if said.step == log.step else said.step
+    role = said.role or log.process.role
+    attrs = {key: _short(value) for key, value in span.attrs.items()} if span.attrs else None
+    # Two calls, spelled out: building the second from the first would double the cost of a line.
+    if end_ns is None:
+        return lines.Open(
+            span=span.id, parent=parent, link=link, role=role, stage=span.stage, start_ns=span.start_ns, step=step,
+            policy_version=said.policy_version, trajectory=said.trajectory, turn=said.turn, thread=span.thread,
+            attrs=attrs,
+        )  # fmt: skip
+    return lines.Span(
+        span=span.id, parent=parent, link=link, role=role, stage=span.stage, start_ns=span.start_ns, step=step,
+        policy_version=said.policy_version, trajectory=said.trajectory, turn=said.turn, thread=span.thread,
+        attrs=attrs, dur_ns=end_ns - span.start_ns, error=span.error,
+    )  # fmt: skip
+
+
+def _above(span: Span) -> tuple[int | None, SpanLink | None]:
+    """(parent id in this file, or the link to a span elsewhere)."""
+    scope = span.parent
+    while scope is not None:
+        if isinstance(scope, Span) and scope.log is span.log:
+            return scope.id, None
+        link = scope.reference()
+        if link is not None:
+            return None, link
+        scope = scope.parent
+    return None, None
+
+
+def _short(value: AttrValue) -> AttrValue:
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return value[:MAX_TEXT] + "..."
+    return value
+
+
+_cost_ns: int | None = None
+"""What one span costs here, measured once per process. One writer: `span_cost_ns`."""
+
+
+def span_cost_ns(repeats: int = 200) -> int:
+    """ns that opening and closing one span takes in this process, the writing thread's work included."""
+    global _cost_ns
+    if _cost_ns is None:
+        process = ProcessInfo(role="calibration", rank=None, world_size=None, host="", pid=0)
+        log = SpanLog(Path(os.devnull), process=process, step=0, run_id="", limit=repeats)
+        log._fd = os.open(os.devnull, os.O_WRONLY)
+        began = monotonic_ns()
+        for _ in range(repeats):
+            with Span(log, "calibration", None):
+                pass
+        log._write_pending()
+        _cost_ns = (monotonic_ns() - began) // repeats
+        os.close(log._fd)
+    return _cost_ns

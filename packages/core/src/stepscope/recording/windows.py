@@ -1,0 +1,254 @@
+"""The backend's windows in one captured step: one for the whole capture (continuous) or one per stage (discrete)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
+from stepscope.config import ProfileConfig
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import Expectation
+from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.spans import AttrValue
+from stepscope.recording import clock, export, guard, schedule
+from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
+
+
+class Windows:
+    """Owns the backend of one session. Its failures go to the ledger; they never reach the recorded code."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: ProfileConfig,
+        layout: StepLayout,
+        process: ProcessInfo,
+        step: int,
+        run_id: str,
+        ledger: Ledger,
+    ) -> None:
+        self.discrete = config.mode == "discrete"
+        self.running: str | None = None
+        """The ledger's name of the window that is open now."""
+        self._backend = backend
+        self._config = config
+        self._layout = layout
+        self._process = process
+        self._step = step
+        self._run_id = run_id
+        self._ledger = ledger
+        self._off: str | None = None
+        """Why no further window opens; None while they may."""
+        self._opened: ClockAnchor | None = None
+        self._stage: str | None = None
+        self._role = process.role
+        self._indices: Counter[str | None] = Counter()
+        self._lock = threading.RLock()
+
+    def open(self, stage: str | None, role: str) -> bool:
+        """Starts the backend; False (and the reason in the ledger) when it does not start."""
+        name = self._name(stage)
+        with self._lock:
+            reason = self._refusal(stage, role)
+            if reason is not None:
+                self._ledger.skip(name, reason)
+                return False
+            began = time.monotonic_ns()
+            window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
+            try:
+                self._backend.start(window)
+            except Exception as error:
+                self._off = describe(error)
+                self._ledger.fail(name, self._off)
+                guard.note(f"starting the {self._backend.name} profiler", error)
+                return False
+            self._indices[stage] += 1
+            self.running, self._stage, self._role = name, stage, role
+            if self._indices[stage] == 1:
+                self._ledger.expect(Expectation(name=name, state="missing", reason=NOT_CLOSED))
+            self._opened = clock.read_anchor()
+            self._ledger.spend(start_ns=time.monotonic_ns() - began)
+            return True
+
+    def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Stops the backend and hands what it recorded to the exporter. Nothing is open: nothing happens."""
+        with self._lock:
+            if self.running is None:
+                return
+            name, self.running = self.running, None
+            began = time.monotonic_ns()
+            closed = clock.read_anchor()
+            try:
+                pending = self._backend.stop()
+            except Exception as error:
+                self._off = describe(error)
+                self._ledger.fail(name, self._off)
+                guard.note(f"stopping the {self._backend.name} profiler", error)
+                return
+            finally:
+                self._ledger.spend(stop_ns=time.monotonic_ns() - began)
+            if discard is not None:
+                for artifact in pending:
+                    artifact.discard()
+                self._ledger.expect(Expectation(name=name, state="skipped", reason=discard))
+                return
+            if not pending:
+                self._ledger.fail(name, "the profiler recorded nothing")
+            for artifact in pending:
+                self._submit(name, artifact, closed, truncated or artifact.truncated)
+
+    def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Closes the window, and for good: no stage that still runs opens another."""
+        with self._lock:
+            self._off = truncated or "the capture is closed"
+            self.close(truncated=truncated, discard=discard)
+
+    def advance(self) -> None:
+        try:
+            self._backend.advance()
+        except Exception as error:
+            guard.note(f"advancing the {self._backend.name} profiler", error)
+
+    def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
+        """Opens the backend's own marker around a span; None where there is none to close."""
+        if self.running is None:
+            return None
+        try:
+            info = SpanInfo(stage=span.stage, role=span.role or self._role, span=span.id, is_async=is_async)
+            marker = self._backend.range(info)
+            marker.__enter__()
+        except Exception as error:
+            guard.note(f"a {self._backend.name} marker", error)
+            return None
+        return marker
+
+    def unmark(self, marker: AbstractContextManager[None]) -> None:
+        try:
+            marker.__exit__(None, None, None)
+        except Exception as error:
+            guard.note(f"a {self._backend.name} marker", error)
+
+    def _name(self, stage: str | None) -> str:
+        return f"{self._backend.name} trace" if stage is None else f"{self._backend.name} trace of {stage}"
+
+    def _refusal(self, stage: str | None, role: str) -> str | None:
+        if self._off is not None:
+            return self._off
+        if self.running is not None:
+            return f"it ran inside the window of `{self.running}`: one profiler window per process"
+        written = export.exporter().bytes_written(self._step)
+        if written > self._config.budget.trace_mb << 20:
+            return f"budget.trace_mb: {written >> 20} MB of traces are written, {self._config.budget.trace_mb} allowed"
+        if stage is not None:
+            decision = schedule.decide(self._config, step=self._step, role=role, rank=self._process.rank)
+            return None if decision.record else decision.reason
+        return None
+
+    def _submit(self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None) -> None:
+        process, stage, opened, role = self._process, self._stage, self._opened, self._role
+        index = self._indices[f"{stage}/files"]
+        self._indices[f"{stage}/files"] += 1
+        target = self._layout.trace_of(
+            process, self._run_id, role=role, stage=stage, index=index, kind=pending.kind, suffix=pending.suffix
+        )
+
+        def describe_file(size_bytes: int, path: Path) -> Sidecar:
+            artifact = Artifact(
+                path=str(path.relative_to(self._layout.root)),
+                kind=pending.kind,
+                tool=self._backend.name,
+                role=role,
+                stage=stage,
+                rank=process.rank,
+                world_size=process.world_size,
+                replica=process.replica,
+                host=process.host,
+                pid=process.pid,
+                size_bytes=size_bytes,
+                truncated=truncated,
+                ignored=pending.ignored,
+            )
+            return Sidecar(
+                step=self._step,
+                run_id=self._run_id,
+                artifact=artifact,
+                process=process.key,
+                opened=opened,
+                closed=closed,
+                versions=pending.versions,
+                options=pending.options,
+            )
+
+        def done(result: export.ExportResult) -> None:
+            self._ledger.export_ends(name, result.artifact, result.error, result.cost_ns)
+
+        self._ledger.export_begins(name, truncated, pending.ignored)
+        export.exporter().submit(
+            pending,
+            target=target,
+            describe=describe_file,
+            on_done=done,
+            deferred=self._config.export.when == "deferred",
+        )
+
+
+class MarkedSpan(PlacedSpan):
+    """A span in a process that a profiler records: it stands in the profiler's trace too."""
+
+    __slots__ = ("_is_async", "_marker", "_opens", "_windows")
+
+    def __init__(
+        self,
+        log: SpanLog,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        *,
+        windows: Windows,
+        is_async: bool,
+        opens: bool = False,
+        **place: Unpack[Placing],
+    ) -> None:
+        super().__init__(log, stage, role, attrs, **place)
+        self._windows = windows
+        self._is_async = is_async
+        self._opens = opens
+        """Whether this span is a stage that gets a window of its own (discrete mode)."""
+
+    def __enter__(self) -> Self:
+        if self._opens:
+            # Before the span begins: starting a profiler is not the stage's own time.
+            self._opens = self._windows.open(self.stage, self.role or self.log.process.role)
+        super().__enter__()
+        self._marker = self._windows.mark(self, self._is_async)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._marker is not None:
+            self._windows.unmark(self._marker)
+        super().__exit__(kind, error, trace)
+        if self._opens:
+            self._windows.close()
+
+
+def in_event_loop() -> bool:
+    """Whether tasks may interleave on this thread. asyncio is not imported to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

@@ -1,0 +1,132 @@
+"""The worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
+
+A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already stopped (the
+worker was busy past its deadline) is refused, and a stop for a capture that is not open answers so and does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from stepscope.config import ProfileConfig
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording import capture, export, runtime
+from stepscope.recording.identity import identify
+from stepscope.recording.session import Session
+
+
+class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens a capture in a worker. The same for all workers, but for `role`, `position` and `replica`."""
+
+    capture_id: str
+    run_id: str
+    step: int
+    config: ProfileConfig
+    role: str | None = None
+    """None: found from the decorated methods of the worker's class, or else `worker`."""
+    position: int | None = None
+    """Index among the workers given: the rank, where nothing better says."""
+    world_size: int | None = None
+
+
+class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo
+    recorded: bool
+    why: str
+    refused: str | None = None
+    """Why no session was opened; None when one was."""
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
+    capture_id: str
+    error: str | None = None
+    """`ExceptionType: message` that ended the capture on the owner's side."""
+    discard: str | None = None
+    """Why what was recorded is unwanted (the worker started too late); None to keep it."""
+
+
+class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo | None
+    """None when no such capture was open here: the process is new (a restarted actor) or never heard of it."""
+    problems: tuple[str, ...] = ()
+
+
+_stopped: set[str] = set()
+"""Captures whose stop came before their start. One writer: `stop_worker`."""
+
+
+def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
+    """Opens the capture in this process. Runs in the worker; never raises for what is wrong in the worker itself."""
+    roles = decorated_roles(type(instance)) if instance is not None else ()
+    role = request.role or next(iter(roles), "worker")
+    process = identify(
+        role, position=request.position, world_size=request.world_size, actor_id=_actor_id()
+    )
+    if request.capture_id in _stopped:
+        _stopped.discard(request.capture_id)
+        return StartAnswer(process=process, recorded=False, why="", refused="the capture was over before it began here")
+    if runtime.active is not None:
+        other = runtime.active
+        return StartAnswer(
+            process=process, recorded=False, why="", refused=f"a capture of step {other.step} is open in this process"
+        )
+    session = Session(
+        config=request.config,
+        step=request.step,
+        process=process,
+        roles=(role, *(other for other in roles if other != role)),
+        run_id=request.run_id,
+        capture_id=request.capture_id,
+        owner=False,
+    )
+    session.open()
+    capture.activate(session)
+    return StartAnswer(process=process, recorded=session.decision.record, why=session.decision.reason)
+
+
+def stop_worker(request: StopRequest) -> StopAnswer:
+    """Closes the capture in this process. Runs in the worker."""
+    session = runtime.active
+    if session is None or session.capture_id != request.capture_id:
+        _stopped.add(request.capture_id)
+        return StopAnswer(process=None)
+    capture.deactivate(session)
+    session.close(error=request.error, discard=request.discard)
+    return StopAnswer(process=session.process, problems=tuple(session.problems()))
+
+
+def drain_worker(timeout_s: float) -> list[str]:
+    """Waits for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event loop."""
+    return export.exporter().drain(timeout_s)
+
+
+def clock_stamp() -> tuple[int, int]:
+    """(wall, monotonic) of this process, in ns."""
+    return time.time_ns(), time.monotonic_ns()
+
+
+def decorated_roles(cls: type) -> tuple[str, ...]:
+    """The roles that `profile_step` gave to the methods of `cls`, in order of definition."""
+    return tuple(dict.fromkeys(_roles(cls)))
+
+
+def _roles(cls: type) -> Iterable[str]:
+    for owner in reversed(cls.__mro__):
+        for member in vars(owner).values():
+            declared = getattr(getattr(member, "__func__", member), "__stepscope__", None)
+            if declared is not None:
+                yield declared.role
+
+
+def _actor_id() -> str | None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    actor_id: str | None = ray.get_runtime_context().get_actor_id()
+    return actor_id
