@@ -1,0 +1,14 @@
+"""Profilers of inference engines, behind one Protocol. Found through the entry points `stepscope.engines`."""
+
+from __future__ import annotations
+
+from stepscope.engines.protocol import (
+    EngineCapture,
+    EngineFactory,
+    EngineProfiler,
+    Iterations,
+    load_engine,
+    recognise,
+)
+
+__all__ = ["EngineCapture", "EngineFactory", "EngineProfiler", "Iterations", "load_engine", "recognise"]

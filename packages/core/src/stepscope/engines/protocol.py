@@ -1,0 +1,140 @@
+"""What an engine profiler is, how one is found by name, and how one is found for an engine object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Protocol, cast, runtime_checkable
+
+import msgspec
+
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+
+
+class Iterations(msgspec.Struct, frozen=True, kw_only=True):
+    """A window of engine iterations (forward passes, not tokens), counted from the start of a capture."""
+
+    start: int = 0
+    count: int | None = None
+    """None: until the capture ends."""
+
+
+class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine profiler needs to know about one capture. Travels by pickle and by JSON."""
+
+    step: int
+    run_id: str = ""
+    """Of the run that captures; goes into the sidecars."""
+    out_dir: str
+    """Absolute; `<step>/traces/rollout/replica<n>`. Create it where you write: that may be another host."""
+    step_dir: str
+    """Absolute; `Artifact.path` is relative to it."""
+    name: str
+    """Profile name or prefix: distinct for each capture of a run."""
+    replica: int
+    activities: tuple[str, ...] = ("cpu", "cuda")
+    with_stack: bool = False
+    record_shapes: bool = False
+    profile_memory: bool = False
+    iterations: Iterations = Iterations()
+    by_stage: bool = False
+    merge: bool = False
+    ranks: tuple[int, ...] | None = None
+    """Global GPU ranks whose files are wanted; None for all."""
+    extra: dict[str, str | int | float | bool | None] = {}
+    """Passed through to the engine after a check that its own signature knows every key."""
+
+
+@runtime_checkable
+class EngineProfiler(Protocol):
+    """Drives the profiler an inference engine ships with. One instance per replica.
+
+    States: idle -> start -> running -> stop -> idle. Stop without start returns []. A second start while
+    running raises `EngineError`. A start that fails or is cancelled leaves nothing running.
+    """
+
+    replica: int | None
+    """None: not said; `recognise` fills in the position among the engines given."""
+
+    @property
+    def world_size(self) -> int | None:
+        """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
+        None where nothing says."""
+        ...
+
+    def check(self) -> None:
+        """Before the run: version supported, profiler enabled in the engine. May block, so not on a loop.
+
+        Raises:
+            EngineError: with the fix.
+        """
+        ...
+
+    async def start(self, capture: EngineCapture) -> None:
+        """Returns when every worker of the replica has begun."""
+        ...
+
+    async def stop(self) -> list[Artifact]:
+        """The files, complete on disk, ranks known or None."""
+        ...
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        """Options of the latest capture that the engine could not honour: {option: reason}."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """What an entry point in `stepscope.engines` loads."""
+
+    def recognises(self, engine: object) -> bool:
+        """True when `engine` is one of this adapter's. Must not import the engine's library to find out."""
+        ...
+
+    def __call__(self, engine: object, replica: int) -> EngineProfiler:
+        """The profiler for that engine object, as replica number `replica`."""
+        ...
+
+
+def load_engine(name: str) -> EngineFactory:
+    """The adapter registered under `name`.
+
+    Raises:
+        EngineError: none is registered; names those that are and what to install.
+    """
+    found = {point.name: point for point in entry_points(group="stepscope.engines")}
+    if name not in found:
+        raise EngineError(
+            f"no profiler for engine {name!r}; installed: {', '.join(sorted(found)) or 'none'}. "
+            f"Fix: pip install 'stepscope[{name}]'"
+        )
+    return cast(EngineFactory, found[name].load())
+
+
+def recognise(engine: object, replica: int) -> EngineProfiler:
+    """`engine` itself when it is an `EngineProfiler`, otherwise the profiler of the adapter that knows it.
+
+    Args:
+        engine: What the user gave to `capture(engines=)`.
+        replica: Its position there: its number, unless the profiler has one of its own.
+
+    Raises:
+        EngineError: no installed adapter knows this object.
+    """
+    if isinstance(engine, EngineProfiler):
+        if engine.replica is None:
+            engine.replica = replica
+        return engine
+    points = sorted(entry_points(group="stepscope.engines"), key=lambda point: point.name)
+    for point in points:
+        factory = cast(EngineFactory, point.load())
+        if factory.recognises(engine):
+            return factory(engine, replica)
+    kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
+    raise EngineError(
+        f"no installed engine adapter knows {kind}; "
+        f"installed: {', '.join(point.name for point in points) or 'none'}. "
+        "Fix: install the adapter (pip install 'stepscope[vllm]', 'stepscope[sglang]'), "
+        "or pass an EngineProfiler of your own"
+    )

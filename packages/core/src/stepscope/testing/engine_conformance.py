@@ -1,0 +1,457 @@
+"""What every `EngineProfiler` does, as tests. Subclass `EngineConformance` and give it `make_profiler`:
+
+    class TestMyEngine(EngineConformance):
+        honours = frozenset({"iterations", "with_stack"})
+
+        @pytest.fixture
+        def make_profiler(self, my_engine):
+            return lambda tmp_path, replica: MyProfiler(my_engine, replica)
+
+        async def work(self, profiler, iterations):
+            await profiler.engine.generate(iterations)
+
+The methods under "What an engine can be made to do" are optional: a test that needs one that is not overridden
+is skipped and says which. A skipped fact is not a passed one: a fake that breaks on demand is worth its lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import ClassVar, NoReturn, TypeAlias, TypeVar
+
+import msgspec
+import pytest
+
+from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations
+from stepscope.errors import EngineError
+from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+
+T = TypeVar("T")
+MakeProfiler: TypeAlias = Callable[[Path, int], EngineProfiler]
+
+_OPTIONS: Mapping[str, object] = {
+    "with_stack": True,
+    "record_shapes": True,
+    "profile_memory": True,
+    "iterations": Iterations(start=0, count=2),
+    "by_stage": True,
+    "merge": True,
+}
+"""Every option of a capture that an engine may be unable to honour, switched on."""
+
+
+class EngineConformance:
+    """The contract of `EngineProfiler`. Every test leaves the engine idle."""
+
+    honours: ClassVar[frozenset[str]] = frozenset()
+    """The capture options this engine honours. The others it reports as ignored when it is asked for them."""
+    side_by_side: ClassVar[bool] = True
+    """Whether two replicas can record at once in this process."""
+    any_loop: ClassVar[bool] = True
+    """Whether captures may come from different event loops. False: the engine is bound to one."""
+    quick_s: ClassVar[float] = 5.0
+    """What must not wait for a deadline (a stop after the engine died) takes at most this long."""
+    longest_block_s: ClassVar[float] = 0.5
+    """The longest time the event loop may stand still: a noisy machine pauses less, a blocking call more."""
+
+    @pytest.fixture
+    def make_profiler(self) -> MakeProfiler:
+        """`make_profiler(tmp_path, replica)`: an idle profiler of a working engine. Called on a loop."""
+        raise NotImplementedError("override the fixture `make_profiler`")
+
+    def run(self, scenario: Coroutine[None, None, T]) -> T:
+        """Runs one test's coroutine. Override it for an engine that lives in an event loop of its own."""
+        return asyncio.run(scenario)
+
+    # What an engine can be made to do.
+
+    async def work(self, profiler: EngineProfiler, iterations: int) -> None:
+        """Makes the engine run this many iterations, so that there is something to record."""
+
+    def recording(self, profiler: EngineProfiler) -> bool | None:
+        """Whether any worker of the engine records at this moment; None when it cannot be told."""
+        return None
+
+    def die(self, profiler: EngineProfiler) -> None:
+        """Kills the engine."""
+        _cannot("die")
+
+    def fail_halfway(self, profiler: EngineProfiler) -> Callable[[], None]:
+        """Makes the next start fail in one worker after others have begun. Returns what repairs it."""
+        _cannot("fail_halfway")
+
+    def hang_on_start(self, profiler: EngineProfiler) -> Callable[[], None]:
+        """Makes the next start hang in one worker after others have begun. Returns what repairs it."""
+        _cannot("hang_on_start")
+
+    def hang_on_stop(self, profiler: EngineProfiler) -> Callable[[], None]:
+        """Makes the next stop hang in one worker. Returns what repairs it."""
+        _cannot("hang_on_stop")
+
+    # The contract.
+
+    def test_it_is_an_engine_profiler_and_its_check_passes(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 3)
+            assert isinstance(profiler, EngineProfiler)
+            assert profiler.replica == 3
+            await asyncio.to_thread(profiler.check)
+
+        self.run(scenario())
+
+    def test_artifacts_are_complete_when_stop_returns(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 1)
+            capture = a_capture(tmp_path, step=2, replica=1)
+            assert not files_below(capture.step_dir)
+            artifacts = await self._record(profiler, capture)
+            assert artifacts, "a capture with work in it has artifacts"
+            for artifact in artifacts:
+                assert_complete(artifact, capture)
+
+        self.run(scenario())
+
+    def test_a_rank_is_stated_or_none_and_no_two_files_of_a_kind_share_one(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            artifacts = await self._record(make_profiler(tmp_path, 1), a_capture(tmp_path, replica=1))
+            stated = [(each.kind, each.stage, each.rank) for each in artifacts if each.rank is not None]
+            assert all(type(rank) is int and rank >= 0 for _, _, rank in stated)
+            assert len(stated) == len(set(stated)), "a rank that no engine stated was made up"
+
+        self.run(scenario())
+
+    def test_stop_without_start_returns_nothing(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            assert await make_profiler(tmp_path, 0).stop() == []
+
+        self.run(scenario())
+
+    def test_a_second_stop_returns_nothing(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            await self._record(profiler, a_capture(tmp_path))
+            assert await profiler.stop() == []
+
+        self.run(scenario())
+
+    def test_a_double_start_is_an_error_and_the_first_capture_survives_it(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
+            await profiler.start(first)
+            await self.work(profiler, 2)
+            with pytest.raises(EngineError):
+                await profiler.start(second)
+            await self.work(profiler, 2)
+            artifacts = await profiler.stop()
+            assert artifacts
+            for artifact in artifacts:
+                assert_complete(artifact, first)
+            assert not files_below(second.step_dir)
+
+        self.run(scenario())
+
+    def test_two_starts_at_once_are_one_capture_and_one_error(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            captures = [a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)]
+            starts = [profiler.start(each) for each in captures]
+            results = await asyncio.gather(*starts, return_exceptions=True)
+            assert [type(each) for each in results].count(type(None)) == 1
+            assert isinstance(results[0] or results[1], EngineError)
+            await self.work(profiler, 4)
+            won = captures[0] if results[0] is None else captures[1]
+            for artifact in await profiler.stop():
+                assert_complete(artifact, won)
+
+        self.run(scenario())
+
+    def test_two_captures_never_mix_their_files(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
+            early = await self._record(profiler, first)
+            before = contents(first.step_dir)
+            late = await self._record(profiler, second)
+            assert early
+            assert late
+            assert contents(first.step_dir) == before, "a later capture changed the files of an earlier one"
+            for artifact in late:
+                assert_complete(artifact, second)
+
+        self.run(scenario())
+
+    def test_two_captures_of_one_step_never_overwrite_each_other(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            first, second = a_capture(tmp_path, name="run-a"), a_capture(tmp_path, name="run-b")
+            early = await self._record(profiler, first)
+            before = contents(first.step_dir)
+            late = await self._record(profiler, second)
+            after = contents(first.step_dir)
+            assert {name: after[name] for name in before} == before
+            assert {each.path for each in early}.isdisjoint({each.path for each in late})
+
+        self.run(scenario())
+
+    def test_two_replicas_of_one_step_never_mix_their_files(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        if not self.side_by_side:
+            pytest.skip("one replica at a time can record in this process")
+
+        async def scenario() -> None:
+            profilers = [make_profiler(tmp_path, replica) for replica in (0, 1)]
+            captures = [a_capture(tmp_path, replica=replica) for replica in (0, 1)]
+            found = await asyncio.gather(*map(self._record, profilers, captures))
+            for artifacts, capture in zip(found, captures, strict=True):
+                for artifact in artifacts:
+                    assert_complete(artifact, capture)
+            assert {each.path for each in found[0]}.isdisjoint({each.path for each in found[1]})
+
+        self.run(scenario())
+
+    def test_captures_may_come_from_different_event_loops(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        if not self.any_loop:
+            pytest.skip("this engine is bound to one event loop")
+
+        async def first() -> EngineProfiler:
+            profiler = make_profiler(tmp_path, 0)
+            assert await self._record(profiler, a_capture(tmp_path, step=1))
+            return profiler
+
+        profiler = self.run(first())
+        assert self.run(self._record(profiler, a_capture(tmp_path, step=2)))
+
+    @pytest.mark.parametrize("option", sorted(_OPTIONS))
+    def test_an_option_is_honoured_or_reported_as_ignored(
+        self, make_profiler: MakeProfiler, tmp_path: Path, option: str
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            capture = msgspec.structs.replace(a_capture(tmp_path), **{option: _OPTIONS[option]})
+            await self._record(profiler, capture)
+            reported = option in profiler.ignored
+            assert reported != (option in self.honours), f"{option}; ignored: {profiler.ignored}"
+            assert all(profiler.ignored.values()), "every ignored option has a reason"
+            if not reported:
+                return
+            await self._record(profiler, a_capture(tmp_path, step=3))
+            assert option not in profiler.ignored, "`ignored` is of the latest capture"
+
+        self.run(scenario())
+
+    def test_an_option_the_engine_does_not_know_is_an_error_or_reported(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            capture = msgspec.structs.replace(a_capture(tmp_path), extra={"no_such_option": 1})
+            try:
+                await profiler.start(capture)
+                await profiler.stop()
+                said = str(dict(profiler.ignored))
+            except EngineError as error:
+                said = str(error)
+            assert "no_such_option" in said
+            assert await profiler.stop() == []
+            assert not self.recording(profiler)
+
+        self.run(scenario())
+
+    @pytest.mark.parametrize("awaits", [0, 1, 2, 3, 5, 8])
+    def test_a_cancelled_start_leaves_nothing_running(
+        self, make_profiler: MakeProfiler, tmp_path: Path, awaits: int
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            starting = asyncio.create_task(profiler.start(a_capture(tmp_path, step=1)))
+            for _ in range(awaits):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():  # it was through before
+                starting.result()
+                await profiler.stop()
+            await self._assert_idle_and_usable(profiler, tmp_path)
+
+        self.run(scenario())
+
+    def test_a_start_that_fails_halfway_leaves_nothing_running(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            repair = self.fail_halfway(profiler)
+            with pytest.raises(EngineError):
+                await profiler.start(a_capture(tmp_path, step=1))
+            repair()
+            await self._assert_idle_and_usable(profiler, tmp_path)
+
+        self.run(scenario())
+
+    def test_a_start_that_hangs_ends_at_the_callers_deadline(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            repair = self.hang_on_start(profiler)
+            with pytest.raises(asyncio.TimeoutError):
+                await self._quickly(asyncio.wait_for(profiler.start(a_capture(tmp_path, step=1)), 0.2))
+            repair()
+            await self._assert_idle_and_usable(profiler, tmp_path)
+
+        self.run(scenario())
+
+    def test_a_stop_that_hangs_ends_at_the_callers_deadline(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            await profiler.start(a_capture(tmp_path, step=1))
+            await self.work(profiler, 2)
+            repair = self.hang_on_stop(profiler)
+            with pytest.raises(asyncio.TimeoutError):
+                await self._quickly(asyncio.wait_for(profiler.stop(), 0.2))
+            repair()
+            await self._assert_idle_and_usable(profiler, tmp_path)
+
+        self.run(scenario())
+
+    def test_stop_after_the_engine_died_is_an_error_at_once(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            await profiler.start(a_capture(tmp_path))
+            await self.work(profiler, 2)
+            self.die(profiler)
+            with pytest.raises(EngineError):
+                await self._quickly(profiler.stop())
+            assert await profiler.stop() == [], "a dead engine's capture is over"
+
+        self.run(scenario())
+
+    def test_start_on_a_dead_engine_is_an_error_at_once(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        async def scenario() -> None:
+            profiler = make_profiler(tmp_path, 0)
+            self.die(profiler)
+            with pytest.raises(EngineError):
+                await self._quickly(profiler.start(a_capture(tmp_path)))
+            assert await profiler.stop() == []
+
+        self.run(scenario())
+
+    def test_the_event_loop_keeps_beating_v10(self, make_profiler: MakeProfiler, tmp_path: Path) -> None:
+        async def scenario() -> float:
+            profiler = make_profiler(tmp_path, 0)
+            await asyncio.to_thread(profiler.check)
+            heart = asyncio.create_task(longest_gap_s())
+            await asyncio.sleep(0)
+            await profiler.start(a_capture(tmp_path))
+            await self.work(profiler, 2)
+            await profiler.stop()
+            heart.cancel()
+            await asyncio.wait([heart])
+            return heart.result()
+
+        assert self.run(scenario()) < self.longest_block_s, "start or stop blocked the event loop"
+
+    # Steps that tests share.
+
+    async def _record(self, profiler: EngineProfiler, capture: EngineCapture) -> list[Artifact]:
+        await profiler.start(capture)
+        await self.work(profiler, 4)
+        return await profiler.stop()
+
+    async def _assert_idle_and_usable(self, profiler: EngineProfiler, tmp_path: Path) -> None:
+        assert await profiler.stop() == [], "a start that did not succeed left a capture to stop"
+        assert not self.recording(profiler), "a worker of the engine is still recording"
+        capture = a_capture(tmp_path, step=7, name="afterwards")
+        artifacts = await self._record(profiler, capture)
+        assert artifacts, "a later capture records nothing"
+        for artifact in artifacts:
+            assert_complete(artifact, capture)
+
+    async def _quickly(self, call: Coroutine[None, None, T]) -> T:
+        began = time.monotonic()
+        try:
+            return await call
+        finally:
+            took = time.monotonic() - began
+            assert took < self.quick_s, f"took {took:.1f} s"
+
+
+def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "capture") -> EngineCapture:
+    """A plain capture below `root`, whose folders do not exist yet."""
+    layout = StepLayout(root / f"step_{step:06d}")
+    return EngineCapture(
+        step=step,
+        out_dir=str(layout.engine_dir(replica)),
+        step_dir=str(layout.root),
+        name=f"{name}-step{step}",
+        replica=replica,
+        activities=("cpu",),
+    )
+
+
+def assert_complete(artifact: Artifact, capture: EngineCapture) -> None:
+    """The artifact's file and sidecar lie below the capture's folder and agree with the record."""
+    root = Path(capture.step_dir)
+    path = root / artifact.path
+    assert not Path(artifact.path).is_absolute(), f"{artifact.path} is not relative to the step folder"
+    assert path.resolve().is_relative_to(root.resolve())
+    assert path.is_file(), f"{path} was announced and is not there"
+    assert artifact.size_bytes == path.stat().st_size > 0
+    assert artifact.replica == capture.replica
+    assert artifact.host
+    assert artifact.kind
+    assert artifact.tool
+    sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
+    assert sidecar.artifact == artifact
+    assert sidecar.step == capture.step
+
+
+def files_below(folder: str) -> list[Path]:
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """{relative path: bytes} of every file below `folder`."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files_below(folder)}
+
+
+async def longest_gap_s() -> float:
+    """Runs until it is cancelled; the longest time the event loop did not come back to it."""
+    longest, last = 0.0, time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    except asyncio.CancelledError:
+        return max(longest, time.monotonic() - last)
+
+
+def _cannot(method: str) -> NoReturn:
+    pytest.skip(f"this engine has no `{method}`: override it in the subclass of EngineConformance")
