@@ -1,0 +1,37 @@
+"""The run's configuration: frozen structs, checked when made, from YAML, Python or the environment."""
+
+from __future__ import annotations
+
+from stepscope.config._checks import check_save_path, check_tool
+from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
+from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
+from stepscope.config._sections import (
+    Activity,
+    BudgetConfig,
+    CudaMemoryConfig,
+    ExportConfig,
+    ScheduleConfig,
+    TorchConfig,
+)
+from stepscope.config._sources import RESERVED_VARIABLES
+from stepscope.config._steps import StepRange
+
+__all__ = [
+    "RESERVED_VARIABLES",
+    "Activity",
+    "BudgetConfig",
+    "CudaMemoryConfig",
+    "EngineConfig",
+    "ExportConfig",
+    "IterationsConfig",
+    "Mode",
+    "ProfileConfig",
+    "RoleConfig",
+    "ScheduleConfig",
+    "StepRange",
+    "Tool",
+    "TorchConfig",
+    "check_save_path",
+    "check_tool",
+    "resolve",
+]

@@ -1,0 +1,78 @@
+"""What can be known about this machine before the run: the folder can be written, the tool is installed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from stepscope.config._profile import ProfileConfig
+from stepscope.errors import ConfigError
+
+
+def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
+    """Whether this process can write `save_path`; found out by writing, which leaves no trace.
+
+    Raises:
+        ConfigError: it cannot, or the path is relative and the run is on Ray.
+    """
+    path = Path(config.save_path)
+    if on_ray and not path.is_absolute():
+        allowed = "an absolute path on Ray, where each worker has a working directory of its own"
+        raise ConfigError("save_path", config.save_path, allowed, f"write save_path: {path.absolute()}")
+    try:
+        _try_to_write(path.absolute())
+    except OSError as error:
+        allowed = f"a folder that this process can write to ({error.strerror})"
+        fix = "choose another folder, or change what stands in its way"
+        raise ConfigError("save_path", config.save_path, allowed, fix) from None
+
+
+def check_tool(config: ProfileConfig) -> None:
+    """Whether a backend is installed for `tool`. Loads none.
+
+    Raises:
+        ConfigError: none is; names those that are, and what to install.
+    """
+    from importlib.metadata import entry_points  # 15 ms, once per run
+
+    installed = sorted({point.name for point in entry_points(group="stepscope.backends")})
+    if config.tool not in installed:
+        allowed = f"an installed backend: {', '.join(installed) or 'there is none'}"
+        raise ConfigError("tool", config.tool, allowed, f"pip install 'stepscope[{config.tool}]'")
+
+
+def _try_to_write(folder: Path) -> None:
+    """Writes a file in `folder`, or in a passing folder beside the one that would be made for it.
+
+    `folder` itself is not made: processes that check it at the same time would remove it under one another.
+    """
+    import tempfile  # 8 ms, once per run
+
+    there = _nearest(folder)
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a folder")
+    if there == folder:
+        _write(there)
+    else:
+        with tempfile.TemporaryDirectory(prefix=".stepscope-", dir=there) as passing:
+            _write(passing)
+
+
+def _write(folder: str | os.PathLike[str]) -> None:
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(prefix=".stepscope-", dir=folder) as file:
+        file.write(b"stepscope")  # an empty file fits on a full disk
+        file.flush()
+
+
+def _nearest(path: Path) -> Path:
+    """`path` or the lowest folder above it that is there."""
+    for candidate in (path, *path.parents):
+        try:
+            candidate.lstat()
+        except FileNotFoundError:
+            continue
+        return candidate
+    raise FileNotFoundError(errno.ENOENT, "no folder above it exists")

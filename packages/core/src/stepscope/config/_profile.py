@@ -1,0 +1,163 @@
+"""The whole configuration of a run, and the ways to get one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from stepscope.config._roles import RoleConfig, parse_roles
+from stepscope.config._section import Parser, Section, build
+from stepscope.config._sections import BudgetConfig, CudaMemoryConfig, ExportConfig, TorchConfig
+from stepscope.config._sources import environment_layer, file_layer, overlay
+from stepscope.config._steps import StepRange, StepSpec, parse_steps
+from stepscope.errors import ConfigError
+
+Tool: TypeAlias = Literal["torch", "nsys", "npu", "cuda_memory"]
+Mode: TypeAlias = Literal["continuous", "discrete"]
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+
+
+def _parse_path(value: object, field: str) -> str:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(path, str) or not path.strip() or "\0" in path:
+        raise ConfigError(field, value, "the path of a folder", "write a path: outputs/profile")
+    if url := _URL.match(path):
+        local = f"/{url[2].lstrip('/')}" if url[1] == "file" else "outputs/profile"
+        fix = f"write a local path ({local}) and copy the folder to its store after the run"
+        raise ConfigError(field, value, "a path in the file system, not a URL", fix)
+    return os.path.expanduser(path)
+
+
+class ProfileConfig(Section, frozen=True, kw_only=True):
+    """How a run is profiled. Checked when it is made; a wrong value is a `ConfigError`.
+
+    Order of precedence, lowest first, as `resolve` applies it: defaults, the file, `STEPSCOPE_*` variables,
+    arguments in Python. A ready `ProfileConfig` is taken exactly as it is: making one reads no file and no
+    environment.
+    """
+
+    _parsers: ClassVar[Mapping[str, Parser]] = {
+        "save_path": _parse_path,
+        "steps": parse_steps,
+        "roles": parse_roles,
+    }
+
+    save_path: str = "outputs/profile"
+    """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute."""
+    steps: tuple[StepRange, ...] = ()
+    """Steps that are captured. None by default."""
+    tool: Tool = "torch"
+    """The profiler that runs in each selected process."""
+    mode: Mode = "continuous"
+    """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
+    roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: {"*": RoleConfig()})
+    """Role names or globs, first match wins; a role that none matches is not profiled."""
+    torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
+    cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
+    budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
+    export: ExportConfig = msgspec.field(default_factory=ExportConfig)
+
+    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
+
+        def __init__(
+            self,
+            *,
+            save_path: str | os.PathLike[str] = ...,
+            steps: StepSpec | Iterable[StepSpec] = ...,
+            tool: Tool = ...,
+            mode: Mode = ...,
+            roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
+            torch: TorchConfig | Mapping[str, object] = ...,
+            cuda_memory: CudaMemoryConfig | Mapping[str, object] = ...,
+            budget: BudgetConfig | Mapping[str, object] = ...,
+            export: ExportConfig | Mapping[str, object] = ...,
+        ) -> None: ...
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, object]) -> ProfileConfig:
+        """The config of a mapping as YAML has it (and `to_mapping` writes it), over the defaults.
+
+        Raises:
+            ConfigError: names the dotted field, its value, what is allowed and the fix.
+        """
+        return build(cls, data, "")
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ProfileConfig:
+        """The config of a YAML file (JSON is YAML too), over the defaults.
+
+        Raises:
+            ConfigError: as `from_mapping`; also when the file cannot be read or is not YAML.
+        """
+        return build(cls, file_layer(cls, path), "")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ProfileConfig:
+        """What the environment says: the file STEPSCOPE_CONFIG, and `STEPSCOPE_*` over it.
+
+        Raises:
+            ConfigError: as `from_file`; also for a `STEPSCOPE_` variable that means nothing.
+        """
+        return resolve(environ=environ)
+
+    def to_mapping(self) -> dict[str, object]:
+        """Everything, defaults included, as plain JSON values; `from_mapping` reads back an equal config."""
+        return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
+
+    def selects(self, step: int) -> bool:
+        """Whether `step` is one of the captured steps."""
+        return any(step in steps for steps in self.steps)
+
+    def role(self, name: str) -> tuple[str, RoleConfig] | None:
+        """The first pattern in written order that matches `name` (case matters), with its settings."""
+        return next(((at, role) for at, role in self.roles.items() if fnmatchcase(name, at)), None)
+
+
+def resolve(
+    file: ProfileConfig | str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    **python: object,
+) -> ProfileConfig:
+    """The run's config: defaults < file (this one, else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
+
+    Mappings are merged key by key, everything else is replaced. A role that a higher layer adds goes before
+    the first pattern that would hide it. A `ProfileConfig` in place of the file is returned as it is.
+
+    Args:
+        environ: None for `os.environ`.
+        python: Fields of `ProfileConfig`.
+
+    Raises:
+        ConfigError: as `ProfileConfig.from_env`; also for arguments next to a ready `ProfileConfig`.
+    """
+    if isinstance(file, ProfileConfig):
+        if python:
+            name, value = next(iter(python.items()))
+            allowed = "no argument next to a ready ProfileConfig, which is taken exactly as it is"
+            fix = "set it in that config (msgspec.structs.replace makes a changed copy)"
+            raise ConfigError(name, value, allowed, fix)
+        return file
+    environ = os.environ if environ is None else environ
+    layer: Mapping[str, object] = {}
+    if file is not None:
+        layer = file_layer(ProfileConfig, file)
+    elif environ.get("STEPSCOPE_CONFIG"):
+        layer = file_layer(ProfileConfig, environ["STEPSCOPE_CONFIG"], named_by="STEPSCOPE_CONFIG")
+    layer = overlay(layer, environment_layer(ProfileConfig, environ))
+    return build(ProfileConfig, overlay(layer, python), "")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, StepRange):
+        return value.spelled
+    if isinstance(value, Section):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

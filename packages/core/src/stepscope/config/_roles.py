@@ -1,0 +1,168 @@
+"""Who is recorded: role patterns, their ranks, and the options of the engines behind them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from operator import index
+from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex, TypeAlias
+
+import msgspec
+
+from stepscope.config._section import AtLeastOne, Count, Parser, Section, dotted, take
+from stepscope.config._words import closest
+from stepscope.errors import ConfigError
+
+Ranks: TypeAlias = Literal["all", "first"] | tuple[int, ...]
+
+_RANKS = "all, first, or a list of ranks from 0"
+_WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")  # as fnmatch reads them
+
+
+def parse_ranks(value: object, field: str) -> Ranks:
+    """`all`, `first`, or the ranks of a list, of one number, or of a text with commas.
+
+    Raises:
+        ConfigError: anything else; an empty list, which other tools read as rank 0, as all ranks, or as none.
+    """
+    if value == "all" or value == "first":
+        return "all" if value == "all" else "first"
+    ranks = tuple(_rank(item, field) for item in _listed(value, field))
+    if not ranks:
+        fix = "an empty list selects nothing; write ranks: all, ranks: first or leave the role out"
+        raise ConfigError(field, value, _RANKS, fix)
+    for at, rank in enumerate(ranks):
+        if rank in ranks[:at]:
+            raise ConfigError(field, value, "each rank once", f"take the second {rank} out")
+    return ranks
+
+
+def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
+    """{pattern: its settings} in written order, in which the first match wins.
+
+    Raises:
+        ConfigError: not a mapping, empty, or a pattern stands behind one that matches all its names.
+    """
+    if not isinstance(value, Mapping) or not value:
+        why = "an empty mapping selects nothing; " if value == {} else ""
+        fix = f'{why}write {{"*": {{ranks: first}}}}'
+        raise ConfigError(field, value, "a mapping of role patterns to their settings", fix)
+    roles: dict[str, RoleConfig] = {}
+    for pattern, given in value.items():
+        if not isinstance(pattern, str) or not pattern.strip():
+            raise ConfigError(field, pattern, "role names and globs, as text", "put the name in quotes")
+        roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # by kind
+    _check_reachable(list(roles), field)
+    return roles
+
+
+def hides(earlier: str, later: str) -> bool:
+    """Whether `earlier` matches every name that `later` does, so that `later` is never reached behind it.
+
+    True is certain. An `earlier` with `?` or `[...]` is only compared with plain names.
+    """
+    if not _WILDCARD.search(later):
+        return fnmatchcase(later, earlier)
+    # Only a star of `earlier` can match the stand-in, and a star matches whatever stands there instead.
+    return not re.search(r"[?[]", earlier) and fnmatchcase(_WILDCARD.sub("\0", later), earlier)
+
+
+def _listed(value: object, field: str) -> list[object]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        return list(value)
+    return [value]
+
+
+def _rank(item: object, field: str) -> int:
+    if isinstance(item, str):
+        if not re.fullmatch("[0-9]+", item):
+            near = closest(item, ("all", "first"))
+            fix = f"did you mean {near!r}?" if near else "write all, first or [0, 8]"
+            raise ConfigError(field, item, _RANKS, fix)
+        return int(item)
+    if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+        raise ConfigError(field, item, _RANKS, "write all, first or [0, 8]")
+    if index(item) < 0:
+        raise ConfigError(field, item, _RANKS, "write the rank itself; ranks do not count from the end")
+    return index(item)
+
+
+def _check_reachable(patterns: list[str], field: str) -> None:
+    for at, later in enumerate(patterns):
+        for earlier in patterns[:at]:
+            if hides(earlier, later):
+                raise ConfigError(
+                    field,
+                    patterns,
+                    "patterns in an order in which each can match (the first match wins)",
+                    f"{earlier!r} matches all that {later!r} does; write {later!r} before {earlier!r}",
+                )
+
+
+class IterationsConfig(Section, frozen=True, kw_only=True):
+    """A window of engine iterations (its forward passes, not tokens), counted from the start of a capture."""
+
+    _at: ClassVar[str] = "roles.<role>.engine.iterations"
+
+    start: Count = 0
+    """Iterations left out first."""
+    count: AtLeastOne | None = None
+    """Iterations recorded; None records until the capture ends."""
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """Options of the inference engine's own profiler, for a role served by engines."""
+
+    _at: ClassVar[str] = "roles.<role>.engine"
+
+    iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
+    """Which engine iterations are recorded."""
+    by_stage: bool = False
+    """Prefill and decode in traces of their own."""
+    merge: bool = False
+    """The engine joins the traces of its own ranks."""
+    extra: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
+    """Passed through to the engine after a check that its own signature knows every key."""
+
+    @property
+    def start(self) -> int:
+        return self.iterations.start
+
+    @property
+    def count(self) -> int | None:
+        return self.iterations.count
+
+    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
+
+        def __init__(
+            self,
+            *,
+            iterations: IterationsConfig | Mapping[str, object] = ...,
+            by_stage: bool = ...,
+            merge: bool = ...,
+            extra: Mapping[str, str | int | float | bool | None] = ...,
+        ) -> None: ...
+
+
+class RoleConfig(Section, frozen=True, kw_only=True):
+    """Where the profiler runs, for the roles that a pattern matches. Spans are recorded in every process."""
+
+    _at: ClassVar[str] = "roles.<role>"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks}
+
+    ranks: Ranks = "first"
+    """`all`, `first` (rank 0), or global ranks."""
+    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    """For a role whose work is done by inference engines."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            ranks: Literal["all", "first"] | Sequence[int] = ...,
+            engine: EngineConfig | Mapping[str, object] = ...,
+        ) -> None: ...

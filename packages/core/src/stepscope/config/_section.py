@@ -1,0 +1,121 @@
+"""A part of the configuration: how given values become checked fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import isfinite
+from types import UnionType
+from typing import Annotated, ClassVar, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+
+import msgspec
+
+from stepscope.config._words import closest, fix_for, in_words
+from stepscope.errors import ConfigError
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Parser: TypeAlias = Callable[[object, str], object]
+"""(given value, dotted name of the field) -> the field's value. Raises `ConfigError`."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A struct whose fields are checked, and brought into their one form, whenever one is made."""
+
+    _at: ClassVar[str] = ""
+    """Its place in the configuration: what errors call the fields of a section that is made on its own."""
+    _parsers: ClassVar[Mapping[str, Parser]] = {}
+    """For fields that take more forms than their type says."""
+
+    def __post_init__(self) -> None:
+        section = type(self)
+        for name in kinds(section):
+            given = getattr(self, name)
+            taken = take_field(section, name, given, section._at)
+            if taken is not given:
+                msgspec.structs.force_setattr(self, name, taken)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+@cache
+def kinds(section: type[Section]) -> dict[str, object]:
+    """{field: its type, resolved} of a section, in written order."""
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+def section_of(kind: object) -> type[Section] | None:
+    """The section that a field of type `kind` holds (`TorchConfig`, `ScheduleConfig | None`), or None."""
+    union = get_origin(kind) in (Union, UnionType)
+    for option in get_args(kind) if union else (kind,):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def build(section: type[SectionT], data: object, at: str) -> SectionT:
+    """The section made from a mapping that stands at `at` in the configuration (`""` is the top).
+
+    Raises:
+        ConfigError: not a mapping, an unknown key, or a field's value is wrong.
+    """
+    if not isinstance(data, Mapping):
+        fix = "write {} or leave it out, for the defaults" if data is None else "write its fields below it"
+        raise ConfigError(at or "the configuration", data, in_words(section), fix)
+    for key, value in data.items():
+        if key not in kinds(section):
+            raise _unknown_key(section, key, value, at)
+    taken = {key: take_field(section, key, value, at) for key, value in data.items()}
+    make = cast(Callable[..., SectionT], section)
+    return make(**taken)
+
+
+def take_field(section: type[Section], name: str, value: object, at: str) -> object:
+    """`value` in the one form that field `name` of `section` keeps it in."""
+    field = dotted(at, name)
+    parser = section._parsers.get(name)
+    return parser(value, field) if parser else take(kinds(section)[name], value, field)
+
+
+def take(kind: object, value: object, field: str) -> object:
+    """`value` as type `kind`. Nothing is guessed: `"1"` is not a number and 1 is not true.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    section = section_of(kind)
+    if section is None:
+        return convert(kind, value, field)
+    if isinstance(value, section) or (value is None and kind is not section):
+        return value
+    return build(section, value, field)
+
+
+def convert(kind: object, value: object, field: str, *, from_text: bool = False) -> object:
+    """`value` as type `kind`, which holds no section. `from_text` reads "1" as a number, "true" as true."""
+    try:
+        taken: object = msgspec.convert(value, kind, strict=not from_text)
+    except msgspec.ValidationError:
+        taken = None
+        wrong = True
+    else:
+        wrong = isinstance(taken, float) and not isfinite(taken)  # JSON has no infinity
+    if wrong:
+        raise ConfigError(field, value, in_words(kind), fix_for(kind, value, from_text=from_text))
+    return taken
+
+
+def dotted(at: str, name: object) -> str:
+    return f"{at}.{name}" if at else str(name)
+
+
+def _unknown_key(section: type[Section], key: object, value: object, at: str) -> ConfigError:
+    """The error for a key that `section` lacks; knows near misses here and the same name elsewhere."""
+    known = kinds(section)
+    elsewhere = (dotted(other._at, key) for other in Section.__subclasses__() if key in kinds(other))
+    near = next(elsewhere, None) or closest(key, known)
+    meant = f"did you mean {near!r}?" if near else "leave it out"
+    allowed = f"the keys {', '.join(known)}" + (f" in {at}" if at else "")
+    return ConfigError(dotted(at, key), value, allowed, f"there is no {dotted(at, key)!r}; {meant}")

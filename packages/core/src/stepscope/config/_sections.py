@@ -1,0 +1,123 @@
+"""What is recorded, how much of it, and when files are written: one struct per section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert
+from stepscope.errors import ConfigError
+
+Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]
+"""As `torch.profiler.ProfilerActivity` names them."""
+
+
+def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
+    listed = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if isinstance(listed, Sequence) and not listed:
+        fix = 'an empty list records nothing; write ["cpu", "cuda"] or leave it out'
+        raise ConfigError(field, value, "a list of at least one activity", fix)
+    for one in listed if isinstance(listed, Sequence) else ():
+        convert(Activity, one, field)
+    taken: tuple[Activity, ...] = convert(tuple[Activity, ...], listed, field)  # type: ignore[assignment]  # by kind
+    if len(set(taken)) < len(taken):
+        raise ConfigError(field, value, "each activity once", f"write {list(dict.fromkeys(taken))}")
+    return taken
+
+
+class ScheduleConfig(Section, frozen=True, kw_only=True):
+    """Mini-batches inside a window, as `torch.profiler.schedule` counts them.
+
+    A window is the capture in `continuous` mode, one stage in `discrete` mode; the count starts with it.
+    """
+
+    _at: ClassVar[str] = "torch.schedule"
+
+    skip_first: Count = 0
+    """Mini-batches left out once, before the first cycle."""
+    wait: Count = 0
+    """Mini-batches left out at the start of each cycle."""
+    warmup: Count = 0
+    """Mini-batches profiled and thrown away: the profiler's own start-up cost falls into them."""
+    active: AtLeastOne = 1
+    """Mini-batches recorded in each cycle."""
+    repeat: Count = 1
+    """Cycles; 0 goes on until the window ends."""
+
+
+class TorchConfig(Section, frozen=True, kw_only=True):
+    """What `torch.profiler` records. What is off by default makes the step slower and the trace larger."""
+
+    _at: ClassVar[str] = "torch"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"activities": _parse_activities}
+
+    activities: tuple[Activity, ...] = ("cpu", "cuda")
+    """Devices recorded. One that this torch build lacks is left out and named in the manifest."""
+    with_stack: bool = False
+    """Python stacks of every operator."""
+    record_shapes: bool = False
+    """Shapes of every operator's inputs."""
+    profile_memory: bool = False
+    """Allocations and frees of tensors."""
+    with_flops: bool = False
+    """Estimated floating-point operations of matrix products and convolutions."""
+    all_threads: bool = False
+    """Record threads other than the one that starts the window (costs more per operator)."""
+    schedule: ScheduleConfig | None = None
+    """Which mini-batches of a window are recorded; None records all of it."""
+
+    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
+
+        def __init__(
+            self,
+            *,
+            activities: Sequence[Activity] = ...,
+            with_stack: bool = ...,
+            record_shapes: bool = ...,
+            profile_memory: bool = ...,
+            with_flops: bool = ...,
+            all_threads: bool = ...,
+            schedule: ScheduleConfig | Mapping[str, object] | None = ...,
+        ) -> None: ...
+
+
+class CudaMemoryConfig(Section, frozen=True, kw_only=True):
+    """What the history of the CUDA caching allocator holds."""
+
+    _at: ClassVar[str] = "cuda_memory"
+
+    max_entries: AtLeastOne = 100_000
+    """Oldest allocator events are dropped beyond this."""
+    stacks: Literal["none", "python", "all"] = "python"
+    """Frames kept with each allocation; `all` adds C++ frames."""
+    on_oom: bool = True
+    """Write a snapshot when CUDA runs out of memory during a capture."""
+
+
+class BudgetConfig(Section, frozen=True, kw_only=True):
+    """Limits. A capture that reaches one ends early and keeps what it has; the manifest says `truncated`."""
+
+    _at: ClassVar[str] = "budget"
+
+    seconds: Seconds = 300
+    """A capture that is open longer is truncated."""
+    trace_mb: AtLeastOne = 2048
+    """MB of traces that one process writes in one capture; beyond it no further window opens."""
+    export_seconds: Seconds = 600
+    """How long waiting for files may take when someone asks for them."""
+    fanout_seconds: Seconds = 30
+    """Deadline of one start or stop on one worker or replica."""
+    spans: AtLeastOne = 1_000_000
+    """Spans per process and capture; more are dropped and counted."""
+
+
+class ExportConfig(Section, frozen=True, kw_only=True):
+    """When and how traces become files."""
+
+    _at: ClassVar[str] = "export"
+
+    when: Literal["background", "deferred"] = "background"
+    """`background`: a thread starts at once. `deferred`: not before `stepscope.flush()`, a wait on the
+    result, the next capture, or exit; costs nothing inside the step."""
+    compress: bool = True
+    """Write `.json.gz` (igzip); otherwise plain `.json`, some ten times the size."""

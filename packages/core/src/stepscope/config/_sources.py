@@ -1,0 +1,146 @@
+"""Layers of settings (a file, the environment, arguments) and how one lies over another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import get_args, get_origin
+
+import msgspec
+
+from stepscope.config._roles import hides
+from stepscope.config._section import Section, build, convert, kinds, section_of, take
+from stepscope.config._words import closest, in_words
+from stepscope.errors import ConfigError
+
+PREFIX = "STEPSCOPE_"
+RESERVED_VARIABLES = frozenset(
+    PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID")
+)
+"""`STEPSCOPE_` variables that are no settings of `ProfileConfig`."""
+
+
+def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
+    """`upper` over `lower`: mappings key by key, everything else replaced."""
+    result = dict(lower)
+    for key, value in upper.items():
+        below = result.get(key)
+        if not isinstance(below, Mapping) or not isinstance(value, Mapping):
+            result[key] = value
+        elif key == "roles":
+            result[key] = _overlay_roles(below, value)
+        else:
+            result[key] = overlay(below, value)
+    return result
+
+
+def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
+    """A role that only `upper` has goes before the first pattern that would hide it, else to the end."""
+    known = {pattern: value for pattern, value in upper.items() if pattern in lower}
+    items = list(overlay(lower, known).items())
+    for pattern, value in upper.items():
+        if pattern not in lower:
+            hiding = (at for at, (other, _) in enumerate(items) if hides(other, pattern))
+            items.insert(next(hiding, len(items)), (pattern, value))
+    return dict(items)
+
+
+def file_layer(
+    root: type[Section], path: str | os.PathLike[str], *, named_by: str = "the configuration file"
+) -> Mapping[str, object]:
+    """The settings in a YAML file, which are right by themselves.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a setting is wrong; says which file.
+    """
+    from stepscope.config._yaml import load  # yaml costs 20 ms, and only this needs it
+
+    data = load(path, named_by)
+    try:
+        build(root, data, "")
+    except ConfigError as error:
+        raise _located(error, os.fspath(path)) from None
+    return data
+
+
+def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[str, object]:
+    """The settings in `STEPSCOPE_*`: upper case for lower, two underscores for a dot, JSON for a mapping.
+
+    Raises:
+        ConfigError: a variable names no setting, or its text is none of the setting's values.
+    """
+    layer: dict[str, object] = {}
+    for variable in sorted(environ):  # STEPSCOPE_TORCH first: STEPSCOPE_TORCH__WITH_STACK lies over it
+        if variable.startswith(PREFIX) and variable not in RESERVED_VARIABLES:
+            path = variable.removeprefix(PREFIX).lower().split("__")
+            *above, name = path
+            nested = {name: _value_of(root, path, variable, environ[variable])}
+            for part in reversed(above):
+                nested = {part: nested}
+            layer = overlay(layer, nested)
+    return layer
+
+
+def _value_of(root: type[Section], path: list[str], variable: str, text: str) -> object:
+    """The value that `text` stands for in the setting at `path`."""
+    *above, name = path
+    owner: object = root
+    for part in above:
+        owner = _below(owner, part)
+    kind = _below(owner, name)
+    if kind is None:
+        raise _unknown_variable(root, path, variable, text)
+    section = section_of(owner)
+    parser = section._parsers.get(name) if section else None
+    field = ".".join(path)
+    try:
+        if section_of(kind) or get_origin(kind) is dict:
+            data = _decode(kind, text, field)
+            parser(data, field) if parser else take(kind, data, field)
+            return data  # as written: it is merged with other layers
+        return parser(text, field) if parser else convert(kind, text, field, from_text=True)
+    except ConfigError as error:
+        raise _located(error, variable) from None
+
+
+def _decode(kind: object, text: str, field: str) -> object:
+    try:
+        data: object = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        fix = "write {...}, or set one of its keys alone: two underscores, then the key"
+        raise ConfigError(field, text, f"JSON of {in_words(kind)}", fix) from None
+    return data
+
+
+def _below(kind: object, part: str) -> object | None:
+    """The type of `part` in something of type `kind`; None when there is no such setting."""
+    section = section_of(kind)
+    if section is not None:
+        return kinds(section).get(part)
+    # Roles, whose names are the user's. Not engine.extra: a text does not say of which type it is, JSON does.
+    return section_of(get_args(kind)[1]) if get_origin(kind) is dict and part else None
+
+
+def _unknown_variable(root: type[Section], path: list[str], variable: str, text: str) -> ConfigError:
+    role = path[1] if path[0] == "roles" and len(path) > 1 else "<role>"
+    known = [*sorted(RESERVED_VARIABLES), *(PREFIX + name.upper() for name in _names(root, role))]
+    near = closest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in known])
+    top = ", ".join(PREFIX + name.upper() for name in kinds(root))
+    allowed = f"{top}, and their keys after two underscores ({PREFIX}TORCH__WITH_STACK)"
+    meant = f"did you mean {PREFIX + near!r}?" if near else "unset it"
+    return ConfigError(variable, text, allowed, f"there is no {variable!r}; {meant}")
+
+
+def _names(section: type[Section], role: str) -> Iterator[str]:
+    """Every setting's path, parts joined by two underscores."""
+    for name, kind in kinds(section).items():
+        yield name
+        if get_origin(kind) is dict:
+            kind, name = _below(kind, role), f"{name}__{role}"
+        inner = section_of(kind)
+        if inner is not None:
+            yield from (f"{name}__{below}" for below in _names(inner, role))
+
+
+def _located(error: ConfigError, where: str) -> ConfigError:
+    return ConfigError(error.field, error.value, error.allowed, f"{error.fix} (in {where})")

@@ -1,0 +1,150 @@
+"""Which steps: numbers, ranges, and whether two ranges meet. Pure arithmetic, open ends included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from math import gcd
+from operator import index
+from typing import SupportsIndex, TypeAlias
+
+import msgspec
+
+from stepscope.errors import ConfigError
+
+_ALLOWED = 'step numbers from 0, ranges "start:stop:stride" (stop itself is not captured), or "every:50"'
+_EVERY = re.compile(r"every:([0-9]+)")
+_SLICE = re.compile(r"([0-9]+)(?:(:)([0-9]*)(?::([0-9]*))?)?")
+
+
+class StepRange(msgspec.Struct, frozen=True):
+    """Steps start, start+stride, ... below stop. `stop=None` is open-ended."""
+
+    start: int
+    stop: int | None
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        for number in (self.start, 0 if self.stop is None else self.stop, self.stride):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ConfigError(
+                    "steps", number, "whole numbers", "write StepRange(10, 50, 10), for example"
+                )
+        _check(self.start, self.stop, self.stride, f"{self.start}:{self.stop}:{self.stride}", "steps")
+
+    def __contains__(self, step: int) -> bool:
+        below = self.stop is None or step < self.stop
+        return below and step >= self.start and (step - self.start) % self.stride == 0
+
+    def __str__(self) -> str:
+        return str(self.spelled)
+
+    @property
+    def spelled(self) -> int | str:
+        """As one writes it, and as it is read back: 7, "10:50:10", "every:50"."""
+        if self.stop is None:
+            return f"every:{self.stride}" if self.start == 0 else f"{self.start}::{self.stride}"
+        if self.stride == 1:
+            return self.start if self.stop == self.start + 1 else f"{self.start}:{self.stop}"
+        return f"{self.start}:{self.stop}:{self.stride}"
+
+    def first_common(self, other: StepRange) -> int | None:
+        """The lowest step that both hold, or None (Chinese remainder theorem; no step is enumerated)."""
+        divisor = gcd(self.stride, other.stride)
+        apart = other.start - self.start
+        if apart % divisor:
+            return None
+        cycle = other.stride // divisor
+        turns = apart // divisor * pow(self.stride // divisor, -1, cycle) % cycle
+        common = self.start + self.stride * turns  # the lowest one from self.start on
+        period = self.stride * cycle
+        common += max(0, -((common - other.start) // period)) * period
+        return common if common in self and common in other else None
+
+
+StepSpec: TypeAlias = SupportsIndex | str | StepRange
+"""One step (7), a range ("10:50:10"), or "every:50"; a text may hold several, with commas."""
+
+
+def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
+    """Steps in any of their spellings, as ranges in written order.
+
+    Raises:
+        ConfigError: a spelling is wrong, or two ranges hold a common step.
+    """
+    ranges = tuple(_parse(item, field) for item in _items(value, field))
+    _check_overlaps(ranges, field)
+    return ranges
+
+
+def _items(value: object, field: str) -> list[object]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        return list(value)
+    if isinstance(value, StepRange | SupportsIndex):
+        return [value]
+    raise ConfigError(field, value, _ALLOWED, 'write a list: [2, "10:50:10"]; [] captures no step')
+
+
+def _parse(item: object, field: str) -> StepRange:
+    if isinstance(item, StepRange):
+        return item
+    if isinstance(item, str):
+        return _parse_text(item.strip(), field)
+    if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+        raise ConfigError(field, item, _ALLOWED, "write steps as whole numbers, ranges as text")
+    step = index(item)
+    _check(step, step + 1, 1, step, field)
+    return StepRange(step, step + 1)
+
+
+def _parse_text(text: str, field: str) -> StepRange:
+    if every := _EVERY.fullmatch(text):
+        start, stop, stride = 0, None, int(every[1])
+    elif part := _SLICE.fullmatch(text):
+        start, stride = int(part[1]), int(part[4] or 1)
+        stop = (int(part[3]) if part[3] else None) if part[2] else start + 1
+    elif text in ("all", "*"):
+        raise ConfigError(field, text, _ALLOWED, 'write "every:1" to capture all steps')
+    else:
+        raise ConfigError(field, text, _ALLOWED, 'write it like 7, "10:50:10" or "every:50"')
+    _check(start, stop, stride, text, field)
+    return StepRange(start, stop, stride)
+
+
+def _check(start: int, stop: int | None, stride: int, shown: object, field: str) -> None:
+    if start < 0:
+        raise ConfigError(field, shown, _ALLOWED, "steps count up from 0; write the number of the step")
+    if stop is not None and stop <= start:
+        fix = f"write {start} for that step alone, or a higher stop"
+        raise ConfigError(field, shown, "ranges whose stop is above their start", fix)
+    if stride < 1:
+        fix = f"write {start} for that step alone, or a stride"
+        raise ConfigError(field, shown, "strides of 1 or more", fix)
+
+
+def _check_overlaps(ranges: tuple[StepRange, ...], field: str) -> None:
+    singles: dict[int, StepRange] = {}  # looked up, not compared: a list of 10,000 steps stays fast
+    wide: list[StepRange] = []
+    for this in ranges:
+        single = this.stop == this.start + 1
+        if single and this.start in singles:
+            raise _overlap(singles[this.start], this, this.start, field)
+        for other in wide if single else (*wide, *singles.values()):
+            common = other.first_common(this)
+            if common is not None:
+                raise _overlap(other, this, common, field)
+        if single:
+            singles[this.start] = this
+        else:
+            wide.append(this)
+
+
+def _overlap(one: StepRange, other: StepRange, common: int, field: str) -> ConfigError:
+    return ConfigError(
+        field,
+        f"{one}, {other}",
+        "ranges that have no step in common",
+        f"{one} and {other} both hold step {common}; take it out of one of them",
+    )

@@ -1,0 +1,95 @@
+"""Whether the profiler records a process at a step, and why. Pure: the same arguments, the same decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.config import ProfileConfig, RoleConfig, StepRange
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process does at a step."""
+
+    record: bool
+    """The profiler (`tool`) records this process."""
+    reason: str
+    """Why, or why not, as a sentence for the manifest."""
+    spans: bool
+    """Spans are recorded: in every process of a captured step, whatever its role and rank."""
+
+
+def decide(
+    config: ProfileConfig, *, step: int, role: str, rank: int | None, world_size: int | None = None
+) -> Decision:
+    """Whether the profiler records the process with `role` and `rank` (None: unknown) at `step`.
+
+    In a world of one the rank is 0, known or not. `first` asks for rank 0; a process whose rank is unknown
+    cannot be told from the first one and records.
+    """
+    if not config.selects(step):
+        return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
+    found = config.role(role)
+    if found is None:
+        return Decision(record=False, reason=f"no pattern in roles matches role {role!r}", spans=True)
+    pattern, settings = found
+    record, reason = _by_rank(f"roles.{pattern}", settings, 0 if world_size == 1 else rank)
+    return Decision(record=record, reason=reason, spans=True)
+
+
+def decide_process(
+    config: ProfileConfig,
+    *,
+    step: int,
+    roles: Sequence[str],
+    rank: int | None,
+    world_size: int | None = None,
+) -> Decision:
+    """The decision for a process that does the work of several roles: any one that is selected is enough."""
+    if not config.selects(step):
+        return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
+    if not roles:
+        return Decision(record=False, reason="this process has no role that roles could select", spans=True)
+    decisions = {
+        role: decide(config, step=step, role=role, rank=rank, world_size=world_size) for role in roles
+    }
+    if len(decisions) == 1:
+        return decisions[roles[0]]
+    selected = [f"role {role!r}: {each.reason}" for role, each in decisions.items() if each.record]
+    refused = dict.fromkeys(each.reason for each in decisions.values())
+    return Decision(record=bool(selected), reason="; ".join(selected or refused), spans=True)
+
+
+def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
+    """Ranks that the config asks for and that a role of `world_size` processes does not have, ascending."""
+    found = config.role(role)
+    ranks = found[1].ranks if found else ()
+    return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
+
+
+def _not_selected(steps: tuple[StepRange, ...], step: int) -> str:
+    if not steps:
+        return "steps is empty, so no step is captured"
+    return f"step {step} is not selected by steps [{', '.join(map(str, steps))}]"
+
+
+def _by_rank(at: str, role: RoleConfig, rank: int | None) -> tuple[bool, str]:
+    if role.ranks == "all":
+        return True, f"{at} selects all ranks"
+    if role.ranks == "first":
+        return _is_first(at, rank)
+    asked = f"{at}.ranks {list(role.ranks)}"
+    if rank is None:
+        return False, f"rank is unknown and {at}.ranks asks for {list(role.ranks)}"
+    return (
+        (True, f"rank {rank} is in {asked}")
+        if rank in role.ranks
+        else (False, f"rank {rank} is not in {asked}")
+    )
+
+
+def _is_first(at: str, rank: int | None) -> tuple[bool, str]:
+    if rank is None:
+        return True, f"{at} selects the first rank; the rank is unknown, so this may be it"
+    return rank == 0, f"{at} selects the first rank and this is rank {rank}"
