@@ -21,7 +21,9 @@ class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """How far another process' wall clock is ahead of the capture owner's: owner_time = its_time - offset_ns."""
+    """How far another process' wall clock is ahead of the capture owner's: owner_time = its_time -
+    offset_ns.
+    """
 
     process: str
     """`ProcessInfo.key` of the other process."""

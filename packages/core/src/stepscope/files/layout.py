@@ -1,4 +1,6 @@
-"""Where everything lies. The only writer of names: no other module builds a path or a file name of the output tree."""
+"""Where everything lies. The only writer of names: no other module builds a path or a file name of the output
+tree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def safe(name: str) -> str:
-    """`name` as one path component: anything but letters, digits, `.`, `_`, `-` becomes `-`; never empty, `.` or `..`."""
+    """`name` as one path component: anything but letters, digits, `.`, `_`, `-` becomes `-`; never empty, `.`
+    or `..`.
+    """
     cleaned = _UNSAFE.sub("-", name).strip(".")[:100]
     return cleaned or "unnamed"
 

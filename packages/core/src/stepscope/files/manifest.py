@@ -1,7 +1,8 @@
 """What a captured step should hold and what it does hold.
 
-Every process of a capture writes its own part (`processes/<key>.json`, rewritten as things become known, atomically), so no
-two processes ever write one file. `manifest.json` is the fold of all parts; readers fold the parts again and do not need it.
+Every process of a capture writes its own part (`processes/<key>.json`, rewritten as things become known,
+atomically), so no two processes ever write one file. `manifest.json` is the fold of all parts; readers fold
+the parts again and do not need it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 State: TypeAlias = Literal["ok", "partial", "missing", "failed", "skipped"]
+_TROUBLE = ("missing", "partial", "failed")
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,9 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     process: ProcessInfo
     owner: bool
-    """True for the process that opened the capture; it also speaks for workers and engines that did not answer."""
+    """True for the process that opened the capture; it also speaks for workers and engines that did not
+    answer.
+    """
     opened: ClockAnchor
     closed: ClockAnchor | None = None
     """None until the process has closed its capture."""
@@ -92,12 +96,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         """One line for each expectation that is missing, partial or failed, with its reason."""
-        lines = []
+        lines: list[str] = []
         for part in self.processes:
-            for item in part.expected:
-                if item.state in ("missing", "partial", "failed"):
-                    lines.append(f"{part.process.key}: {item.name}: {item.state}: {item.reason}")
-            for absent in part.absent:
-                if absent.state in ("missing", "partial", "failed"):
-                    lines.append(f"{absent.name}: {absent.state}: {absent.reason}")
+            key = part.process.key
+            lines += [f"{key}: {i.name}: {i.state}: {i.reason}" for i in part.expected if i.state in _TROUBLE]
+            lines += [f"{a.name}: {a.state}: {a.reason}" for a in part.absent if a.state in _TROUBLE]
         return lines

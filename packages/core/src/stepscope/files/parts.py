@@ -17,7 +17,7 @@ _WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
 
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
-    """All parts in a step's folder by file name, other runs' included; and why each other file there is none."""
+    """All parts in a step's folder by file name, other runs' too; and why any other file there is none."""
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"))}
     parts = [part for part in read.values() if isinstance(part, ProcessPart)]
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}

@@ -19,7 +19,9 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     """Index of the inference replica that this process belongs to, if any."""
     rank_source: str | None = None
-    """Where `rank` came from: `argument`, `environment`, `torch.distributed`, `position` in the workers given."""
+    """Where `rank` came from: `argument`, `environment`, `torch.distributed`, `position` in the workers
+    given.
+    """
     actor_id: str | None = None
     """Ray actor id, if the process is one."""
 
@@ -31,7 +33,9 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete file that a backend or an engine wrote. Its sidecar stands beside it as `<path>.meta.json`."""
+    """One complete file that a backend or an engine wrote. Its sidecar stands beside it as
+    `<path>.meta.json`.
+    """
 
     path: str
     """Relative to the step folder."""

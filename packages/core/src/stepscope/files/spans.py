@@ -1,8 +1,9 @@
 """Span records as they stand in `spans/*.jsonl`: one JSON object a line, told apart by the field `kind`.
 
-A file is: one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still running when the
-file was last flushed has only its `open` line; a file without `end` belongs to a process that did not close its capture.
-Times are CLOCK_MONOTONIC ns of the writing process; the header's and end's anchors turn them into wall-clock time.
+A file is: one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still
+running when the file was last flushed has only its `open` line; a file without `end` belongs to a process
+that did not close its capture. Times are CLOCK_MONOTONIC ns of the writing process; the header's and end's
+anchors turn them into wall-clock time.
 """
 
 from __future__ import annotations

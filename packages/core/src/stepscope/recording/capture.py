@@ -1,13 +1,14 @@
-"""capture(step): opens one step's recording in this process, its workers and its engines, and closes it on every path.
+"""capture(step): opens one step's recording in this process, its workers and its engines, and closes it on
+every path.
 
-The only writer of `runtime.active`. Life of a capture: new -> opening -> open -> closing -> closed; opening that fails or is
-cancelled is rolled back to closed. For a step that the configuration does not select, everything is a no-op.
+The only writer of `runtime.active`. Life of a capture: new -> opening -> open -> closing -> closed; opening
+that fails or is cancelled is rolled back to closed. For a step that the configuration does not select,
+everything is a no-op.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import Coroutine
@@ -49,7 +50,9 @@ def deactivate(session: Session) -> None:
 
 
 def close_everything(reason: str, deadline_s: float) -> None:
-    """The process is about to end: closes what is open here, files included, within about twice `deadline_s`."""
+    """The process is about to end: closes what is open here, files included, within about twice
+    `deadline_s`.
+    """
     from stepscope.recording import export
 
     if _open is not None:
@@ -74,20 +77,23 @@ def capture(
 
     Args:
         step: Global number of the step, 0 or more.
-        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or {role: handles}.
-            Nothing has to be added to their classes.
-        engines: Inference engines to record too: engine objects that an installed adapter knows, or `EngineProfiler`s.
-        config: Instead of what `configure` and the environment say.
-        role: This process' own role.
-        rank: This process' own rank, where neither the environment nor torch.distributed says it.
+        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or {role:
+            handles}. Nothing has to be added to their classes.
+        engines: Inference engines to record too: engine objects that an installed adapter knows, or
+            `EngineProfiler`s. config: Instead of what `configure` and the environment say. role: This
+            process' own role. rank: This process' own rank, where neither the environment nor
+            torch.distributed says it.
 
     Raises:
         ConfigError: at once, for wrong arguments or a wrong configuration.
         CaptureOpenError: on opening, while another capture is open in this process.
-        CaptureError: on opening synchronously inside a running event loop with workers or engines: it would block it.
+        CaptureError: on opening synchronously inside a running event loop with workers or engines: it would
+            block it.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError("capture(step)", step, "an integer, 0 or more", "pass the global step of the training loop")
+        raise ConfigError(
+            "capture(step)", step, "an integer, 0 or more", "pass the global step of the training loop"
+        )
     return Capture(step, workers, engines, config if config is not None else run.current(), role, rank)
 
 
@@ -146,10 +152,14 @@ class Capture:
         return self
 
     def _claim(self) -> Session:
-        """Takes this process for this capture and builds what needs no waiting. Raises before anything is written."""
+        """Takes this process for this capture and builds what needs no waiting. Raises before anything is
+        written.
+        """
         global _open
         if self._state != "new":
-            raise CaptureError(f"this capture of step {self.step} is {self._state}; make a new one with capture(step)")
+            raise CaptureError(
+                f"this capture of step {self.step} is {self._state}; make a new one with capture(step)"
+            )
         if _open is not None:
             raise CaptureOpenError(
                 f"a capture of step {_open.step} is {_open._state} in this process, and profilers are process-wide. "
@@ -279,9 +289,13 @@ class Capture:
         self, session: Session, error: str | None, deadline_s: float | None, discard: str | None
     ) -> None:
         deadline_s = self.config.budget.fanout_seconds if deadline_s is None else deadline_s
-        await asyncio.gather(self._stop_workers(session, error, deadline_s, discard), self._stop_engines(deadline_s))
+        await asyncio.gather(
+            self._stop_workers(session, error, deadline_s, discard), self._stop_engines(deadline_s)
+        )
 
-    async def _stop_workers(self, session: Session, error: str | None, deadline_s: float, discard: str | None) -> None:
+    async def _stop_workers(
+        self, session: Session, error: str | None, deadline_s: float, discard: str | None
+    ) -> None:
         if self._fleet is None:
             return
         from stepscope.recording.worker import StopRequest
@@ -386,7 +400,9 @@ def _reset(token: Token[Scope | None]) -> None:
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
-    """Runs `work` to its end though the waiting task is cancelled; returns the cancellation that came, if one did."""
+    """Runs `work` to its end though the waiting task is cancelled; returns the cancellation that came, if one
+    did.
+    """
     task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():

@@ -48,10 +48,11 @@ class Exchange(NamedTuple):
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> tuple[int, int] | None:
-    """(offset, uncertainty) in ns of their clock against ours: theirs = ours + offset, right within +- uncertainty.
+    """(offset, uncertainty) in ns of their clock against ours: theirs = ours + offset, right within +-
+    uncertainty.
 
-    Takes the exchange with the shortest round trip: the path can hide an asymmetry of at most half of it (RFC 5905).
-    None without exchanges, or when every one was spoiled by a clock that was set back meanwhile.
+    Takes the exchange with the shortest round trip: the path can hide an asymmetry of at most half of it (RFC
+    5905). None without exchanges, or when every one was spoiled by a clock that was set back meanwhile.
     """
     usable = [exchange for exchange in exchanges if exchange.round_trip_ns >= 0]
     if not usable:

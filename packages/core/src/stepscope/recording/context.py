@@ -1,8 +1,9 @@
-"""Where the running code stands: the innermost span, trajectory and turn of this task or thread, and carriers of it.
+"""Where the running code stands: the innermost span, trajectory and turn of this task; carriers of that.
 
-One ContextVar holds the innermost scope; everything else is inherited along `parent`, resolved when a span is written, so that
-entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the context; a bare `threading.Thread`
-starts without one (before Python 3.14): hand it a `carrier()` and `attach` it there.
+One ContextVar holds the innermost scope; everything else is inherited along `parent`, resolved when a span is
+written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the
+context; a bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()` and `attach`
+it there.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Scope:
 
 
 class Place(Scope):
-    """A scope that says something without recording it: an attached carrier, a trajectory outside captures."""
+    """A scope that says something and records nothing: an attached carrier, an uncaptured trajectory."""
 
     __slots__ = ("link", "policy_version", "step", "trajectory", "turn")
 
@@ -96,7 +97,7 @@ def leave(scope: Scope) -> None:
     try:
         current.reset(token)
     except ValueError:
-        # Closed by another task or thread (an async generator finalised by the loop): its context was never ours.
+        # Closed by another task or thread (an async generator finalised by the loop), in a context of its own.
         pass
 
 
@@ -114,7 +115,7 @@ _NOTHING = Inherited()
 
 
 def inherited(scope: Scope | None) -> Inherited:
-    """Remembered on each scope, so that a child costs one look at its parent. Scopes do not change once entered."""
+    """What holds at `scope`. Remembered there, so that a child costs one look at its parent."""
     chain = []
     while scope is not None and scope.said is None:
         chain.append(scope)
@@ -149,7 +150,7 @@ class Carrier(TypedDict, total=False):
 
 
 def carrier() -> Carrier | None:
-    """Where this code stands now, to be sent to another process or thread. None when there is nothing to carry."""
+    """Where this code stands now, to be sent to another process or thread; None when nowhere."""
     here = current.get()
     if here is None:
         return None
@@ -176,8 +177,8 @@ def carrier() -> Carrier | None:
 def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     """A context manager (`with` and `async with`) under which spans hang below the carrier's span.
 
-    None is allowed and changes nothing, so that a caller need not ask whether a capture is on. Unknown keys are ignored:
-    the other side may be newer.
+    None is allowed and changes nothing, so that a caller need not ask whether a capture is on. Unknown keys
+    are ignored: the other side may be newer.
     """
     if carried is None:
         return Scope()
@@ -209,16 +210,17 @@ def _int(value: object) -> int | None:
 
 
 def trajectory(
-    id: str,
+    trajectory_id: str,
+    /,
     *,
     step: int | None = None,
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """One agent rollout: a span of stage `trajectory`; everything inside carries its id. `with` or `async with`.
+    """One agent rollout: a span of stage `trajectory`, whose id all inside carries. Plain or async `with`.
 
     Args:
-        id: Unique within the run.
+        trajectory_id: Unique within the run.
         step: The step that consumes it, if another than the one being captured (async RL).
         policy_version: Of the weights it was begun with.
         attrs: Further attributes of the span.
@@ -227,14 +229,14 @@ def trajectory(
     """
     session = runtime.active
     if session is None:
-        return Place(step=step, policy_version=policy_version, trajectory=str(id))
+        return Place(step=step, policy_version=policy_version, trajectory=str(trajectory_id))
     return session.placed_span(
-        "trajectory", "agent_loop", attrs, step=step, policy_version=policy_version, trajectory=str(id)
+        "trajectory", "agent_loop", attrs, step=step, policy_version=policy_version, trajectory=str(trajectory_id)
     )
 
 
 def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
-    """One model call or tool call round inside a trajectory: a span of stage `turn`. `with` or `async with`."""
+    """One model or tool call round inside a trajectory: a span of stage `turn`. Plain or async `with`."""
     session = runtime.active
     if session is None:
         return Place(turn=index)
@@ -249,7 +251,7 @@ def span(
     policy_version: int | None = None,
     attrs: Mapping[str, AttrValue] | None = None,
 ) -> Scope:
-    """A timed stretch of code, while a capture is on. `with` or `async with`; `.set(key=value)` adds attributes.
+    """A timed stretch of code, while a capture is on. Plain or async `with`; `.set(key=value)` adds to it.
 
     Args:
         stage: What is done.

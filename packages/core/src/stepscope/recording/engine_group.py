@@ -12,7 +12,7 @@ from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations, recognise
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest import Expectation, State
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.spans import describe
@@ -61,7 +61,9 @@ class EngineGroup:
         self._started: list[EngineProfiler] = []
 
     async def start(self, deadline_s: float) -> None:
-        """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing else."""
+        """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
+        else.
+        """
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
@@ -71,12 +73,7 @@ class EngineGroup:
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
 
     def _selects(self, profiler: EngineProfiler) -> bool:
-        found = self._config.role(ROLE)
-        if found is None:
-            self._ledger.skip(_label(profiler), f"no pattern in roles matches role '{ROLE}'")
-            return False
-        pattern, role = found
-        reason = _unselected(pattern, role, profiler)
+        reason = _unselected(self._config, profiler)
         if reason is not None:
             self._ledger.skip(_label(profiler), reason)
         return reason is None
@@ -86,7 +83,7 @@ class EngineGroup:
         # Listed before the start returns: a capture cancelled meanwhile must stop this one too.
         self._started.append(profiler)
         try:
-            await within(profiler.start(self._capture_of(profiler)), deadline_s)
+            await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
         except Exception as error:
             self._ledger.fail(label, _why("start", error, deadline_s))
             return
@@ -102,6 +99,8 @@ class EngineGroup:
         if self._ledger.state(label) == "failed":
             return  # it had not started: stopping it was to leave nothing behind
         ignored = dict(profiler.ignored)
+        state: State
+        reason: str | None
         gone = [artifact.path for artifact in artifacts if not self._there(artifact)]
         if not artifacts:
             state, reason = "missing", "the engine stopped and left no file"
@@ -114,19 +113,20 @@ class EngineGroup:
         )
 
     def _there(self, artifact: Artifact) -> bool:
-        # A file on another host's own disk cannot be looked at from here; its engine said that it is complete.
+        # A file on another host's own disk cannot be looked at from here; its engine said that it is
+        # complete.
         return artifact.host != socket.gethostname() or (self._layout.root / artifact.path).exists()
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         found = self._config.role(ROLE)
-        assert found is not None  # _selects
-        role, torch = found[1], self._config.torch
+        role = found[1] if found else RoleConfig()
+        torch, replica = self._config.torch, _number(profiler)
         return EngineCapture(
             step=self._step,
-            out_dir=os.path.abspath(self._layout.engine_dir(profiler.replica)),
+            out_dir=os.path.abspath(self._layout.engine_dir(replica)),
             step_dir=os.path.abspath(self._layout.root),
             name=self._name,
-            replica=profiler.replica,
+            replica=replica,
             activities=torch.activities,
             with_stack=torch.with_stack,
             record_shapes=torch.record_shapes,
@@ -137,6 +137,11 @@ class EngineGroup:
             ranks=None if isinstance(role.ranks, str) else role.ranks,
             extra=role.engine.extra,
         )
+
+
+async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
+    await asyncio.to_thread(profiler.check)  # it may block
+    await profiler.start(capture)
 
 
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -165,20 +170,29 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
     return f"{verb}: {describe(error)}"
 
 
-def _unselected(pattern: str, role: RoleConfig, profiler: EngineProfiler) -> str | None:
+def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
     """Why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n, (r+1)*n)."""
-    if role.ranks == "all":
+    found = config.role(ROLE)
+    if found is None:
+        return f"no pattern in roles matches role '{ROLE}'"
+    pattern, ranks = found[0], found[1].ranks
+    number, size = _number(profiler), profiler.world_size
+    if ranks == "all":
         return None
-    if role.ranks == "first":
-        return None if profiler.replica == 0 else f"roles.{pattern} selects the first rank: replica 0"
-    size = profiler.world_size
+    if ranks == "first":
+        return None if number == 0 else f"roles.{pattern} selects the first rank, which is on replica 0"
     if size is None:
         return None  # the adapter surfaces the wanted ranks once it knows its own
-    first = profiler.replica * size
-    if any(first <= rank < first + size for rank in role.ranks):
+    first = number * size
+    if any(first <= rank < first + size for rank in ranks):
         return None
-    return f"its ranks {first} to {first + size - 1} are not in roles.{pattern}.ranks {list(role.ranks)}"
+    return f"its ranks {first} to {first + size - 1} are not in roles.{pattern}.ranks {list(ranks)}"
+
+
+def _number(profiler: EngineProfiler) -> int:
+    """The replica's number: `profilers_of` has seen to it that there is one."""
+    return 0 if profiler.replica is None else profiler.replica
 
 
 def _label(profiler: EngineProfiler) -> str:
-    return f"replica {profiler.replica}"
+    return f"replica {_number(profiler)}"

@@ -34,7 +34,8 @@ class Fleet(Protocol):
     """The workers of one capture. One instance per capture."""
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an exception.
+        """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an
+        exception.
 
         When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
         """
@@ -45,7 +46,9 @@ class Fleet(Protocol):
         ...
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Waits until the workers have written their files; `failed` with what is unfinished at the deadline."""
+        """Waits until the workers have written their files; `failed` with what is unfinished at the
+        deadline.
+        """
         ...
 
 

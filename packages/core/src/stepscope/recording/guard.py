@@ -1,6 +1,8 @@
-"""Our own failures during a run: logged once per place, kept for the manifest, raised only where tests want them.
+"""Our own failures during a run: logged once per place, kept for the manifest, raised only where tests want
+them.
 
-`STEPSCOPE_RAISE=1` raises them, `STEPSCOPE_RAISE=0` does not; unset, they are raised under pytest and nowhere else.
+`STEPSCOPE_RAISE=1` raises them, `STEPSCOPE_RAISE=0` does not; unset, they are raised under pytest and nowhere
+else.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def identify(
     world_size: int | None = None,
     actor_id: str | None = None,
 ) -> ProcessInfo:
-    """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK, `position`, None."""
+    """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK,
+    `position`, None.
+    """
     found, size, source = _rank(rank, position)
     return ProcessInfo(
         role=role,

@@ -1,7 +1,7 @@
 """This process' part of the manifest, kept true on disk while a capture runs and after it.
 
-Everything that was promised stands in it from the moment it is promised, as `missing` with the reason, so that a process that
-dies leaves the truth behind.
+Everything that was promised stands in it from the moment it is promised, as `missing` with the reason, so
+that a process that dies leaves the truth behind.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Ledger:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str) -> None:
-        """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another time)."""
+        """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another
+        time).
+        """
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, state="skipped", reason=reason))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class CaptureResult:
-    """`captured` is False for a step that was not selected; then there is nothing to wait for and nothing missing."""
+    """`captured` is False for a step that was not selected; then there is nothing to wait for and nothing
+    missing.
+    """
 
     def __init__(
         self, *, step: int, captured: bool, session: Session | None = None, fleet: Fleet | None = None
@@ -34,7 +36,9 @@ class CaptureResult:
         return None if self._session is None else self._session.layout.root
 
     def manifest(self) -> Manifest | None:
-        """What is there at this moment, folded from the processes' parts; None for a step that was not captured."""
+        """What is there at this moment, folded from the processes' parts; None for a step that was not
+        captured.
+        """
         if self._session is None:
             return None
         parts, _ = read_parts(self._session.layout)
@@ -47,12 +51,15 @@ class CaptureResult:
             write_manifest(self._session.layout, manifest)
 
     def problems(self) -> list[str]:
-        """One line for each thing that is missing, partial or failed; exports that are under way do not count."""
+        """One line for each thing that is missing, partial or failed; exports that are under way do not
+        count.
+        """
         manifest = self.manifest()
         return [] if manifest is None else [line for line in manifest.problems() if NOT_EXPORTED not in line]
 
     def wait(self, timeout_s: float | None = None) -> Manifest | None:
-        """Waits until all files of all processes are written, at most `timeout_s` (default `budget.export_seconds`).
+        """Waits until all files of all processes are written, at most `timeout_s` (default
+        `budget.export_seconds`).
 
         Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
 
@@ -74,7 +81,8 @@ class CaptureResult:
         """Waits as `wait` does, then raises if anything that was promised is not there.
 
         Raises:
-            MissingArtifactsError: lists every expectation that is missing, partial or failed, with its reason.
+            MissingArtifactsError: lists every expectation that is missing, partial or failed, with its
+                reason.
         """
         manifest = self.wait(timeout_s)
         problems = [] if manifest is None else manifest.problems()

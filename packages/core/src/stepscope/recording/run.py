@@ -27,21 +27,23 @@ _id: str | None = None
 _NAMED = ("stepscope", "torch", "ray", "vllm", "sglang", "torch_npu")
 
 
-def configure(source: ProfileConfig | str | os.PathLike[str] | None = None, **settings: object) -> ProfileConfig:
+def configure(
+    source: ProfileConfig | str | os.PathLike[str] | None = None, **settings: object
+) -> ProfileConfig:
     """Sets this process' configuration, for every later `capture` that is given none.
 
     Args:
-        source: A YAML or JSON file; or a ready `ProfileConfig`, which is taken exactly as it is. None: the file that
-            STEPSCOPE_CONFIG names, if it does.
-        **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_* environment
-            variables, these arguments.
+        source: A YAML or JSON file; or a ready `ProfileConfig`, which is taken exactly as it is. None: the
+            file that STEPSCOPE_CONFIG names, if it does.
+        **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_*
+            environment variables, these arguments.
 
     Returns:
         The configuration as resolved.
 
     Raises:
-        ConfigError: A value is wrong, a tool is not installed or the folder cannot be written: the message says which
-            field, what was found, what is allowed and the fix.
+        ConfigError: A value is wrong, a tool is not installed or the folder cannot be written: the message
+            says which field, what was found, what is allowed and the fix.
     """
     global _configured
     config = settings_of(source, settings)
@@ -50,7 +52,9 @@ def configure(source: ProfileConfig | str | os.PathLike[str] | None = None, **se
     return config
 
 
-def settings_of(source: ProfileConfig | str | os.PathLike[str] | None, settings: dict[str, object]) -> ProfileConfig:
+def settings_of(
+    source: ProfileConfig | str | os.PathLike[str] | None, settings: dict[str, object]
+) -> ProfileConfig:
     if isinstance(source, ProfileConfig):
         if settings:
             raise TypeError("configure() takes a ready ProfileConfig or settings, not both")
@@ -85,8 +89,9 @@ def check(config: ProfileConfig, *, on_ray: bool) -> None:
 
 
 def run_id() -> str:
-    """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or agreed through torch.distributed's store,
-    or this process' own (its fleet then carries it to the workers)."""
+    """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or agreed through
+    torch.distributed's store, or this process' own (its fleet then carries it to the workers).
+    """
     global _id
     if _id is None:
         _id = os.environ.get("STEPSCOPE_RUN_ID") or _agreed(secrets.token_hex(4))

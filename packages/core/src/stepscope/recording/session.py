@@ -1,7 +1,8 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first. Nothing here raises for
-a profiler's or a disk's trouble: that becomes an expectation in the manifest, with its reason.
+States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first.
+Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
+its reason.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class Session:
         )
         self.ledger = Ledger(self.layout.part_of(process, run_id), part)
         self.log = SpanLog(
-            self.layout.spans_of(process, run_id), process=process, step=step, run_id=run_id, limit=config.budget.spans
+            self.layout.spans_of(process, run_id),
+            process=process,
+            step=step,
+            run_id=run_id,
+            limit=config.budget.spans,
         )
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
@@ -78,7 +83,9 @@ class Session:
         self.start_profiler()
 
     def open_files(self) -> None:
-        """The part of opening that may run on any thread: folders, files, the profiler library's one-off costs."""
+        """The part of opening that may run on any thread: folders, files, the profiler library's one-off
+        costs.
+        """
         began = time.monotonic_ns()
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
         if self.decision.record:
@@ -111,7 +118,9 @@ class Session:
         )
 
     def start_profiler(self) -> None:
-        """The part of opening that belongs on the thread whose work is recorded. The session's time begins here."""
+        """The part of opening that belongs on the thread whose work is recorded. The session's time begins
+        here.
+        """
         if self._windows is not None and not self._windows.discrete:
             self._windows.open(None, self.process.role)
         anchor = clock.read_anchor()
@@ -125,7 +134,8 @@ class Session:
         self._watchdog = control.Watchdog(self.config.budget.seconds, self._out_of_time)
 
     def close(self, *, error: str | None = None, discard: str | None = None) -> None:
-        """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any thread.
+        """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
+        thread.
 
         Args:
             error: The user's exception that ended the capture, as text.
@@ -135,16 +145,17 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            self._end(discard=discard)
-            assert self._ended is not None
-            self.ledger.update(closed=self._ended, error=error)
-            self._close_spans()
+            ended = self._end(discard=discard)
+            self.ledger.update(closed=ended, error=error)
+            self._close_spans(ended)
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))
             self.ledger.write()
 
     def truncate(self, reason: str) -> None:
-        """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its owner."""
+        """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its
+        owner.
+        """
         with self._lock:
             if self._closed or self._ended is not None:
                 return
@@ -155,9 +166,9 @@ class Session:
             else:
                 self.close()  # nobody may ever come to do it: the owner is perhaps gone
 
-    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
         if self._ended is not None:
-            return
+            return self._ended
         self._ended = clock.read_anchor()
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -166,17 +177,19 @@ class Session:
         if truncated is not None:
             item = Expectation(name="spans", state="missing", reason=NOT_CLOSED, truncated=truncated)
             self.ledger.expect(item)
+        return self._ended
 
-    def _close_spans(self) -> None:
-        assert self._ended is not None
+    def _close_spans(self, ended: ClockAnchor) -> None:
         began = time.monotonic_ns()
         log = self.log
-        log.close(self._ended)
+        log.close(ended)
         truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
         if log.failed is not None:
             self.ledger.fail("spans", log.failed)
         elif log.dropped or truncated:
-            reason = truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
+            reason = (
+                truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
+            )
             self.ledger.expect(Expectation(name="spans", state="partial", reason=reason, truncated=truncated))
         else:
             self.ledger.expect(Expectation(name="spans", state="ok"))
@@ -212,13 +225,16 @@ class Session:
         is_async: bool = False,
         resumption: int | None = None,
     ) -> Span:
-        """The span of one call (of one resumption, for a generator) of a decorated function; in discrete mode, its window."""
+        """The span of one call (of one resumption, for a generator) of a decorated function; in discrete
+        mode, its window.
+        """
         if resumption is not None:
             attrs = {**(attrs or {}), "resumption": resumption}
         windows = self._windows
         if windows is None:
             return Span(self.log, stage, role, attrs)
-        # A window per resumption would be thousands for a token stream: the first one stands for the generator.
+        # A window per resumption would be thousands for a token stream: the first one stands for the
+        # generator.
         opens = windows.discrete and not resumption
         return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
 

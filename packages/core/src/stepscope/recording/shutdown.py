@@ -1,7 +1,8 @@
 """The end of the process, however it comes: interpreter exit, SIGTERM, a fork's child.
 
-torch's profiler segfaults when a process exits with a window open, and a killed process leaves nothing behind, so what is open
-is closed first: at exit within the export deadline, on SIGTERM within a few seconds (schedulers follow with SIGKILL).
+torch's profiler segfaults when a process exits with a window open, and a killed process leaves nothing
+behind, so what is open is closed first: at exit within the export deadline, on SIGTERM within a few seconds
+(schedulers follow with SIGKILL).
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ _before: Callable[[int, FrameType | None], object] | int | None = None
 
 
 def install(close: Callable[[str, float], None]) -> None:
-    """Registers `close(reason, deadline_s)`; once per process, and for SIGTERM from the main thread alone (Python's rule)."""
+    """Registers `close(reason, deadline_s)`; once per process, and for SIGTERM from the main thread alone
+    (Python's rule).
+    """
     global _close, _before
     if _close is None:
         atexit.register(_at_exit)
     _close = close
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not _on_sigterm:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is not _on_sigterm
+    ):
         standing = signal.getsignal(signal.SIGTERM)
         if standing is None or standing == signal.SIG_IGN:
             return  # set from C, or ignored on purpose: not ours to change

@@ -1,8 +1,8 @@
 """Spans as they are recorded: live objects in memory, lines on disk a moment later.
 
-A span appends itself to its log when it opens and again when it closes: two list appends are all that the recorded code
-waits for. A thread turns what has piled up into lines five times a second, so a span that is still open then gets an
-`open` line, and a crash loses at most the last fifth of a second.
+A span appends itself to its log when it opens and again when it closes: two list appends are all that the
+recorded code waits for. A thread turns what has piled up into lines five times a second, so a span that is
+still open then gets an `open` line, and a crash loses at most the last fifth of a second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, TypedDict
 import msgspec
 
 from stepscope.files import spans as lines
+from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import AttrValue, SpanLink
-from stepscope.recording import clock, context, guard
+from stepscope.recording import context, guard
 from stepscope.recording.context import Scope, current, leave
 
 if TYPE_CHECKING:
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.2
 FLUSH_NS = 10_000_000
-"""A flush stops after this long, so that a burst of spans is written after it and not during it: at most 5 % of the GIL."""
+"""A flush stops after this long, so that a burst of spans is written after it and not during it: at most 5 %
+of the GIL.
+"""
 MAX_TEXT = 500
 """Characters kept of a text attribute."""
-_encode = msgspec.json.Encoder(enc_hook=lambda value: str(value)[:MAX_TEXT]).encode
+_encode = msgspec.json.Encoder().encode
 
 
 class _Thread(threading.local):
-    """The native id of the running thread: asking the kernel for it each time would cost 0.2 us of a 1.0 us span."""
+    """The native id of the running thread: asking the kernel for it each time would cost 0.2 us of a 1.0 us
+    span.
+    """
 
     def __init__(self) -> None:
         self.id = get_native_id()
@@ -157,7 +162,7 @@ class SpanLog:
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
 
-    def open(self, anchor: clock.ClockAnchor) -> None:
+    def open(self, anchor: ClockAnchor) -> None:
         """Creates the file with its header and starts the thread.
 
         Raises:
@@ -170,7 +175,7 @@ class SpanLog:
         self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
         self._thread.start()
 
-    def close(self, anchor: clock.ClockAnchor, timeout_s: float = 5.0) -> None:
+    def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
         """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
         self._stop.set()
         if self._thread is not None:
@@ -238,7 +243,8 @@ def _encoded(span: Span, end_ns: int | None) -> bytes:
     try:
         return _encode(_line(span, end_ns)) + b"\n"
     except (ValueError, TypeError, OverflowError):
-        # Attributes are the user's: an int beyond 64 bits, a lone surrogate. The span is kept, they are shown as text.
+        # Attributes are the user's: an int beyond 64 bits, a lone surrogate. The span is kept, they are shown
+        # as text.
         span.attrs = {str(k): ascii(v)[:MAX_TEXT] for k, v in (span.attrs or {}).items()}
         span.stage = ascii(span.stage)[1:-1]
         return _encode(_line(span, end_ns)) + b"\n"
@@ -278,10 +284,12 @@ def _above(span: Span) -> tuple[int | None, SpanLink | None]:
     return None, None
 
 
-def _short(value: AttrValue) -> AttrValue:
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        return value[:MAX_TEXT] + "..."
-    return value
+def _short(value: object) -> AttrValue:
+    """`value` if JSON has it, else its text; a text cut at MAX_TEXT."""
+    if value is None or isinstance(value, int | float):
+        return value
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
 
 
 _cost_ns: int | None = None

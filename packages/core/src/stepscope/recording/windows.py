@@ -1,4 +1,6 @@
-"""The backend's windows in one captured step: one for the whole capture (continuous) or one per stage (discrete)."""
+"""The backend's windows in one captured step: one for the whole capture (continuous) or one per stage
+(discrete).
+"""
 
 from __future__ import annotations
 
@@ -159,12 +161,20 @@ class Windows:
             return None if decision.record else decision.reason
         return None
 
-    def _submit(self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None) -> None:
+    def _submit(
+        self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None
+    ) -> None:
         process, stage, opened, role = self._process, self._stage, self._opened, self._role
         index = self._indices[f"{stage}/files"]
         self._indices[f"{stage}/files"] += 1
         target = self._layout.trace_of(
-            process, self._run_id, role=role, stage=stage, index=index, kind=pending.kind, suffix=pending.suffix
+            process,
+            self._run_id,
+            role=role,
+            stage=stage,
+            index=index,
+            kind=pending.kind,
+            suffix=pending.suffix,
         )
 
         def describe_file(size_bytes: int, path: Path) -> Sidecar:

@@ -1,13 +1,12 @@
 """The worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
 
-A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already stopped (the
-worker was busy past its deadline) is refused, and a stop for a capture that is not open answers so and does nothing.
+A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already
+stopped (the worker was busy past its deadline) is refused, and a stop for a capture that is not open answers
+so and does nothing.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -53,7 +52,9 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessInfo | None
-    """None when no such capture was open here: the process is new (a restarted actor) or never heard of it."""
+    """None when no such capture was open here: the process is new (a restarted actor) or never heard of
+    it.
+    """
     problems: tuple[str, ...] = ()
 
 
@@ -62,19 +63,24 @@ _stopped: set[str] = set()
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
-    """Opens the capture in this process. Runs in the worker; never raises for what is wrong in the worker itself."""
+    """Opens the capture in this process. Runs in the worker; never raises for what is wrong in the worker
+    itself.
+    """
     roles = decorated_roles(type(instance)) if instance is not None else ()
     role = request.role or next(iter(roles), "worker")
-    process = identify(
-        role, position=request.position, world_size=request.world_size, actor_id=_actor_id()
-    )
+    process = identify(role, position=request.position, world_size=request.world_size, actor_id=_actor_id())
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
-        return StartAnswer(process=process, recorded=False, why="", refused="the capture was over before it began here")
+        return StartAnswer(
+            process=process, recorded=False, why="", refused="the capture was over before it began here"
+        )
     if runtime.active is not None:
         other = runtime.active
         return StartAnswer(
-            process=process, recorded=False, why="", refused=f"a capture of step {other.step} is open in this process"
+            process=process,
+            recorded=False,
+            why="",
+            refused=f"a capture of step {other.step} is open in this process",
         )
     session = Session(
         config=request.config,
@@ -98,11 +104,13 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         return StopAnswer(process=None)
     capture.deactivate(session)
     session.close(error=request.error, discard=request.discard)
-    return StopAnswer(process=session.process, problems=tuple(session.problems()))
+    return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 
 
 def drain_worker(timeout_s: float) -> list[str]:
-    """Waits for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event loop."""
+    """Waits for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event
+    loop.
+    """
     return export.exporter().drain(timeout_s)
 
 

@@ -1,0 +1,359 @@
+"""capture(): opening, closing, and everything that can come between. Spans only; profilers have tests of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import stepscope
+from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.spans import Line, Span
+from stepscope.recording import capture as capture_module
+from stepscope.recording import runtime
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    """Captures steps 2 and 3; no role is profiled, so that only spans are recorded."""
+    return ProfileConfig(save_path=str(tmp_path / "run"), steps=[2, 3], roles={"rollout": {"ranks": "all"}})
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    assert runtime.active is None
+    assert capture_module._open is None
+
+
+def spans_of(config: ProfileConfig, step: int) -> dict[str, Span]:
+    (path,) = RunLayout(config.save_path).step(step).spans.glob("*.jsonl")
+    read = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
+    return {line.stage: line for line in read if isinstance(line, Span)}
+
+
+def manifest_of(config: ProfileConfig, step: int) -> Manifest:
+    return msgspec.json.decode(RunLayout(config.save_path).step(step).manifest.read_bytes(), type=Manifest)
+
+
+def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
+    (found,) = [item for part in manifest_of(config, step).processes for item in part.expected if item.name == name]
+    return found
+
+
+def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:
+    with capture(2, config=config) as cap, span("update", role="actor"):
+        pass
+    assert cap.result.captured
+    assert spans_of(config, 2)["update"].role == "actor"
+    assert manifest_of(config, 2).state == "ok"
+
+
+def test_a_step_that_is_not_selected_leaves_no_trace(config: ProfileConfig) -> None:
+    with capture(7, config=config) as cap, span("update"):
+        pass
+    assert not cap.result.captured
+    assert not Path(config.save_path).exists()
+    cap.result.raise_for_missing()
+
+
+async def test_the_same_in_asynchronous_code(config: ProfileConfig) -> None:
+    async with capture(2, config=config) as cap:
+        async with span("update", role="actor"):
+            await asyncio.sleep(0)
+    assert cap.result.captured
+    assert "update" in spans_of(config, 2)
+
+
+def test_open_and_close_for_loops_that_cannot_indent(config: ProfileConfig) -> None:
+    for step in range(5):
+        cap = capture(step, config=config).open()
+        with span("update"):
+            pass
+        cap.close()
+        cap.close()
+    assert list(RunLayout(config.save_path).steps()) == [2, 3]
+
+
+def test_a_second_capture_is_refused_and_names_the_open_one(config: ProfileConfig) -> None:
+    with capture(2, config=config), pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"):
+        capture(3, config=config).open()
+
+
+def test_a_refused_capture_does_not_disturb_the_open_one(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        with pytest.raises(CaptureOpenError), capture(3, config=config):
+            pass
+        with span("after"):
+            pass
+    assert "after" in spans_of(config, 2)
+    assert list(RunLayout(config.save_path).steps()) == [2]
+
+
+def test_a_capture_is_used_once(config: ProfileConfig) -> None:
+    cap = capture(2, config=config)
+    with cap:
+        pass
+    with pytest.raises(CaptureError, match="closed; make a new one"):
+        cap.open()
+
+
+@pytest.mark.parametrize("step", [-1, "2", 2.0, True, None])
+def test_a_step_is_an_integer(step: int, config: ProfileConfig) -> None:
+    with pytest.raises(ConfigError, match="global step"):
+        capture(step, config=config)
+
+
+def test_the_bodys_exception_is_recorded_and_goes_on(config: ProfileConfig) -> None:
+    with pytest.raises(KeyError, match="mine"), capture(2, config=config), span("update"):
+        raise KeyError("mine")
+    assert manifest_of(config, 2).processes[0].error == "KeyError: 'mine'"
+    assert spans_of(config, 2)["update"].error == "KeyError: 'mine'"
+
+
+def test_the_bodys_exception_wins_over_trouble_in_closing(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("ours")
+
+    with pytest.raises(KeyError, match="mine"), capture(2, config=config) as cap:
+        monkeypatch.setattr(cap._session, "close", broken)
+        raise KeyError("mine")
+    assert "closing a capture failed" in caplog.text
+
+
+def test_a_decorated_method_is_recorded_with_its_role(config: ProfileConfig) -> None:
+    class Worker:
+        @profile_step(role="actor")
+        def update_policy(self) -> int:
+            return 3
+
+    with capture(2, config=config):
+        assert Worker().update_policy() == 3
+    assert spans_of(config, 2)["update_policy"].role == "actor"
+
+
+def test_a_span_of_another_step_is_labelled(config: ProfileConfig) -> None:
+    with capture(3, config=config), stepscope.trajectory("t1", step=2, policy_version=1):
+        pass
+    line = spans_of(config, 3)["trajectory"]
+    assert (line.trajectory, line.step, line.policy_version) == ("t1", 2, 1)
+
+
+def test_a_trajectory_begun_before_the_capture_keeps_its_name(config: ProfileConfig) -> None:
+    with stepscope.trajectory("early"), stepscope.turn(3), capture(2, config=config), span("generate"):
+        pass
+    line = spans_of(config, 2)["generate"]
+    assert (line.trajectory, line.turn, line.parent) == ("early", 3, None)
+
+
+def test_selecting_no_steps_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from stepscope.recording import run
+
+    monkeypatch.setattr(run, "_configured", None)
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, "stepscope"):
+        for step in range(3):
+            with capture(step):
+                pass
+    assert caplog.text.count("records nothing") == 1
+
+
+def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        pass
+    item = expectation(config, 2, "torch trace")
+    assert item.state == "skipped"
+    assert item.reason == "no pattern in roles matches role 'trainer'"
+
+
+def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepscope.recording import run
+
+    for name in ("aaaaaaaa", "bbbbbbbb"):
+        monkeypatch.setattr(run, "_id", name)
+        monkeypatch.setattr(run, "_recorded", set())
+        with capture(2, config=config), span(f"update {name}"):
+            pass
+    layout = RunLayout(config.save_path)
+    assert len(list(layout.step(2).spans.glob("*.jsonl"))) == 2
+    assert len(list(layout.step(2).processes.glob("*.json"))) == 2
+    assert len(layout.runs()) == 2
+
+
+def test_a_budget_of_seconds_truncates_and_says_so(tmp_path: Path) -> None:
+    config = ProfileConfig(
+        save_path=str(tmp_path / "run"), steps=[2], roles={"x": {}}, budget={"seconds": 0.05}
+    )
+    with capture(2, config=config) as cap:
+        with span("before"):
+            pass
+        session = cap._session
+        assert session is not None
+        assert session._watchdog is not None
+        session._watchdog._timer.join(10)
+        with span("after"):
+            pass
+    assert set(spans_of(config, 2)) == {"before"}
+    item = expectation(config, 2, "spans")
+    assert item.state == "partial"
+    assert item.truncated is not None
+    assert "budget.seconds" in item.truncated
+
+
+def test_a_full_budget_of_spans_is_partial(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path / "run"), steps=[2], roles={"x": {}}, budget={"spans": 2})
+    with capture(2, config=config) as cap:
+        for _ in range(5):
+            with span("many"):
+                pass
+    assert expectation(config, 2, "spans").reason == "3 spans were dropped: budget.spans is 2"
+    with pytest.raises(MissingArtifactsError, match="3 spans were dropped"):
+        cap.result.raise_for_missing()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = ProfileConfig(save_path=str(tmp_path / "file" / "run"), steps=[2])
+    with pytest.raises(ConfigError, match="save_path"):
+        capture(2, config=config).open()
+
+
+# Engines
+
+
+async def test_engines_are_started_and_stopped_with_the_capture(config: ProfileConfig) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]) as cap:
+        assert all(engine.recordings for engine in engines)
+    assert not any(engine.recordings for engine in engines)
+    assert cap.result.path is not None
+    for replica in (0, 1):
+        item = expectation(config, 2, f"replica {replica}")
+        assert item.state == "ok"
+        assert all((cap.result.path / artifact.path).stat().st_size for artifact in item.artifacts)
+
+
+def test_engines_in_synchronous_code(config: ProfileConfig) -> None:
+    engine = FakeEngine()
+    with capture(2, config=config, engines=[FakeEngineProfiler(engine)]):
+        assert engine.recordings
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+async def test_blocking_a_running_loop_is_refused(config: ProfileConfig) -> None:
+    with pytest.raises(CaptureError, match="async with"):
+        capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]).open()
+
+
+def test_an_engine_that_nobody_knows_is_refused_before_anything_is_written(config: ProfileConfig) -> None:
+    with pytest.raises(EngineError, match="no installed engine adapter knows"):
+        capture(2, config=config, engines=[object()]).open()
+    assert not RunLayout(config.save_path).steps()
+
+
+async def test_a_replica_that_hangs_costs_its_deadline_and_not_everyones(tmp_path: Path) -> None:
+    config = ProfileConfig(
+        save_path=str(tmp_path / "run"),
+        steps=[2],
+        roles={"rollout": {"ranks": "all"}},
+        budget={"fanout_seconds": 0.2},
+    )
+    hung, well = FakeEngine(), FakeEngine()
+    hung.hangs_on_start = 0
+    began = asyncio.get_running_loop().time()
+    async with capture(2, config=config, engines=[FakeEngineProfiler(hung), FakeEngineProfiler(well)]):
+        assert well.recordings
+    assert asyncio.get_running_loop().time() - began < 5
+    assert expectation(config, 2, "replica 0").state == "failed"
+    assert expectation(config, 2, "replica 0").reason == "timeout: start did not return within 0.2 s"
+    assert expectation(config, 2, "replica 1").state == "ok"
+
+
+async def test_an_engine_that_dies_meanwhile_is_failed_and_the_body_goes_on(config: ProfileConfig) -> None:
+    engine = FakeEngine()
+    async with capture(2, config=config, engines=[FakeEngineProfiler(engine)]):
+        engine.dead = True
+    item = expectation(config, 2, "replica 0")
+    assert item.state == "failed"
+    assert item.reason is not None
+    assert item.reason.startswith("stop: EngineError")
+
+
+async def test_an_engine_that_cannot_start_is_failed_and_stopped(config: ProfileConfig) -> None:
+    engine = FakeEngine()
+    engine.fails_to_start = 1
+    async with capture(2, config=config, engines=[FakeEngineProfiler(engine)]) as cap:
+        assert not engine.recordings
+    item = expectation(config, 2, "replica 0")
+    assert item.state == "failed"
+    with pytest.raises(MissingArtifactsError, match="replica 0: failed"):
+        cap.result.raise_for_missing()
+
+
+async def test_ranks_select_replicas(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path / "run"), steps=[2], roles={"rollout": {"ranks": [2]}})
+    engines = [FakeEngine(workers=2), FakeEngine(workers=2)]
+    async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]):
+        assert not engines[0].recordings
+        assert engines[1].recordings
+    assert expectation(config, 2, "replica 0").reason == "its ranks 0 to 1 are not in roles.rollout.ranks [2]"
+
+
+async def test_cancelled_anywhere_a_capture_leaves_nothing_open(tmp_path: Path) -> None:
+    async def recorded(config: ProfileConfig, engines: list[FakeEngine]) -> None:
+        async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]):
+            with span("update"):
+                await asyncio.sleep(0)
+
+    outcomes = set()
+    for ticks in range(60):
+        config = ProfileConfig(
+            save_path=str(tmp_path / f"run{ticks}"), steps=[2], roles={"rollout": {"ranks": "all"}}
+        )
+        engines = [FakeEngine(), FakeEngine()]
+        task = asyncio.create_task(recorded(config, engines))
+        for _ in range(ticks):
+            await asyncio.sleep(0.001 if ticks % 2 else 0)
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert outcome is None or isinstance(outcome, asyncio.CancelledError)
+        outcomes.add(type(outcome))
+        assert runtime.active is None
+        assert capture_module._open is None
+        assert not any(engine.recordings for engine in engines), ticks
+        if RunLayout(config.save_path).steps():
+            assert all(part.closed is not None for part in manifest_of(config, 2).processes), ticks
+    assert asyncio.CancelledError in outcomes
+
+
+async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: ProfileConfig) -> None:
+    gaps: list[float] = []
+
+    async def heart() -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(0.001)
+            gaps.append(loop.time() - last)
+            last = loop.time()
+
+    beating = asyncio.create_task(heart())
+    await asyncio.sleep(0.02)
+    async with capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]):
+        await asyncio.sleep(0.02)
+    beating.cancel()
+    assert max(gaps) < 0.5

@@ -1,0 +1,282 @@
+"""A capture and the life of its process: killed, terminated, exiting, forking, spawning. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.parts import fold, read_parts
+from stepscope.files.spans import End, Line, Open, Span
+
+PRELUDE = """
+import os, sys, signal, time
+from stepscope import ProfileConfig, capture, span
+config = ProfileConfig(save_path=sys.argv[1], steps="every:1", roles={"rollout": {"ranks": "all"}})
+"""
+TORCH = """
+import torch
+config = ProfileConfig(save_path=sys.argv[1], steps="every:1")
+def work():
+    with span("work"):
+        for _ in range(10):
+            torch.ones(8).sum()
+"""
+
+
+def start(code: str, folder: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "STEPSCOPE_RAISE": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code, str(folder / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def run(code: str, folder: Path, expected: int = 0) -> str:
+    process = start(code, folder)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == expected, err
+    return out + err
+
+
+def step(folder: Path, number: int = 1) -> StepLayout:
+    return RunLayout(folder / "run").step(number)
+
+
+def lines(folder: Path, number: int = 1) -> list[Line]:
+    (path,) = step(folder, number).spans.glob("*.jsonl")
+    return msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
+
+
+def parts(folder: Path, number: int = 1) -> list[ProcessPart]:
+    return read_parts(step(folder, number))[0]
+
+
+def manifest(folder: Path, number: int = 1) -> Manifest:
+    return fold(parts(folder, number))
+
+
+def test_a_killed_process_leaves_its_spans_and_the_truth(tmp_path: Path) -> None:
+    process = start(
+        """
+cap = capture(1, config=config).open()
+with span("done"):
+    pass
+with span("hang"):
+    time.sleep(0.5)  # two flushes
+    print("ready", flush=True)
+    time.sleep(60)
+""",
+        tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.communicate()
+    found = lines(tmp_path)
+    assert [line.stage for line in found if isinstance(line, Span)] == ["done"]
+    assert [line.stage for line in found if type(line) is Open] == ["hang"]
+    assert not any(isinstance(line, End) for line in found)
+    (part,) = parts(tmp_path)
+    assert part.closed is None
+    assert manifest(tmp_path).state == "missing"
+    run("with capture(2, config=config): pass", tmp_path)
+    assert manifest(tmp_path, 2).state == "ok"
+
+
+def test_sigterm_closes_the_capture_and_still_kills(tmp_path: Path) -> None:
+    process = start(
+        """
+cap = capture(1, config=config).open()
+with span("update"):
+    print("ready", flush=True)
+    time.sleep(60)
+""",
+        tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.communicate()
+    assert process.returncode == -signal.SIGTERM
+    (part,) = parts(tmp_path)
+    assert part.closed is not None
+    assert part.error == "the process was terminated (SIGTERM)"
+    assert isinstance(lines(tmp_path)[-1], End)
+
+
+def test_the_users_sigterm_handler_runs_after_ours(tmp_path: Path) -> None:
+    out = run(
+        """
+def mine(number, frame):
+    print("mine", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, mine)
+capture(1, config=config).open()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+""",
+        tmp_path,
+        expected=7,
+    )
+    assert "mine" in out
+    assert parts(tmp_path)[0].closed is not None
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("", 0), ("raise ValueError('mine')", 1), ("sys.exit(3)", 3)], ids=["end", "error", "exit"]
+)
+def test_the_interpreters_exit_closes_the_capture(tmp_path: Path, ending: str, code: int) -> None:
+    run(f"capture(1, config=config).open()\n{ending}", tmp_path, expected=code)
+    (part,) = parts(tmp_path)
+    assert part.error == "the process exited"
+    assert manifest(tmp_path).state == "ok"
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('mine')", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_torch_trace_left_open_at_exit_is_written(tmp_path: Path, ending: str) -> None:
+    # Without stepscope, torch's profiler segfaults here.
+    process = start(TORCH + f"capture(1, config=config).open()\nwork()\n{ending}", tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (0, 1, -signal.SIGTERM), err
+    (part,) = parts(tmp_path)
+    (trace,) = [item for item in part.expected if item.name == "torch trace"]
+    assert trace.state == "ok", err
+    assert (step(tmp_path).root / trace.artifacts[0].path).stat().st_size > 100
+
+
+def test_asyncio_run_that_is_interrupted_closes_the_capture(tmp_path: Path) -> None:
+    run(
+        """
+import asyncio
+async def main():
+    async with capture(1, config=config):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+""",
+        tmp_path,
+        expected=130,
+    )
+    assert parts(tmp_path)[0].closed is not None
+    assert manifest(tmp_path).state == "ok"
+
+
+@pytest.mark.parametrize("prelude", ["", TORCH], ids=["spans", "torch"])
+def test_a_fork_during_a_capture_harms_neither_and_is_said(tmp_path: Path, prelude: str) -> None:
+    run(
+        prelude
+        + """
+with capture(1, config=config) as cap:
+    pid = os.fork()
+    if pid == 0:
+        with span("child"):
+            pass
+        sys.exit(5)  # runs atexit handlers
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    with span("parent"):
+        pass
+cap.result.raise_for_missing()
+""",
+        tmp_path,
+    )
+    assert [line.stage for line in lines(tmp_path) if isinstance(line, Span)] == ["parent"]
+    (part,) = parts(tmp_path)
+    (absent,) = part.absent
+    assert absent.state == "skipped"
+    assert "forked while the capture was open" in absent.reason
+
+
+def test_a_spawned_child_may_capture_for_itself(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        """
+import multiprocessing, sys
+from stepscope import ProfileConfig, capture, span
+
+def child(folder):
+    config = ProfileConfig(save_path=folder, steps="every:1", roles={"x": {}})
+    with capture(1, config=config, role="env"), span("child"):
+        pass
+
+if __name__ == "__main__":
+    config = ProfileConfig(save_path=sys.argv[1], steps="every:1", roles={"x": {}})
+    with capture(1, config=config), span("parent"):
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1],))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+"""
+    )
+    env = {**os.environ, "STEPSCOPE_RUN_ID": "cafe0001"}
+    subprocess.run([sys.executable, script, str(tmp_path / "run")], check=True, env=env, timeout=120)
+    assert {part.process.role for part in parts(tmp_path)} == {"trainer", "env"}
+    assert {part.run_id for part in parts(tmp_path)} == {"cafe0001"}
+
+
+def test_a_disk_that_fills_up_costs_the_trace_and_not_the_step(tmp_path: Path) -> None:
+    # RLIMIT_FSIZE is the nearest thing to a full disk that a process can make for itself: writes fail midway.
+    out = run(
+        TORCH
+        + """
+import resource
+with capture(1, config=config) as cap:
+    work()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+print("trained on")
+cap.result.wait()
+""",
+        tmp_path,
+    )
+    assert "trained on" in out
+    (trace,) = [item for item in parts(tmp_path)[0].expected if item.name == "torch trace"]
+    assert trace.state == "failed"
+    assert not list(step(tmp_path).traces.rglob("*.json.gz"))
+    assert not [path for path in step(tmp_path).root.rglob(".*") if path.is_file()]
+
+
+def test_a_folder_that_becomes_unwritable_costs_the_record_and_not_the_step(tmp_path: Path) -> None:
+    out = run(
+        """
+import shutil, pathlib
+cap = capture(1, config=config)
+run = pathlib.Path(sys.argv[1])
+with cap:
+    shutil.rmtree(run / "step_000001")
+    (run / "step_000001").write_text("in the way")
+print("trained on")
+""",
+        tmp_path,
+    )
+    assert "trained on" in out
+    assert out.count("writing the manifest failed") == 1
+
+
+def test_two_runs_write_into_one_folder_at_once(tmp_path: Path) -> None:
+    code = """
+for number in range(1, 6):
+    with capture(number, config=config), span("update"):
+        time.sleep(0.01)
+"""
+    both = [start(code, tmp_path), start(code, tmp_path)]
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    for number in range(1, 6):
+        found = parts(tmp_path, number)
+        assert len({part.run_id for part in found}) == 2
+        assert all(item.state == "ok" for part in found for item in part.expected if item.name == "spans")

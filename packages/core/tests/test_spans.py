@@ -1,0 +1,360 @@
+"""Spans, from the `with` block to the line on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import End, Header, Line, Open, Span
+from stepscope.recording import spans
+from stepscope.recording.clock import read_anchor
+from stepscope.recording.context import Place, Scope, attach, carrier
+from stepscope.recording.spans import PlacedSpan, SpanLog
+
+ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[SpanLog]:
+    log = SpanLog(tmp_path / "spans.jsonl", process=ACTOR, step=3, run_id="r", limit=1000)
+    log.open(read_anchor())
+    yield log
+    log.close(read_anchor())
+
+
+def lines(log: SpanLog) -> list[Line]:
+    return msgspec.json.Decoder(Line).decode_lines(log.path.read_bytes())
+
+
+def closed(log: SpanLog) -> list[Span]:
+    log.close(read_anchor())
+    return [line for line in lines(log) if type(line) is Span]
+
+
+def wait_for_lines(log: SpanLog, count: int) -> list[Line]:
+    """The file's lines once the writing thread has put `count` there (it looks five times a second)."""
+    until = time.monotonic() + 10
+    while len(found := lines(log)) < count:
+        assert time.monotonic() < until, found
+        os.sched_yield()
+    return found
+
+
+def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) -> None:
+    with spans.Span(log, "update"):
+        pass
+    log.close(read_anchor())
+    header, span, end = lines(log)
+    assert isinstance(header, Header)
+    assert header.process == ACTOR
+    assert header.step == 3
+    assert isinstance(span, Span)
+    assert isinstance(end, End)
+    assert (end.spans, end.dropped) == (1, 0)
+
+
+def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
+    before = time.monotonic_ns()
+    with spans.Span(log, "update"):
+        inside = time.monotonic_ns()
+    after = time.monotonic_ns()
+    (span,) = closed(log)
+    assert before <= span.start_ns <= inside <= span.start_ns + span.dur_ns <= after
+
+
+def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
+    with spans.Span(log, "hang"):
+        opened = wait_for_lines(log, 2)[1]
+        assert type(opened) is Open
+        assert opened.stage == "hang"
+    assert [span.span for span in closed(log)] == [opened.span]
+
+
+def test_a_short_span_has_one_line_and_not_two(log: SpanLog) -> None:
+    for _ in range(5):
+        with spans.Span(log, "short"):
+            pass
+    log.close(read_anchor())
+    assert len(lines(log)) == 7
+
+
+def test_children_name_their_parent(log: SpanLog) -> None:
+    with spans.Span(log, "outer") as outer, spans.Span(log, "inner"):
+        pass
+    parents = {span.stage: span.parent for span in closed(log)}
+    assert parents == {"outer": None, "inner": outer.id}
+
+
+def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> None:
+    with spans.Span(log, "a"), spans.Span(log, "b", "ref"), spans.Span(log, "c"):
+        pass
+    assert {span.stage: span.role for span in closed(log)} == {"a": "actor", "b": "ref", "c": "ref"}
+
+
+def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> None:
+    with (
+        PlacedSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
+        PlacedSpan(log, "turn", None, None, turn=1),
+        spans.Span(log, "generate"),
+    ):
+        pass
+    innermost = next(span for span in closed(log) if span.stage == "generate")
+    assert (innermost.trajectory, innermost.turn, innermost.policy_version) == ("t1", 1, 4)
+    assert innermost.step == 2
+
+
+def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> None:
+    with (
+        PlacedSpan(log, "trajectory", None, None, trajectory="outer"),
+        PlacedSpan(log, "turn", None, None, turn=5),
+        PlacedSpan(log, "trajectory", None, None, trajectory="sub-agent"),
+        spans.Span(log, "generate"),
+    ):
+        pass
+    innermost = next(span for span in closed(log) if span.stage == "generate")
+    assert (innermost.trajectory, innermost.turn) == ("sub-agent", None)
+
+
+def test_a_span_inside_a_trajectory_begun_outside_the_capture_knows_it(log: SpanLog) -> None:
+    with Place(trajectory="early", policy_version=1), spans.Span(log, "generate"):
+        pass
+    (span,) = closed(log)
+    assert (span.trajectory, span.policy_version, span.parent, span.link) == ("early", 1, None, None)
+
+
+def test_the_error_that_left_a_span_is_named_and_goes_on(log: SpanLog) -> None:
+    with pytest.raises(ValueError, match="boom"), spans.Span(log, "update"):
+        raise ValueError("boom")
+    (span,) = closed(log)
+    assert span.error == "ValueError: boom"
+
+
+def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    with pytest.raises(Unprintable), spans.Span(log, "update"):
+        raise Unprintable
+    (span,) = closed(log)
+    assert span.error == "Unprintable"
+
+
+def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
+    with spans.Span(log, "generate", None, {"tokens": 0, "model": "tiny"}) as span:
+        span.set(tokens=17)
+    (line,) = closed(log)
+    assert line.attrs == {"tokens": 17, "model": "tiny"}
+
+
+@pytest.mark.parametrize("value", [10**30, "\ud800", object(), {"a": {1, 2}}])
+def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: object) -> None:
+    with spans.Span(log, "odd", None, {"value": value}):  # type: ignore[dict-item]  # users do this
+        pass
+    with spans.Span(log, "fine"):
+        pass
+    odd, fine = closed(log)
+    assert odd.attrs is not None
+    assert isinstance(odd.attrs["value"], str | dict | int)
+    assert fine.stage == "fine"
+
+
+def test_a_long_text_is_cut(log: SpanLog) -> None:
+    with spans.Span(log, "prompt", None, {"text": "x" * 10_000}):
+        pass
+    (line,) = closed(log)
+    assert line.attrs == {"text": "x" * spans.MAX_TEXT + "..."}
+
+
+def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
+    log.open(read_anchor())
+    for _ in range(25):
+        with spans.Span(log, "many"):
+            pass
+    assert len(closed(log)) == 10
+    assert log.dropped == 15
+    end = lines(log)[-1]
+    assert isinstance(end, End)
+    assert end.dropped == 15
+
+
+def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
+    async def one(name: str) -> None:
+        with spans.Span(log, name):
+            await asyncio.sleep(0)
+            with spans.Span(log, f"{name}.inner"):
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        with spans.Span(log, "root"):
+            await asyncio.gather(*(one(f"task{i}") for i in range(20)))
+
+    asyncio.run(main())
+    by_stage = {span.stage: span for span in closed(log)}
+    for i in range(20):
+        assert by_stage[f"task{i}"].parent == by_stage["root"].span
+        assert by_stage[f"task{i}.inner"].parent == by_stage[f"task{i}"].span
+
+
+def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
+    def work() -> None:
+        with spans.Span(log, "in thread"):
+            pass
+
+    async def main() -> None:
+        with spans.Span(log, "root"):
+            await asyncio.to_thread(work)
+
+    asyncio.run(main())
+    by_stage = {span.stage: span for span in closed(log)}
+    assert by_stage["in thread"].parent == by_stage["root"].span
+    assert by_stage["in thread"].thread != by_stage["root"].thread
+
+
+def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:
+    def work(place: object) -> None:
+        with attach(place), spans.Span(log, "in thread"):  # type: ignore[arg-type]  # any mapping
+            pass
+
+    with PlacedSpan(log, "trajectory", None, None, trajectory="t9") as root:
+        thread = threading.Thread(target=work, args=(carrier(),))
+        thread.start()
+        thread.join()
+    by_stage = {span.stage: span for span in closed(log)}
+    inside = by_stage["in thread"]
+    assert inside.trajectory == "t9"
+    assert inside.link is not None
+    assert (inside.link.process, inside.link.span, inside.link.step) == (ACTOR.key, root.id, 3)
+
+
+def test_threads_do_not_become_each_others_parents(log: SpanLog) -> None:
+    barrier = threading.Barrier(8)
+
+    def work(name: str) -> None:
+        for _ in range(50):
+            with spans.Span(log, name):
+                barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = closed(log)
+    assert len(found) == 400
+    assert all(span.parent is None for span in found)
+    assert len({span.span for span in found}) == 400
+
+
+def test_a_carrier_is_json_and_nothing_is_carried_from_nowhere(log: SpanLog) -> None:
+    assert carrier() is None
+    with PlacedSpan(log, "turn", None, None, trajectory="t", turn=2, policy_version=5):
+        carried = carrier()
+    assert msgspec.json.decode(msgspec.json.encode(carried)) == carried
+
+
+@pytest.mark.parametrize("hostile", [{"process": 3, "span": "x"}, {"trajectory": ["a"]}, {"later": True}, {}])
+def test_a_carrier_of_another_version_does_no_harm(log: SpanLog, hostile: dict[str, object]) -> None:
+    with attach(hostile), spans.Span(log, "s"):
+        pass
+    (span,) = closed(log)
+    assert span.link is None
+
+
+def test_attaching_nothing_keeps_the_place(log: SpanLog) -> None:
+    with spans.Span(log, "outer") as outer, attach(None), spans.Span(log, "inner"):
+        pass
+    assert next(span for span in closed(log) if span.stage == "inner").parent == outer.id
+
+
+def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:
+    later = SpanLog(tmp_path / "later.jsonl", process=ACTOR, step=4, run_id="r", limit=10)
+    later.open(read_anchor())
+    with spans.Span(log, "long rollout") as old, spans.Span(later, "update"):
+        pass
+    (span,) = closed(later)
+    assert span.parent is None
+    assert span.link is not None
+    assert (span.link.span, span.link.step) == (old.id, 3)
+
+
+def test_a_scope_closed_in_another_context_does_no_harm() -> None:
+    async def enter(scope: Scope) -> None:
+        scope.__enter__()
+
+    async def leave(scope: Scope) -> None:
+        scope.__exit__(None, None, None)
+
+    async def main() -> None:
+        scope = Place(trajectory="t")
+        await asyncio.create_task(enter(scope))
+        await asyncio.create_task(leave(scope))
+
+    asyncio.run(main())
+
+
+def test_ten_thousand_concurrent_trajectories(log: SpanLog) -> None:
+    log.limit = 1_000_000
+
+    async def one(number: int, gate: asyncio.Event) -> None:
+        with PlacedSpan(log, "trajectory", None, None, trajectory=str(number)):
+            await gate.wait()
+            with PlacedSpan(log, "turn", None, None, turn=0), spans.Span(log, "generate"):
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        tasks = [asyncio.create_task(one(number, gate)) for number in range(10_000)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    found = closed(log)
+    assert len(found) == 30_000
+    assert log.dropped == 0
+    ids = {span.span: span for span in found}
+    for span in found:
+        if span.stage == "generate":
+            turn = ids[span.parent or 0]
+            assert span.trajectory == turn.trajectory == ids[turn.parent or 0].trajectory
+
+
+def test_a_full_disk_leaves_whole_lines_and_a_count(
+    log: SpanLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    with spans.Span(log, "before"):
+        pass
+    wait_for_lines(log, 2)
+    real, room = os.write, [40]
+
+    def full(fd: int, data: bytes) -> int:
+        # What the kernel does when the disk fills up: takes what fits, then refuses.
+        if fd != log._fd:
+            return real(fd, data)
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = real(fd, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", full)
+    with spans.Span(log, "lost"):
+        pass
+    log.close(read_anchor())
+    stages = [line.stage for line in lines(log) if isinstance(line, Span)]
+    assert stages == ["before"]
+    assert log.dropped == 1
+    assert log.failed is not None
+    assert "No space left" in log.failed
