@@ -1,0 +1,94 @@
+"""`profile_step`: times a function while a capture is on, and costs one look at a slot while none is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import TypeVar, cast
+
+from stepscope.errors import ConfigError
+from stepscope.recording import wrappers
+from stepscope.recording.wrappers import Attrs
+
+F = TypeVar("F", bound="Callable[..., object]")
+DISABLED = os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
+"""Read once, at import."""
+
+
+def profile_step(*, role: str, stage: str | None = None, attrs: Attrs | None = None) -> Callable[[F], F]:
+    """Decorates a function: each of its calls is a span of the step that is being captured.
+
+    The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
+    same signature and metadata. On methods, and above or below @classmethod and @staticmethod; below
+    whatever else makes something that is no plain function (@ray.remote, @property). A generator is timed
+    per resumption. A plain function that returns a coroutine is timed until it returns: decorate the
+    `async def` itself.
+
+    Args:
+        role: Who does the work: `actor`, `rollout`, `env`...
+        stage: What is done; the function's name by default.
+        attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
+            None. It is called only while capturing (for a generator, at each resumption); what it raises is
+            logged and does not reach the caller.
+
+    Raises:
+        ConfigError: `role`, `stage` or `attrs` is none of these.
+        TypeError: (by the decorator) this is not a Python function; says what to decorate instead.
+
+    With STEPSCOPE_DISABLE=1 in the environment at import, every function is returned unchanged.
+    """
+    check(role, stage, attrs)
+    if attrs is not None and not callable(attrs):
+        attrs = dict(attrs)
+
+    def decorate(fn: F) -> F:
+        return fn if DISABLED else cast(F, timed(fn, role=role, stage=stage, attrs=attrs))
+
+    return decorate
+
+
+def timed(target: object, *, role: str, stage: str | None, attrs: Attrs | None) -> object:
+    """What to put in the place of `target`: a function, or a classmethod or staticmethod for one of those."""
+    if isinstance(target, (classmethod, staticmethod)):
+        inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
+        return type(target)(cast(FunctionType, inner))
+    if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        raise TypeError(_refusal(target))
+    return wrappers.wrap(target, role=role, stage=stage, attrs=attrs)
+
+
+def check(role: object, stage: object, attrs: object) -> None:
+    """Raises `ConfigError` for what `profile_step` was told wrongly."""
+    if not _is_text(role):
+        fix = 'say who does the work: role="actor"'
+        raise ConfigError("profile_step(role)", role, "text that is not empty", fix)
+    if stage is not None and not _is_text(stage):
+        fix = "leave it out to take the function's name"
+        raise ConfigError("profile_step(stage)", stage, "text that is not empty, or None", fix)
+    if attrs is not None and not callable(attrs) and not isinstance(attrs, Mapping):
+        allowed = "a mapping, or a function of the call's arguments that returns one"
+        fix = 'attrs={"size": 7} or attrs=lambda self, batch: {"size": len(batch)}'
+        raise ConfigError("profile_step(attrs)", attrs, allowed, fix)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _refusal(target: object) -> str:
+    if isinstance(target, type):
+        fix = f"decorate the methods of {target.__name__} that are to be timed"
+    elif isinstance(target, functools.partial):
+        fix = "decorate the function inside: functools.partial(profile_step(role=...)(fn), ...)"
+    elif isinstance(target, property):
+        fix = "put @property above @profile_step"
+    elif inspect.isfunction(target):
+        fix = "write the coroutine as `async def` instead of with types.coroutine"
+    elif inspect.ismethod(target):
+        fix = f"decorate the function in the class: {target.__func__.__qualname__}"
+    else:
+        fix = "put @profile_step below what made it, directly on the `def`, or on a `def` that calls it"
+    return f"profile_step times Python functions, not {target!r} (a {type(target).__name__}). Fix: {fix}"

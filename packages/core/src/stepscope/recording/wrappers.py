@@ -1,0 +1,237 @@
+"""The functions that `profile_step` puts in place of the user's, generated for the exact signature of each.
+
+Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
+`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, and raises
+the user's TypeErrors where the user expects them.
+
+What a wrapper closes over is pickled with it when its class travels by value (Ray): the function, what was
+declared, and the module `runtime`, by reference. A name imported *from* that module would be copied, and a
+copy never switches on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import msgspec
+
+from stepscope.files.spans import AttrValue
+from stepscope.recording import guard, runtime
+
+if TYPE_CHECKING:
+    from stepscope.recording.session import Session
+
+Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
+OpenSpan: TypeAlias = "AbstractContextManager[object] | None"
+
+
+class Declared(msgspec.Struct, frozen=True):
+    """What `profile_step` was told about a function; the function carries it as `__stepscope__`.
+
+    Opens and closes the spans, and keeps our own failures away from the user's code.
+    """
+
+    role: str
+    stage: str
+    attrs: Attrs | None = None
+    is_async: bool = False
+
+    def begin(
+        self, session: Session, attrs: Mapping[str, AttrValue] | None, resumption: int | None = None
+    ) -> OpenSpan:
+        """The span, entered. None when that failed: the call then goes on untimed."""
+        try:
+            span = session.stage(self.role, self.stage, attrs, self.is_async, resumption)
+            span.__enter__()
+        except RecursionError:
+            return None  # the user's recursion is at its limit, as its own next call will say
+        except Exception as failure:
+            guard.note(f"opening the span {self.role}/{self.stage}", failure)
+            return None
+        return span
+
+    def end(self, span: OpenSpan, error: BaseException | None = None) -> None:
+        """Closes the span. It is the caller who raises `error` on: nothing here can swallow it."""
+        if span is None:
+            return
+        try:
+            if error is None:
+                span.__exit__(None, None, None)
+            else:
+                span.__exit__(type(error), error, error.__traceback__)
+        except Exception as failure:
+            guard.note(f"closing the span {self.role}/{self.stage}", failure)
+
+    def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
+        """What the user's `attrs` function says of a call's arguments; None when it fails."""
+        compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
+        try:
+            found = compute(*args, **kwargs)
+            return None if found is None else dict(found)
+        except Exception as failure:
+            guard.note(f"the attrs of {self.role}/{self.stage}", failure)
+            return None
+
+    def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
+        """The first resumption of an async generator, of which the event loop hears nothing.
+
+        At its end a loop closes every generator that it heard of, all at once. It hears of the wrapper, which
+        closes the inner one: closed by both, that one would raise "already running".
+        """
+        hear = sys.get_asyncgen_hooks().firstiter
+        sys.set_asyncgen_hooks(firstiter=None)
+        try:
+            return inner.asend(None)
+        finally:
+            sys.set_asyncgen_hooks(firstiter=hear)
+
+
+# The function is called at one place in each branch, and nothing of ours can fail around it: it runs
+# exactly once.
+_CALL = """
+{async_}def wrapper({params}):
+    __session = __runtime.active
+    if __session is None:
+        return {await_}__fn({call})
+    __span = __declared.begin(__session, {attrs})
+    try:
+        __result = {await_}__fn({call})
+    except BaseException as __error:
+        __declared.end(__span, __error)
+        raise
+    __declared.end(__span)
+    return __result
+"""
+
+# One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
+# whoever resumes or closes it next may be another task. The slot is read at every resumption: a generator
+# may outlive many captures. While suspended, the frame holds neither the yielded value (hence the list) nor
+# an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
+# closed early: not an error of the span.
+_GENERATOR = """
+{async_}def wrapper({params}):
+    __inner = __fn({call})
+    __resume, __value, __index = {first}, 0
+    while True:
+        __session = __runtime.active
+        __span = None if __session is None else __declared.begin(__session, {attrs}, __index)
+        try:
+            __item = [{await_}__resume(__value)]
+        except {stop}:
+            __declared.end(__span)
+            return {returned}
+        except GeneratorExit:
+            __declared.end(__span)
+            raise
+        except BaseException as __error:
+            __declared.end(__span, __error)
+            raise
+        finally:
+            __value = None
+        if __span is not None:
+            __declared.end(__span)
+            __span = None
+        __index += 1
+        try:
+            __value = yield __item.pop()
+            __resume = __inner.{send}
+        except BaseException as __error:
+            __resume, __value = __inner.{throw}, __error
+"""
+
+_SYNC = {"async_": "", "await_": ""}
+_ASYNC = {"async_": "async ", "await_": "await "}
+_SEND = {
+    "first": "__inner.send, None",
+    "send": "send",
+    "throw": "throw",
+    "stop": "StopIteration as __stop",
+    "returned": "__stop.value",
+}
+_ASEND = {
+    "first": "__declared.start, __inner",
+    "send": "asend",
+    "throw": "athrow",
+    "stop": "StopAsyncIteration",
+    "returned": "",
+}
+
+
+def wrap(fn: FunctionType, *, role: str, stage: str | None, attrs: Attrs | None) -> FunctionType:
+    """A plain function of `fn`'s kind, signature and metadata that times it while a capture is on."""
+    template, pieces = _kind(fn)
+    declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
+    signature = _Signature.of(fn.__code__)
+    attrs_expression = (
+        f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}})"
+        if callable(attrs)
+        else "__declared.attrs"
+    )
+    source = template.format(params=signature.params, call=signature.call, attrs=attrs_expression, **pieces)
+    wrapper = _build(source, fn, declared)
+    functools.update_wrapper(wrapper, fn)
+    vars(wrapper)["__stepscope__"] = declared
+    return wrapper
+
+
+def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
+    if inspect.iscoroutinefunction(fn):
+        return _CALL, _ASYNC
+    if inspect.isasyncgenfunction(fn):
+        return _GENERATOR, _ASYNC | _ASEND
+    if inspect.isgeneratorfunction(fn):
+        return _GENERATOR, _SYNC | _SEND
+    return _CALL, _SYNC
+
+
+class _Signature(msgspec.Struct, frozen=True):
+    """A signature as pieces of source, each parameter with a comma behind it."""
+
+    params: str
+    """`a, /, b, *c, d, **e`"""
+    call: str
+    """`a, b, *c, d=d, **e`"""
+    args: str
+    """`a, b, *c`"""
+    kwargs: str
+    """`'d': d, **e`"""
+
+    @classmethod
+    def of(cls, code: CodeType) -> _Signature:
+        """Of the code: `inspect.signature` would say what a decorator below us claims instead."""
+        taken = iter(code.co_varnames)
+        args = [f"{name}, " for name in islice(taken, code.co_argcount)]
+        only = list(islice(taken, code.co_kwonlyargcount))
+        star = f"*{next(taken)}, " if code.co_flags & inspect.CO_VARARGS else ""
+        stars = f"**{next(taken)}, " if code.co_flags & inspect.CO_VARKEYWORDS else ""
+        if any(name.lstrip("*").startswith("__") for name in (*args, *only, star, stars)):
+            # The templates' own names begin so.
+            return cls("*__args, **__kwargs", "*__args, **__kwargs", "*__args, ", "**__kwargs")
+        slash = ["/, "] if code.co_posonlyargcount else []
+        params = [*args[: code.co_posonlyargcount], *slash, *args[code.co_posonlyargcount :]]
+        params += [star or ("*, " if only else ""), *(f"{name}, " for name in only), stars]
+        return cls(
+            params="".join(params).removesuffix(", "),  # the grammar allows no comma behind **e
+            call="".join([*args, star, *(f"{name}={name}, " for name in only), stars]),
+            args="".join([*args, star]),
+            kwargs="".join([*(f"{name!r}: {name}, " for name in only), stars]),
+        )
+
+
+def _build(source: str, fn: FunctionType, declared: Declared) -> FunctionType:
+    factory = "def factory(__fn, __runtime, __declared):" + source.replace("\n", "\n    ") + "return wrapper"
+    made: dict[str, Callable[..., FunctionType]] = {}
+    exec(compile(factory, "<profile_step>", "exec"), made)
+    built = made["factory"](fn, runtime, declared)
+    # With the function's own globals, where FastAPI and others look up annotations that are strings.
+    code = built.__code__.replace(co_name=fn.__name__)
+    wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
+    wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
+    return wrapper
