@@ -1,0 +1,162 @@
+"""Writes the folder of a captured step as processes would have left it: for tests of readers and reports.
+
+Times are ns after the capture opened, in true time; each process turns them into its own clocks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest import Absent, Expectation, OwnCost, ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import AttrValue, End, Header, Open, Span, SpanLink
+
+OPENED_NS = 1_750_000_000_000_000_000
+"""When the capture opened: unix ns, true time."""
+
+
+class StepFolder:
+    """One step of one run. Add processes, let them record, then `write`."""
+
+    def __init__(self, save_path: str | os.PathLike[str], *, step: int = 2, run_id: str = "run1") -> None:
+        self.layout: StepLayout = RunLayout(save_path).step(step)
+        self.step = step
+        self.run_id = run_id
+        self.processes: list[FakeProcess] = []
+
+    def process(
+        self, role: str, rank: int | None = None, *, host: str = "host-a", pid: int | None = None,
+        owner: bool = False, skew_ns: int = 0, drift_ppm: int = 0, cost: OwnCost | None = None,
+    ) -> FakeProcess:  # fmt: skip
+        """A process whose wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`."""
+        pid = 1000 + len(self.processes) if pid is None else pid
+        info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid)
+        made = FakeProcess(
+            self, info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, cost=cost or OwnCost()
+        )
+        self.processes.append(made)
+        return made
+
+    def write(self) -> Path:
+        """Puts all files in place and returns the step's folder."""
+        for process in self.processes:
+            process.write()
+        return self.layout.root
+
+
+class FakeProcess:
+    """One process of a `StepFolder`. Until it is closed it counts as killed."""
+
+    def __init__(
+        self,
+        folder: StepFolder,
+        info: ProcessInfo,
+        *,
+        owner: bool,
+        skew_ns: int,
+        drift_ppm: int,
+        cost: OwnCost,
+    ) -> None:
+        self.info = info
+        self.expected: list[Expectation] = []
+        self.absent: list[Absent] = []
+        self.clocks: list[ClockOffset] = []
+        self.dropped = 0
+        self.closed_ns: int | None = None
+        self._folder = folder
+        self._owner = owner
+        self._skew_ns = skew_ns
+        self._drift_ppm = drift_ppm
+        self._cost = cost
+        self._records: list[Open] = []
+
+    def anchor(self, at_ns: int) -> ClockAnchor:
+        """What its clocks show at one moment of true time."""
+        return ClockAnchor(wall_ns=self.wall_ns(at_ns), mono_ns=self.mono_ns(at_ns))
+
+    def mono_ns(self, at_ns: int) -> int:
+        return 1_000_000_000 * self.info.pid + at_ns
+
+    def wall_ns(self, at_ns: int) -> int:
+        return OPENED_NS + at_ns + self._skew_ns + at_ns * self._drift_ppm // 1_000_000
+
+    def span(
+        self, stage: str, start_ns: int, end_ns: int | None, *, role: str | None = None,
+        parent: int | None = None, link: SpanLink | None = None, step: int | None = None,
+        policy_version: int | None = None, trajectory: str | None = None, turn: int | None = None,
+        error: str | None = None, attrs: dict[str, AttrValue] | None = None,
+    ) -> int:  # fmt: skip
+        """Records a span and returns its number. `end_ns=None`: it never ended."""
+        opened = Open(
+            span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
+            start_ns=self.mono_ns(start_ns), step=step, policy_version=policy_version, trajectory=trajectory,
+            turn=turn, thread=self.info.pid, attrs=attrs,
+        )  # fmt: skip
+        if end_ns is None:
+            self._records.append(opened)
+        else:
+            self._records.append(
+                Span(**msgspec.structs.asdict(opened), dur_ns=end_ns - start_ns, error=error)
+            )
+        return opened.span
+
+    def link(self, span: int) -> SpanLink:
+        """What a carrier says of one of its spans."""
+        return SpanLink(process=self.info.key, span=span, step=self._folder.step)
+
+    def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0) -> None:
+        """The owner measures the other's clock, as exactly as it says."""
+        offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns)
+        found = ClockOffset(
+            process=other.info.key,
+            offset_ns=offset_ns,
+            uncertainty_ns=uncertainty_ns,
+            at_mono_ns=self.mono_ns(at_ns),
+        )
+        self.clocks.append(found)
+
+    def close(self, at_ns: int) -> None:
+        self.closed_ns = at_ns
+
+    @property
+    def part_path(self) -> Path:
+        return self._folder.layout.part_of(self.info, self._folder.run_id)
+
+    @property
+    def span_path(self) -> Path:
+        return self._folder.layout.spans_of(self.info, self._folder.run_id)
+
+    def write(self) -> None:
+        for path in (self.part_path, self.span_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self.part_path.write_bytes(msgspec.json.encode(self._part()))
+        self.span_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines()))
+
+    def _part(self) -> ProcessPart:
+        spans = Expectation(name="spans", state="ok")
+        if self.closed_ns is None:
+            spans = Expectation(name="spans", state="missing", reason="the process did not close its capture")
+        return ProcessPart(
+            run_id=self._folder.run_id, step=self._folder.step, process=self.info, owner=self._owner,
+            opened=self.anchor(0), closed=None if self.closed_ns is None else self.anchor(self.closed_ns),
+            recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
+            dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
+        )  # fmt: skip
+
+    @property
+    def _finished(self) -> int:
+        return sum(isinstance(record, Span) for record in self._records)
+
+    def _lines(self) -> list[Header | Open | End]:
+        header = Header(
+            step=self._folder.step, run_id=self._folder.run_id, process=self.info, anchor=self.anchor(0)
+        )
+        lines: list[Header | Open | End] = [header, *self._records]
+        if self.closed_ns is not None:
+            lines.append(End(anchor=self.anchor(self.closed_ns), spans=self._finished, dropped=self.dropped))
+        return lines

@@ -1,0 +1,115 @@
+"""From one process' monotonic clock to the wall clock of the capture's owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.timeline.model import ProcessClock
+
+_JUMP_NS = 1_000_000
+_JUMP_PPM = 1000
+"""A wall clock that gains more than both on the monotonic one was set: kernels slew by at most 500 ppm."""
+_WANDER_PPM = 15
+"""How fast an offset is taken to grow uncertain after it was measured (PHI of RFC 5905)."""
+
+
+class Placement:
+    """Monotonic ns of one process -> unix ns. Linear between two knots, at the clock's own pace beyond."""
+
+    def __init__(self, knots: Sequence[tuple[int, int]]) -> None:
+        self._first, self._last = knots[0], knots[-1]
+        self._mono_ns = self._last[0] - self._first[0]
+        self._wall_ns = self._last[1] - self._first[1]
+
+    def __call__(self, mono_ns: int) -> int:
+        since = mono_ns - self._first[0]
+        if since <= 0 or self._mono_ns <= 0:
+            return self._first[1] + since
+        if since >= self._mono_ns:
+            return self._last[1] + since - self._mono_ns
+        return self._first[1] + since * self._wall_ns // self._mono_ns
+
+
+class Reference(NamedTuple):
+    """What a step's processes are aligned to."""
+
+    host: str
+    place: Placement | None
+    """The owner's placement; None when the owner left no anchor."""
+    uncertainty_ns: int
+    offsets: Sequence[ClockOffset]
+
+
+class Aligned(NamedTuple):
+    place: Placement
+    clock: ProcessClock
+
+
+def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
+    """The owner's own placement: by its anchors."""
+    knots, drift_ns, jumped = _knots(opened, closed)
+    uncertainty_ns = opened.uncertainty_ns + abs(drift_ns) * jumped
+    clock = ProcessClock(alignment="owner", uncertainty_ns=uncertainty_ns, drift_ns=drift_ns, jumped=jumped)
+    return Aligned(Placement(knots), clock)
+
+
+def align(
+    key: str, host: str, opened: ClockAnchor, closed: ClockAnchor | None, reference: Reference
+) -> Aligned:
+    """Another process' placement: by its anchors and by what the owner measured of its clock.
+
+    On the owner's host the offset is 0: a measured one is the noise of the exchange, unless it rules 0 out
+    (two machines of one name). On another host each knot is moved by the offset most certain there.
+    """
+    knots, drift_ns, jumped = _knots(opened, closed)
+    offsets = _measured(key, reference)
+    same_host = host == reference.host
+    if same_host and all(abs(offset.offset_ns) <= offset.uncertainty_ns for offset in offsets.values()):
+        offsets = {}
+    moved = [_offset_at(wall_ns, offsets) for _, wall_ns in knots]
+    known_ns = opened.uncertainty_ns + reference.uncertainty_ns + max(within_ns for _, within_ns in moved)
+    clock = ProcessClock(
+        alignment="measured" if offsets else "same host" if same_host else "unaligned",
+        offset_ns=moved[0][0],
+        uncertainty_ns=known_ns + abs(drift_ns) * jumped if same_host or offsets else None,
+        drift_ns=drift_ns,
+        jumped=jumped,
+    )
+    return Aligned(
+        Placement([(mono, wall - offset) for (mono, wall), (offset, _) in zip(knots, moved, strict=True)]),
+        clock,
+    )
+
+
+def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
+    """(knots on the process' own wall clock, its drift, whether it was set meanwhile)."""
+    knots = [(opened.mono_ns, opened.wall_ns)]
+    if closed is None or closed.mono_ns <= opened.mono_ns:
+        return knots, 0, False
+    mono_ns = closed.mono_ns - opened.mono_ns
+    drift_ns = closed.wall_ns - opened.wall_ns - mono_ns
+    jumped = abs(drift_ns) > max(_JUMP_NS, mono_ns * _JUMP_PPM // 1_000_000)
+    if not jumped:
+        knots.append((closed.mono_ns, closed.wall_ns))
+    return knots, drift_ns, jumped
+
+
+def _measured(key: str, reference: Reference) -> dict[int, ClockOffset]:
+    """The process' offsets by the time, on its own wall clock, when they were measured."""
+    place = reference.place
+    if place is None:
+        return {}
+    mine = (offset for offset in reference.offsets if offset.process == key)
+    return {place(offset.at_mono_ns) + offset.offset_ns: offset for offset in mine}
+
+
+def _offset_at(wall_ns: int, offsets: Mapping[int, ClockOffset]) -> tuple[int, int]:
+    """(offset, uncertainty) at one time of the other's wall clock, by the measurement that knows most."""
+    aged = [
+        (offset.uncertainty_ns + abs(wall_ns - at_ns) * _WANDER_PPM // 1_000_000, offset.offset_ns)
+        for at_ns, offset in offsets.items()
+    ]
+    uncertainty_ns, offset_ns = min(aged, default=(0, 0))
+    return offset_ns, uncertainty_ns

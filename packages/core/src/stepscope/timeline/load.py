@@ -1,0 +1,192 @@
+"""From a step's folder to its timeline."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import StepLayout
+from stepscope.files.parts import fold
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import Open
+from stepscope.files.spans import Span as SpanLine
+from stepscope.timeline.align import Aligned, Placement, Reference, align, align_owner
+from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
+from stepscope.timeline.sources import Source, read_sources
+from stepscope.timeline.tree import parents_of
+
+
+def load_step(
+    path: str | os.PathLike[str], *, run_id: str | None = None, on_read: Callable[[int], None] | None = None
+) -> Timeline:
+    """The timeline of one captured step. Broken files cost what is broken in them, and `problems` names them.
+
+    Args:
+        path: A step's folder (`.../step_000002`).
+        run_id: Which run, where several wrote into the folder. None: the one that opened it last.
+        on_read: Called with a number of bytes each time that many more of the span files were read.
+
+    Raises:
+        RecordError: no process of a capture left anything, or none of the run that was asked for.
+    """
+    layout = StepLayout(path)
+    sources, problems = read_sources(layout, on_read)
+    runs = list(dict.fromkeys(source.run_id for source in sorted(sources, key=lambda s: s.opened.wall_ns)))
+    if not runs:
+        found = "; ".join(f"{problem.file}: {problem.what}" for problem in problems[:3])
+        raise RecordError(
+            f"{layout.root} holds nothing that a process of a capture left ({found or 'no such files'})"
+        )
+    if run_id is not None and run_id not in runs:
+        raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
+    chosen = run_id or runs[-1]
+    mine = sorted((source for source in sources if source.run_id == chosen), key=_order)
+    return _assemble(mine, tuple(runs), problems)
+
+
+def span_bytes(path: str | os.PathLike[str]) -> int:
+    """How many bytes of span files `load_step` will read."""
+    return sum(file.stat().st_size for file in StepLayout(path).spans.glob("[!.]*.jsonl"))
+
+
+def _order(source: Source) -> tuple[bool, bool, str, int, int]:
+    """The owner first: of several (each rank opened its own) one that speaks for others, or rank 0."""
+    part, info = source.part, source.info
+    alone = part is None or not (part.clocks or part.absent)
+    rank = -1 if info.rank is None else info.rank
+    return not source.owner, source.owner and alone, info.role, rank, source.opened.wall_ns
+
+
+def _assemble(sources: Sequence[Source], runs: tuple[str, ...], problems: list[FileProblem]) -> Timeline:
+    step, run_id = sources[0].step, sources[0].run_id
+    strays = [source for source in sources if source.step != step]
+    problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
+    sources = [source for source in sources if source.step == step]
+    aligned = _align(sources)
+    records = [_records(source) for source in sources]
+    names = names_of([source.info for source in sources])
+    processes = tuple(map(_process, sources, names, aligned, records))
+    parts = [source.part for source in sources if source.part is not None]
+    return Timeline(
+        step=step,
+        run_id=run_id,
+        runs=runs,
+        window=_window(processes),
+        processes=processes,
+        spans=_spans(sources, records, [placed.place for placed in aligned], step),
+        manifest=fold(parts) if parts else None,
+        problems=tuple(problems),
+    )
+
+
+def _align(sources: Sequence[Source]) -> list[Aligned]:
+    """Of each source, in order; the first one is the owner, unless the owner left nothing."""
+    owner = sources[0]
+    if not owner.owner or owner.part is None:
+        (host, _), *_ = Counter(source.info.host for source in sources).most_common(1)
+        reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
+        return [_align_one(source, reference) for source in sources]
+    placed = align_owner(owner.opened, owner.closed)
+    reference = Reference(owner.info.host, placed.place, owner.opened.uncertainty_ns, owner.part.clocks)
+    return [placed, *(_align_one(source, reference) for source in sources[1:])]
+
+
+def _align_one(source: Source, reference: Reference) -> Aligned:
+    return align(source.info.key, source.info.host, source.opened, source.closed, reference)
+
+
+def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open]) -> Process:
+    place, file, part = aligned.place, source.file, source.part
+    closed_ns = None if source.closed is None else place(source.closed.mono_ns)
+    opened_ns = place(source.opened.mono_ns)
+    latest_ns = opened_ns if file is None or file.latest_ns is None else place(file.latest_ns)
+    return Process(
+        name=name,
+        info=source.info,
+        owner=source.owner,
+        opened_ns=opened_ns,
+        closed_ns=closed_ns,
+        last_ns=max(latest_ns, opened_ns if closed_ns is None else closed_ns),
+        clock=aligned.clock,
+        spans=sum(isinstance(record, SpanLine) for record in records),
+        dropped=_dropped(source),
+        cost=None if part is None else part.cost,
+    )
+
+
+def _records(source: Source) -> list[Open]:
+    """In the order of opening: the order of their numbers."""
+    found = {} if source.file is None else source.file.spans
+    return [found[number] for number in sorted(found)]
+
+
+def _dropped(source: Source) -> int | None:
+    if source.file is not None and source.file.end is not None:
+        return source.file.end.dropped
+    return None if source.part is None or source.part.closed is None else source.part.dropped
+
+
+def _spans(
+    sources: Sequence[Source], records: Sequence[Sequence[Open]], places: Sequence[Placement], step: int
+) -> list[Span]:
+    parents = iter(parents_of(records, [source.info.key for source in sources], step))
+    return [
+        _span(record, process, next(parents), place, step)
+        for process, (place, mine) in enumerate(zip(places, records, strict=True))
+        for record in mine
+    ]
+
+
+def _span(record: Open, process: int, parent: int | None, place: Placement, step: int) -> Span:
+    span = Span(
+        process=process,
+        parent=parent,
+        role=record.role,
+        stage=record.stage,
+        start_ns=place(record.start_ns),
+        end_ns=None,
+        dur_ns=None,
+        step=step if record.step is None else record.step,
+        policy_version=record.policy_version,
+        trajectory=record.trajectory,
+        turn=record.turn,
+        thread=record.thread,
+        attrs=record.attrs,
+    )
+    if isinstance(record, SpanLine):
+        span.end_ns = place(record.start_ns + record.dur_ns)
+        span.dur_ns = record.dur_ns
+        span.error = record.error
+    return span
+
+
+def _window(processes: Sequence[Process]) -> Window:
+    owner = processes[0]
+    aligned = [process for process in processes if process.aligned]
+    last_ns = max((process.last_ns for process in aligned), default=owner.last_ns)
+    if not owner.owner:
+        start_ns = min((process.opened_ns for process in aligned), default=owner.opened_ns)
+        return Window(start_ns=start_ns, end_ns=last_ns, opened=False, closed=False)
+    closed = owner.closed_ns is not None
+    end_ns = owner.closed_ns if owner.closed_ns is not None else last_ns
+    return Window(start_ns=owner.opened_ns, end_ns=max(end_ns, owner.opened_ns), opened=True, closed=closed)
+
+
+def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
+    """A short name for each process, no two alike: `actor 0`, `rollout replica 1`, or with pid and host."""
+    names = [_short_name(info) for info in infos]
+    for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
+        count = Counter(names)
+        names = [
+            name if count[name] == 1 else name + longer.format(info, number)
+            for number, (name, info) in enumerate(zip(names, infos, strict=True))
+        ]
+    return names
+
+
+def _short_name(info: ProcessInfo) -> str:
+    if info.rank is not None:
+        return f"{info.role} {info.rank}"
+    return info.role if info.replica is None else f"{info.role} replica {info.replica}"

@@ -1,0 +1,71 @@
+"""What each process left in a step's folder: its part of the manifest, its span file, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import ProcessPart
+from stepscope.files.parts import read_parts
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import Header
+from stepscope.timeline.model import FileProblem
+from stepscope.timeline.readers.spans import SpanFile, read_spans
+
+
+class Source(NamedTuple):
+    """One process of one run."""
+
+    run_id: str
+    step: int
+    info: ProcessInfo
+    opened: ClockAnchor
+    closed: ClockAnchor | None
+    part: ProcessPart | None
+    file: SpanFile | None
+
+    @property
+    def owner(self) -> bool:
+        return self.part is not None and self.part.owner
+
+
+def read_sources(
+    layout: StepLayout, on_read: Callable[[int], None] | None = None
+) -> tuple[list[Source], list[FileProblem]]:
+    """All processes that left something, of every run, and what could not be used."""
+    parts, unreadable = read_parts(layout)
+    # A part and a span file of one process have one name, so a file that lost its header is still known.
+    left = {layout.part_of(part.process, part.run_id).stem: part for part in parts}
+    files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
+    problems = [
+        FileProblem(file=f"{layout.processes.name}/{path.name}", what=why) for path, why in unreadable.items()
+    ]
+    sources = []
+    for name in sorted({*left, *files}):
+        source = _source(left.get(name), files.get(name))
+        if source is not None:
+            sources.append(source)
+        if name in files:
+            problems += _problems(layout, files[name], used=source is not None)
+    return sources, problems
+
+
+def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
+    """None when nothing says whose the file is and when it began."""
+    header, end = (file.header, file.end) if file is not None else (None, None)
+    said = header or part
+    if said is None:
+        return None
+    opened = said.anchor if isinstance(said, Header) else said.opened
+    closed = end.anchor if end is not None else part.closed if part is not None else None
+    return Source(said.run_id, said.step, said.process, opened, closed, part, file)
+
+
+def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FileProblem]:
+    name = f"{layout.spans.name}/{file.path.name}"
+    found = [FileProblem(file=name, what=what, lines=lines) for what, lines in file.problems.items()]
+    if not used and file.spans:
+        found.append(FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans)))
+    return found
