@@ -45,7 +45,9 @@ def manifest_of(config: ProfileConfig, step: int) -> Manifest:
 
 
 def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
-    (found,) = [item for part in manifest_of(config, step).processes for item in part.expected if item.name == name]
+    (found,) = [
+        item for part in manifest_of(config, step).processes for item in part.expected if item.name == name
+    ]
     return found
 
 
@@ -84,7 +86,10 @@ def test_open_and_close_for_loops_that_cannot_indent(config: ProfileConfig) -> N
 
 
 def test_a_second_capture_is_refused_and_names_the_open_one(config: ProfileConfig) -> None:
-    with capture(2, config=config), pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"):
+    with (
+        capture(2, config=config),
+        pytest.raises(CaptureOpenError, match=r"step 2 is open.*before opening step 3"),
+    ):
         capture(3, config=config).open()
 
 

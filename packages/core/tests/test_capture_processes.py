@@ -134,7 +134,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("", 0), ("raise ValueError('mine')", 1), ("sys.exit(3)", 3)], ids=["end", "error", "exit"]
+    ("ending", "code"),
+    [("", 0), ("raise ValueError('mine')", 1), ("sys.exit(3)", 3)],
+    ids=["end", "error", "exit"],
 )
 def test_the_interpreters_exit_closes_the_capture(tmp_path: Path, ending: str, code: int) -> None:
     run(f"capture(1, config=config).open()\n{ending}", tmp_path, expected=code)

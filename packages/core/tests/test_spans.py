@@ -330,9 +330,7 @@ def test_ten_thousand_concurrent_trajectories(log: SpanLog) -> None:
             assert span.trajectory == turn.trajectory == ids[turn.parent or 0].trajectory
 
 
-def test_a_full_disk_leaves_whole_lines_and_a_count(
-    log: SpanLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with spans.Span(log, "before"):
         pass

@@ -1,26 +1,19 @@
-"""capture(step): opens one step's recording in this process, its workers and its engines, and closes it on
-every path.
+"""capture(step): records one step in this process, its workers and its engines, and closes on every path.
 
 The only writer of `runtime.active`. Life of a capture: new -> opening -> open -> closing -> closed; opening
-that fails or is cancelled is rolled back to closed. For a step that the configuration does not select,
-everything is a no-op.
+that fails or is cancelled is rolled back. For a step that is not selected, all of it is a no-op.
 """
 
 from __future__ import annotations
 
-import asyncio
+import os
 import secrets
-import time
-from collections.abc import Coroutine
-from contextvars import Token
-from typing import TYPE_CHECKING, Any, Literal
+import sys
+from typing import TYPE_CHECKING, Literal
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
-from stepscope.files.manifest import Absent
-from stepscope.recording import guard, loop, run, runtime, shutdown
-from stepscope.recording.context import Scope, current
-from stepscope.recording.engine_group import EngineGroup, profilers_of
+from stepscope.recording import export, guard, run, runtime, shutdown
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -31,15 +24,18 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from stepscope.recording.fleet_port import Fleet, WorkerOutcome
+    from stepscope.recording.others import Others
+
+# What needs asyncio or a cluster library is imported where it is used: `import stepscope` is kept light.
 
 _open: Capture | None = None
-"""The capture of this process that is opening or open. One writer: this module."""
+"""The capture of this process that is opening, open or closing. One writer: this module."""
 
 
 def activate(session: Session) -> None:
     """Switches recording on in this process."""
     shutdown.install(close_everything)
+    session.switch_off = deactivate
     runtime.active = session
 
 
@@ -50,18 +46,14 @@ def deactivate(session: Session) -> None:
 
 
 def close_everything(reason: str, deadline_s: float) -> None:
-    """The process is about to end: closes what is open here, files included, within about twice
-    `deadline_s`.
-    """
-    from stepscope.recording import export
-
+    """The process is about to end: closes what is open here, and writes the files."""
     if _open is not None:
         _open.close(error=reason, deadline_s=deadline_s)
-    session = runtime.active
-    if session is not None:
-        deactivate(session)
-        session.close(error=reason)
-    export.exporter().drain(deadline_s)
+    if runtime.active is not None:
+        runtime.active.close(error=reason)
+    unwritten = export.exporter().drain(deadline_s)
+    if unwritten:
+        guard.log.warning("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
 
 
 def capture(
@@ -77,24 +69,26 @@ def capture(
 
     Args:
         step: Global number of the step, 0 or more.
-        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or {role:
-            handles}. Nothing has to be added to their classes.
-        engines: Inference engines to record too: engine objects that an installed adapter knows, or
-            `EngineProfiler`s. config: Instead of what `configure` and the environment say. role: This
-            process' own role. rank: This process' own rank, where neither the environment nor
-            torch.distributed says it.
+        workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
+            {role: handles}. Nothing has to be added to their classes.
+        engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
+            adapter knows. In their order they are replicas 0, 1, 2...
+        config: Instead of what `configure` and the environment say.
+        role: This process' own role.
+        rank: This process' own rank, where neither the environment nor torch.distributed says it.
 
     Raises:
         ConfigError: at once, for wrong arguments or a wrong configuration.
         CaptureOpenError: on opening, while another capture is open in this process.
-        CaptureError: on opening synchronously inside a running event loop with workers or engines: it would
-            block it.
+        CaptureError: on opening inside a running event loop without `async`, with workers or engines.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int):
         raise ConfigError(
-            "capture(step)", step, "an integer, 0 or more", "pass the global step of the training loop"
+            "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
         )
-    return Capture(step, workers, engines, config if config is not None else run.current(), role, rank)
+    if step < 0:
+        raise ConfigError("capture(step)", step, "0 or more", "pass the training loop's global step")
+    return Capture(step, workers, engines, run.current() if config is None else config, role, rank)
 
 
 class Capture:
@@ -106,17 +100,13 @@ class Capture:
         self.step = step
         self.config = config
         self.selected = config.selects(step)
-        self.result = CaptureResult(step=step, captured=False)
+        self.result = CaptureResult(step=step)
         self._state: Literal["new", "opening", "open", "closing", "closed"] = "new"
-        self._workers = workers
-        self._engines = engines
+        self._given = (workers, engines)
         self._role = role
         self._rank = rank
         self._session: Session | None = None
-        self._fleet: Fleet | None = None
-        self._group: EngineGroup | None = None
-        self._scope: Token[Scope | None] | None = None
-        self._capture_id = ""
+        self._others: Others | None = None
 
     # Opening.
 
@@ -124,191 +114,182 @@ class Capture:
         """Opens the capture. A no-op for a step that is not selected."""
         if not self.selected:
             return self
-        self._refuse_to_block_a_loop("open")
+        self._refuse_to_block_a_loop()
         session = self._claim()
         try:
             session.open_files()
-            if self._remote:
-                loop.run(self._start_remote(session))
+            if self._others is not None:
+                from stepscope.recording import loop
+
+                loop.run(self._start_others(self._others, session))
             self._begin(session)
         except BaseException as error:
-            self._roll_back(session, error)
+            self._roll_back(error)
             raise
         return self
 
     async def aopen(self) -> Self:
-        """As `open`, without blocking the event loop."""
+        """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
         if not self.selected:
             return self
+        import asyncio
+
+        from stepscope.recording import loop
+
         session = self._claim()
         try:
             await asyncio.to_thread(session.open_files)
-            if self._remote:
-                await self._start_remote(session)
+            if self._others is not None:
+                await self._start_others(self._others, session)
             self._begin(session)
         except BaseException as error:
-            await _uninterrupted(self._roll_back_async(session, error))
+            reason = f"opening failed: {describe(error)}"
+            await loop.uninterrupted(self._close_async(reason, discard=reason))
             raise
         return self
 
     def _claim(self) -> Session:
-        """Takes this process for this capture and builds what needs no waiting. Raises before anything is
-        written.
-        """
+        """Takes this process for this capture. Raises before anything is written or started."""
         global _open
-        if self._state != "new":
-            raise CaptureError(
-                f"this capture of step {self.step} is {self._state}; make a new one with capture(step)"
-            )
-        if _open is not None:
-            raise CaptureOpenError(
-                f"a capture of step {_open.step} is {_open._state} in this process, and profilers are process-wide. "
-                f"Fix: close it before opening step {self.step}"
-            )
-        if runtime.active is not None:
-            raise CaptureOpenError(
-                f"this process is being recorded as a worker in a capture of step {runtime.active.step}. "
-                "Fix: open captures in one place, the driver"
-            )
-        run.check(self.config, on_ray=self._workers is not None)
-        profilers = profilers_of(self._engines) if self._engines is not None else []
-        if self._workers is not None:
-            from stepscope.recording.fleet_port import load_fleet
+        self._refuse_unless_free()
+        workers, engines = self._given
+        run.check(self.config, on_ray=workers is not None)
+        if workers is not None or engines is not None:
+            from stepscope.recording.others import Others
 
-            self._fleet = load_fleet(self._workers)
-        self._capture_id = secrets.token_hex(8)
+            self._others = Others(workers, engines)
         session = Session(
             config=self.config,
             step=self.step,
             process=identify(self._role, rank=self._rank),
             roles=(self._role,),
             run_id=run.run_id(),
-            capture_id=self._capture_id,
+            capture_id=secrets.token_hex(8),
             owner=True,
         )
-        if profilers:
-            self._group = EngineGroup(
-                profilers,
-                config=self.config,
-                layout=session.layout,
-                ledger=session.ledger,
-                step=self.step,
-                name=f"step_{self.step:06d}_{session.run_id}",
-            )
+        if self._others is not None:
+            self._others.join(session.ledger, session.layout, self.config)
         self._state, self._session, _open = "opening", session, self
-        self.result = CaptureResult(step=self.step, captured=True, session=session, fleet=self._fleet)
+        fleet = None if self._others is None else self._others.fleet
+        self.result = CaptureResult(step=self.step, session=session, fleet=fleet)
         return session
 
-    @property
-    def _remote(self) -> bool:
-        return self._fleet is not None or self._group is not None
+    def _refuse_unless_free(self) -> None:
+        if self._state != "new":
+            raise CaptureError(
+                f"this capture of step {self.step} is {self._state}; make a new one with capture()"
+            )
+        if _open is not None:
+            raise CaptureOpenError(
+                f"a capture of step {_open.step} is {_open._state} in this process, and profilers are "
+                f"process-wide. Fix: close it before opening step {self.step}"
+            )
+        if runtime.active is not None:
+            raise CaptureOpenError(
+                f"this process is recorded as a worker in a capture of step {runtime.active.step}. "
+                "Fix: open captures in one place, the driver"
+            )
 
-    async def _start_remote(self, session: Session) -> None:
-        """Workers and engines at once; then what became of each is in the ledger."""
-        began = time.monotonic_ns()
-        deadline_s = self.config.budget.fanout_seconds
-        await asyncio.gather(self._start_workers(session, deadline_s), self._start_engines(deadline_s))
-        session.ledger.spend(start_ns=time.monotonic_ns() - began)
-
-    async def _start_workers(self, session: Session, deadline_s: float) -> None:
-        if self._fleet is None:
-            return
+    async def _start_others(self, others: Others, session: Session) -> None:
         from stepscope.recording.worker import StartRequest
 
         request = StartRequest(
-            capture_id=self._capture_id, run_id=session.run_id, step=self.step, config=self.config
+            capture_id=session.capture_id, run_id=session.run_id, step=self.step, config=self.config
         )
-        _record(session, await self._fleet.start(request, deadline_s))
-
-    async def _start_engines(self, deadline_s: float) -> None:
-        if self._group is not None:
-            await self._group.start(deadline_s)
+        await others.start(request, self.config.budget.fanout_seconds)
 
     def _begin(self, session: Session) -> None:
         """The last part of opening, on the thread whose work is recorded."""
         run.record(self.config)
         session.start_profiler()
         activate(session)
-        # A span left open by an earlier capture must not become the parent of this one's.
-        self._scope = current.set(None) if _stale() else None
         self._state = "open"
 
     # Closing.
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
-        """Closes the capture. Idempotent; never raises for trouble of our own.
+        """Closes the capture. Idempotent; trouble of our own goes to the manifest and is not raised.
 
         Args:
             error: Why it ended, if not normally.
             deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
         """
+        self._close(error, deadline_s, None)
+
+    async def aclose(self, error: str | None = None) -> None:
+        """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it."""
+        if self._state not in ("opening", "open"):
+            return
+        from stepscope.recording import loop
+
+        cancelled = await loop.uninterrupted(self._close_async(error))
+        if cancelled is not None and error is None:
+            raise cancelled
+
+    def _close(self, error: str | None, deadline_s: float | None, discard: str | None) -> None:
         session = self._leave()
         if session is None:
             return
         try:
-            session.close(error=error)
-            if self._remote:
-                loop.run(self._stop_remote(session, error, deadline_s, None))
+            session.close(error=error, discard=discard)
+            if self._others is not None:
+                from stepscope.recording import loop
+
+                loop.run(self._stop_others(self._others, session, error, deadline_s, discard))
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
             self._finish(session)
 
-    async def aclose(self, error: str | None = None) -> None:
-        """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it."""
+    async def _close_async(self, error: str | None, discard: str | None = None) -> None:
+        import asyncio
+
         session = self._leave()
         if session is None:
             return
-        cancelled = await _uninterrupted(self._close_async(session, error))
-        if cancelled is not None and error is None:
-            raise cancelled
-
-    async def _close_async(self, session: Session, error: str | None) -> None:
         try:
-            remote = asyncio.ensure_future(self._stop_remote(session, error, None, None))
-            await asyncio.sleep(0)  # the workers are asked before this process pays for its own stop
-            session.close(error=error)
-            await remote
+            if self._others is None:
+                session.close(error=error, discard=discard)
+            else:
+                stopping = asyncio.ensure_future(
+                    self._stop_others(self._others, session, error, None, discard)
+                )
+                await asyncio.sleep(0)  # the others are told before this process pays for its own stop
+                session.close(error=error, discard=discard)
+                await stopping
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
-            await asyncio.to_thread(self._finish, session)
+            session.close(error=error, discard=discard)  # not yet, if the loop is shutting down under us
+            self._finish(session)
+
+    def _roll_back(self, error: BaseException) -> None:
+        reason = f"opening failed: {describe(error)}"
+        self._close(reason, None, reason)
 
     def _leave(self) -> Session | None:
         """Stops recording at once; None when there is nothing to close."""
-        session = self._session
-        if session is None or self._state not in ("open", "opening"):
+        if self._state not in ("opening", "open") or self._session is None:
             return None
         self._state = "closing"
-        deactivate(session)
-        if self._scope is not None:
-            _reset(self._scope)
-        return session
+        deactivate(self._session)
+        return self._session
 
-    async def _stop_remote(
-        self, session: Session, error: str | None, deadline_s: float | None, discard: str | None
+    async def _stop_others(
+        self,
+        others: Others,
+        session: Session,
+        error: str | None,
+        deadline_s: float | None,
+        discard: str | None,
     ) -> None:
-        deadline_s = self.config.budget.fanout_seconds if deadline_s is None else deadline_s
-        await asyncio.gather(
-            self._stop_workers(session, error, deadline_s, discard), self._stop_engines(deadline_s)
-        )
-
-    async def _stop_workers(
-        self, session: Session, error: str | None, deadline_s: float, discard: str | None
-    ) -> None:
-        if self._fleet is None:
-            return
         from stepscope.recording.worker import StopRequest
 
-        request = StopRequest(capture_id=self._capture_id, error=error, discard=discard)
-        _record(session, await self._fleet.stop(request, deadline_s))
-
-    async def _stop_engines(self, deadline_s: float) -> None:
-        if self._group is not None:
-            await self._group.stop(deadline_s)
+        request = StopRequest(capture_id=session.capture_id, error=error, discard=discard)
+        await others.stop(request, self.config.budget.fanout_seconds if deadline_s is None else deadline_s)
 
     def _finish(self, session: Session) -> None:
-        """The last word in the manifest; the process is free for the next capture."""
+        """The last word in the manifest; then the process is free for the next capture."""
         global _open
         try:
             session.ledger.write()
@@ -322,29 +303,6 @@ class Capture:
             if _open is self:
                 _open = None
 
-    def _roll_back(self, session: Session, error: BaseException) -> None:
-        reason = f"opening failed: {describe(error)}"
-        self._leave()
-        try:
-            session.close(error=reason, discard=reason)
-            if self._remote:
-                loop.run(self._stop_remote(session, reason, None, reason))
-        except Exception as failure:
-            guard.note("rolling back a capture", failure)
-        finally:
-            self._finish(session)
-
-    async def _roll_back_async(self, session: Session, error: BaseException) -> None:
-        reason = f"opening failed: {describe(error)}"
-        self._leave()
-        try:
-            session.close(error=reason, discard=reason)
-            await self._stop_remote(session, reason, None, reason)
-        except Exception as failure:
-            guard.note("rolling back a capture", failure)
-        finally:
-            self._finish(session)
-
     # With and async with.
 
     def __enter__(self) -> Self:
@@ -353,7 +311,7 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None if error is None else describe(error))
+        self._close(None if error is None else describe(error), None, None)
 
     async def __aenter__(self) -> Self:
         return await self.aopen()
@@ -363,53 +321,30 @@ class Capture:
     ) -> None:
         await self.aclose(None if error is None else describe(error))
 
-    def _refuse_to_block_a_loop(self, verb: str) -> None:
-        if self._workers is None and self._engines is None:
-            return
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+    def _refuse_to_block_a_loop(self) -> None:
+        asyncio = sys.modules.get("asyncio")
+        if self._given == (None, None) or asyncio is None or asyncio._get_running_loop() is None:
             return
         raise CaptureError(
-            f"{verb}() with workers or engines would block the running event loop. "
-            "Fix: `async with capture(step, ...)`, or `await` aopen() and aclose()"
+            "opening a capture with workers or engines would block the running event loop. "
+            "Fix: `async with capture(step, ...)`, or `await` its aopen() and aclose()"
         )
 
 
-def _record(session: Session, outcomes: list[WorkerOutcome]) -> None:
-    """Workers that did not answer well, and the clocks of those that did."""
-    for outcome in outcomes:
-        if outcome.state != "ok":
-            absent = Absent(
-                name=outcome.name, state=outcome.state, reason=outcome.reason or "", process=outcome.process
-            )
-            session.ledger.add_absent((absent,))
-    clocks = tuple(outcome.clock for outcome in outcomes if outcome.clock is not None)
-    session.ledger.add_clocks(clocks)
+def _after_fork_in_child() -> None:
+    """The child is not recorded: the span file, the profiler and the capture are its parent's."""
+    global _open
+    runtime.active = None
+    _open = None
+    loop = sys.modules.get("stepscope.recording.loop")
+    if loop is not None:
+        loop.forget()
 
 
-def _stale() -> bool:
-    return current.get() is not None
+def _after_fork_in_parent() -> None:
+    session = runtime.active
+    if session is not None:
+        session.forks += 1
 
 
-def _reset(token: Token[Scope | None]) -> None:
-    try:
-        current.reset(token)
-    except ValueError:
-        pass  # closed in another task than it was opened in
-
-
-async def _uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
-    """Runs `work` to its end though the waiting task is cancelled; returns the cancellation that came, if one
-    did.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                break  # the loop is shutting down and took our task with it
-            cancelled = error
-    return cancelled
+os.register_at_fork(after_in_child=_after_fork_in_child, after_in_parent=_after_fork_in_parent)

@@ -97,7 +97,7 @@ def leave(scope: Scope) -> None:
     try:
         current.reset(token)
     except ValueError:
-        # Closed by another task or thread (an async generator finalised by the loop), in a context of its own.
+        # Closed by another task or thread (an async generator finalised by the loop), in another context.
         pass
 
 
@@ -231,7 +231,12 @@ def trajectory(
     if session is None:
         return Place(step=step, policy_version=policy_version, trajectory=str(trajectory_id))
     return session.placed_span(
-        "trajectory", "agent_loop", attrs, step=step, policy_version=policy_version, trajectory=str(trajectory_id)
+        "trajectory",
+        "agent_loop",
+        attrs,
+        step=step,
+        policy_version=policy_version,
+        trajectory=str(trajectory_id),
     )
 
 

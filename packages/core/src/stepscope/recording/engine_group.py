@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations, recognise
@@ -15,9 +14,9 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Expectation, State
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
 
-T = TypeVar("T")
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
 
@@ -144,26 +143,6 @@ async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> No
     await profiler.start(capture)
 
 
-async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """`work`'s result, or TimeoutError after `seconds`, also when `work` does not react to being cancelled
-    (asyncio.wait_for would wait for it)."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_forget)
-    if task.cancelled() or not task.done():
-        raise asyncio.TimeoutError
-    return task.result()
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # marks it as seen: nobody waits for it any more
-
-
 def _why(verb: str, error: BaseException, deadline_s: float) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return f"timeout: {verb} did not return within {deadline_s:g} s"
@@ -171,7 +150,9 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
-    """Why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n, (r+1)*n)."""
+    """Why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n,
+    (r+1)*n).
+    """
     found = config.role(ROLE)
     if found is None:
         return f"no pattern in roles matches role '{ROLE}'"

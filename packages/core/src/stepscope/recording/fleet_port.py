@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Protocol, cast
 
 from stepscope.errors import ConfigError
@@ -58,6 +57,8 @@ def load_fleet(workers: object) -> Fleet:
     Raises:
         ConfigError: no installed fleet knows it.
     """
+    from importlib.metadata import entry_points
+
     names = []
     for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
         names.append(point.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 
 from stepscope.files.sidecar import ProcessInfo
@@ -20,13 +19,15 @@ def identify(
     """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK,
     `position`, None.
     """
+    from socket import gethostname
+
     found, size, source = _rank(rank, position)
     return ProcessInfo(
         role=role,
         rank=found,
         world_size=size if size is not None else world_size,
         rank_source=source,
-        host=socket.gethostname(),
+        host=gethostname(),
         pid=os.getpid(),
         actor_id=actor_id,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts, write_manifest
-from stepscope.recording import export, loop
+from stepscope.recording import export
 from stepscope.recording.ledger import NOT_EXPORTED
 
 if TYPE_CHECKING:
@@ -22,11 +22,9 @@ class CaptureResult:
     missing.
     """
 
-    def __init__(
-        self, *, step: int, captured: bool, session: Session | None = None, fleet: Fleet | None = None
-    ) -> None:
+    def __init__(self, *, step: int, session: Session | None = None, fleet: Fleet | None = None) -> None:
         self.step = step
-        self.captured = captured
+        self.captured = session is not None
         self._session = session
         self._fleet = fleet
 
@@ -73,6 +71,8 @@ class CaptureResult:
         until = time.monotonic() + timeout_s
         export.exporter().drain(timeout_s)
         if self._fleet is not None:
+            from stepscope.recording import loop
+
             loop.run(self._fleet.drain(max(0.0, until - time.monotonic())))
         self.fold()
         return self.manifest()

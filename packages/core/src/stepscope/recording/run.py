@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -46,20 +44,10 @@ def configure(
             says which field, what was found, what is allowed and the fix.
     """
     global _configured
-    config = settings_of(source, settings)
+    config = resolve(source, None, **settings)
     check(config, on_ray=False)
     _configured = config
     return config
-
-
-def settings_of(
-    source: ProfileConfig | str | os.PathLike[str] | None, settings: dict[str, object]
-) -> ProfileConfig:
-    if isinstance(source, ProfileConfig):
-        if settings:
-            raise TypeError("configure() takes a ready ProfileConfig or settings, not both")
-        return source
-    return resolve(source, **settings)
 
 
 def current() -> ProfileConfig:
@@ -116,11 +104,13 @@ def record(config: ProfileConfig) -> None:
     if config.save_path in _recorded:
         return
     _recorded.add(config.save_path)
+    from socket import gethostname
+
     layout = RunLayout(config.save_path)
     data = RunRecord(
         run_id=run_id(),
         started_ns=time.time_ns(),
-        host=socket.gethostname(),
+        host=gethostname(),
         pid=os.getpid(),
         command=tuple(sys.argv),
         config=config.to_mapping(),
@@ -135,6 +125,8 @@ def record(config: ProfileConfig) -> None:
 
 def versions() -> dict[str, str]:
     """Python's and those of the installed packages that matter to a trace's reader."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {"python": sys.version.split()[0]}
     for name in _NAMED:
         try:

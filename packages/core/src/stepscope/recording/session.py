@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from stepscope.backends import load_backend
@@ -70,6 +70,8 @@ class Session:
         )
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
+        self.switch_off: Callable[[Session], None] | None = None
+        """Takes this session out of the process' slot; set by the slot's writer."""
         self._windows: Windows | None = None
         self._watchdog: control.Watchdog | None = None
         self._ended: ClockAnchor | None = None
@@ -169,6 +171,8 @@ class Session:
     def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
         if self._ended is not None:
             return self._ended
+        if self.switch_off is not None:
+            self.switch_off(self)
         self._ended = clock.read_anchor()
         if self._watchdog is not None:
             self._watchdog.cancel()

@@ -102,7 +102,6 @@ def stop_worker(request: StopRequest) -> StopAnswer:
     if session is None or session.capture_id != request.capture_id:
         _stopped.add(request.capture_id)
         return StopAnswer(process=None)
-    capture.deactivate(session)
     session.close(error=request.error, discard=request.discard)
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 

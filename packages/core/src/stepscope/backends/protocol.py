@@ -1,0 +1,111 @@
+"""What a backend is, and how one is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError
+from stepscope.files.sidecar import ProcessInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """One stretch of recording: a whole capture (continuous) or one stage (discrete)."""
+
+    step: int
+    process: ProcessInfo
+    stage: str | None
+    """None in continuous mode."""
+    index: int
+    """0, 1, 2...: the how-manieth window of this (capture, stage) in this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanInfo:
+    """What a backend may write into its own trace about a span."""
+
+    stage: str
+    role: str
+    span: int
+    is_async: bool
+    """True inside `async def`: only start/end pairs with an id are right there, never push/pop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingArtifact:
+    """A recording that was stopped and is not yet a file.
+
+    `write(path)` writes it, whole, to the temporary path it is given. It is called once, on any thread, at most
+    once in a process at a time; it may hold the GIL and take seconds. The exporter compresses (when `compress`),
+    renames, and writes the sidecar. `discard()` frees what `write` would have used, when it will never be called.
+    """
+
+    kind: str
+    """As `Artifact.kind`."""
+    suffix: str
+    """`.json`, `.pickle`: of what `write` writes. `.gz` is added by the exporter when it compresses."""
+    write: Callable[[Path], None]
+    compress: bool
+    discard: Callable[[], None] = field(default=lambda: None)
+    truncated: str | None = None
+    ignored: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Records this process. One running instance per process; constructed with the run's `ProfileConfig`.
+
+    States: idle -> start -> running -> stop -> idle. `prepare` may be called at any time while idle, any number of times.
+    """
+
+    name: str
+
+    def check(self) -> None:
+        """Raises `BackendError` (with the fix) when this backend cannot work in this process. Starts nothing."""
+        ...
+
+    def prepare(self) -> None:
+        """Pays one-off costs (library loading, first-start initialisation) outside the step. Idempotent."""
+        ...
+
+    def start(self, window: Window) -> None:
+        """Begins recording. Raises `BackendError` (nothing is left running), `ProfilerBusyError` when another
+        profiler, the user's own included, holds this process."""
+        ...
+
+    def advance(self) -> None:
+        """One mini-batch is done; walks the schedule. A no-op without a schedule or when idle."""
+        ...
+
+    def range(self, span: SpanInfo) -> AbstractContextManager[None]:
+        """A marker in the trace around a span. Cheap; a null context where the backend has none. Never raises."""
+        ...
+
+    def stop(self) -> list[PendingArtifact]:
+        """Ends recording and returns fast. What was recorded by then is never lost, partial windows included.
+        Stop without start returns []. Works from any thread."""
+        ...
+
+
+def load_backend(name: str, config: ProfileConfig) -> Backend:
+    """The backend registered under `name`.
+
+    Raises:
+        BackendError: none is registered; names those that are and what to install.
+    """
+    from importlib.metadata import entry_points  # 20 ms, paid when a profiler is wanted
+
+    found = {point.name: point for point in entry_points(group="stepscope.backends")}
+    if name not in found:
+        raise BackendError(
+            f"no backend {name!r} is installed; installed: {', '.join(sorted(found)) or 'none'}. "
+            f"Fix: pip install 'stepscope[{name}]'"
+        )
+    make = cast(Callable[[ProfileConfig], Backend], found[name].load())
+    return make(config)
