@@ -7,7 +7,6 @@ that fails or is cancelled is rolled back. For a step that is not selected, all 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from typing import TYPE_CHECKING, Literal
 
@@ -164,7 +163,7 @@ class Capture:
             process=identify(self._role, rank=self._rank),
             roles=(self._role,),
             run_id=run.run_id(),
-            capture_id=secrets.token_hex(8),
+            capture_id=os.urandom(8).hex(),
             owner=True,
         )
         if self._others is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from pathlib import Path
@@ -82,7 +81,7 @@ def run_id() -> str:
     """
     global _id
     if _id is None:
-        _id = os.environ.get("STEPSCOPE_RUN_ID") or _agreed(secrets.token_hex(4))
+        _id = os.environ.get("STEPSCOPE_RUN_ID") or _agreed(os.urandom(4).hex())
     return _id
 
 
