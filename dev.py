@@ -45,7 +45,7 @@ VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
 
 # What pip prints when it fails, and what that means. The first that matches is shown.
 ADVICE = (
-    (r"No space left|Errno 28", "the disk is full (3 GB are needed, 8 GB with a CUDA build of torch)"),
+    (r"No space left|Errno 28", "the disk is full (3 GB are needed, 8 GB with the CUDA build of torch)"),
     (r"No matching distribution found for torch", "there is no torch for this Python: use 3.10 to 3.14"),
     (
         r"ConnectionError|ConnectTimeout|ReadTimeout|NewConnection|name resolution|SSLError|ProxyError",
@@ -80,8 +80,8 @@ class Environment:
 
     @property
     def unfinished(self) -> Path:
-        """There while pip works. Found at the start: a set-up was killed and may have left half a package."""
-        return self.folder / ".stepscope-installing"
+        """There during a set-up. Found at the start: one was killed and may have left half a package."""
+        return self.folder.with_name(f"{self.folder.name}-unfinished")
 
     def ready(self) -> str:
         """Its Python, after making or updating it if need be. Exits with what to do when that cannot be."""
@@ -110,11 +110,16 @@ class Environment:
         usable = self.usable()
         check_disk(1 if usable else self.gigabytes)
         say(f"setting up {self.folder.name}; the first time takes some minutes and {self.gigabytes:g} GB")
+        if not usable and sys.platform == "linux" and self.gigabytes > 1:
+            say(
+                "(6 GB if pip finds the CUDA build of torch; CONTRIBUTING.md says how it finds the CPU build)"
+            )
         if not usable:
             check_venv_module()
-            self.narrate("virtual environment", [self.base, "-m", "venv", "--clear", str(self.folder)])
         self.unfinished.touch()
         self.stamp.unlink(missing_ok=True)
+        if not usable:
+            self.narrate("virtual environment", [self.base, "-m", "venv", "--clear", str(self.folder)])
         # 25.1 is the first pip with --group; 24.1 the first with raw progress
         self.pip("pip", "--upgrade", "pip>=25.1")
         editable = [word for name in PACKAGES for word in ("--editable", f"packages/{name}")]
@@ -220,20 +225,21 @@ def run(*command: str) -> bool:
         code = process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
-        stop(process)
+        stop(process, process.send_signal)
     if interrupts:
         raise KeyboardInterrupt
     return code == 0
 
 
-def stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+def stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]", send: Callable[[int], None]) -> None:
+    """Ends `process` if it still runs. `send` signals it, or it and all that it started."""
     if process.poll() is None:
-        process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        send(signal.SIGINT)  # not SIGTERM: pip and pytest tidy up behind themselves when interrupted
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            send(signal.SIGKILL)
+            process.wait()
 
 
 def narrate(what: str, command: Sequence[str]) -> "str | None":
@@ -241,7 +247,14 @@ def narrate(what: str, command: Sequence[str]) -> "str | None":
 
     Returns the end of its output if it failed, None if it succeeded.
     """
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, to stop what it starts as well (venv runs ensurepip)
+    )
     tail: deque[str] = deque(maxlen=25)
     line = Line(what)
     try:
@@ -251,7 +264,7 @@ def narrate(what: str, command: Sequence[str]) -> "str | None":
             line.show(text)
         code = process.wait()
     finally:  # after Ctrl-C or SIGTERM nothing of ours goes on installing behind the prompt
-        stop(process)
+        stop(process, lambda number: os.killpg(process.pid, number))
         line.end()
     return "\n".join((*tail, f"({' '.join(command)} exited with {code})")) if code else None
 
@@ -320,7 +333,7 @@ def demo(arguments: list[str]) -> bool:
 
 
 def test(arguments: list[str]) -> bool:
-    """check, then every test; with arguments pytest alone, with those; --pythons: on the other Pythons here"""
+    """check, then every test; with arguments pytest alone, with those; --pythons: on all Pythons here"""
     if arguments[:1] == ["--pythons"]:
         passed = [test_on(base, arguments[1:]) for base in other_pythons()]
         return all(passed)
@@ -392,8 +405,8 @@ def bench(arguments: list[str]) -> bool:
 def setup(arguments: list[str]) -> bool:
     """make or update the environment and stop there. --fresh: from nothing"""
     if "--fresh" in arguments and DEV.folder.exists():
-        DEV.stamp.unlink(missing_ok=True)
         DEV.unfinished.touch()
+        DEV.stamp.unlink(missing_ok=True)
     say(f"ready: {DEV.ready()}")
     return True
 
@@ -420,7 +433,7 @@ def bump(arguments: list[str]) -> bool:
 
 
 def one_version(texts: "dict[Path, str]") -> str:
-    """The version that all of `texts` state, for themselves and as pins on each other. Exits if they differ."""
+    """The version that all of `texts` state, for themselves and in pins. Exits if they differ."""
     found = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
     versions = set().union(*found.values())
     if len(versions) != 1:
