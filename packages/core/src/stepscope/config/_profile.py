@@ -140,7 +140,7 @@ def resolve(
         if python:
             name, value = next(iter(python.items()))
             allowed = "no argument next to a ready ProfileConfig, which is taken exactly as it is"
-            fix = "set it in that config (msgspec.structs.replace makes a changed copy)"
+            fix = "set it in that config (its replace() makes a changed copy)"
             raise ConfigError(name, value, allowed, fix)
         return file
     environ = os.environ if environ is None else environ

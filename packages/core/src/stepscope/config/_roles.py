@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import index
 from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import AtLeastOne, Count, Parser, Section, dotted, take
+from stepscope.config._section import AtLeastOne, Count, Parser, Section, dotted, items_of, take
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
@@ -28,7 +28,8 @@ def parse_ranks(value: object, field: str) -> Ranks:
     """
     if value == "all" or value == "first":
         return "all" if value == "all" else "first"
-    ranks = tuple(_rank(item, field) for item in _listed(value, field))
+    items = items_of(value)
+    ranks = tuple(_rank(item, field) for item in ([value] if items is None else items))
     if not ranks:
         fix = "an empty list selects nothing; write ranks: all, ranks: first or leave the role out"
         raise ConfigError(field, value, _RANKS, fix)
@@ -66,14 +67,6 @@ def hides(earlier: str, later: str) -> bool:
         return fnmatchcase(later, earlier)
     # Only a star of `earlier` can match the stand-in, and a star matches whatever stands there instead.
     return not re.search(r"[?[]", earlier) and fnmatchcase(_WILDCARD.sub("\0", later), earlier)
-
-
-def _listed(value: object, field: str) -> list[object]:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if value.strip() else []
-    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
-        return list(value)
-    return [value]
 
 
 def _rank(item: object, field: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import isfinite
 from types import UnionType
@@ -35,6 +35,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
             taken = take_field(section, name, given, section._at)
             if taken is not given:
                 msgspec.structs.force_setattr(self, name, taken)
+
+    def replace(self: SectionT, **changes: object) -> SectionT:
+        """A copy with other values, which are checked (`msgspec.structs.replace` checks none before 0.21).
+
+        Raises:
+            ConfigError: as when it is made.
+        """
+        kept = {name: getattr(self, name) for name in self.__struct_fields__}
+        return build(type(self), kept | changes, self._at)
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -105,6 +114,15 @@ def convert(kind: object, value: object, field: str, *, from_text: bool = False)
     if wrong:
         raise ConfigError(field, value, in_words(kind), fix_for(kind, value, from_text=from_text))
     return taken
+
+
+def items_of(value: object) -> list[object] | None:
+    """The items of a list, or of a text with commas between them; None for what is neither."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        return list(value)
+    return None
 
 
 def dotted(at: str, name: object) -> str:

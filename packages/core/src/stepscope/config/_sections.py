@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert
+from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
 from stepscope.errors import ConfigError
 
 Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]
@@ -13,12 +13,13 @@ Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"
 
 
 def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
-    listed = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    if isinstance(listed, Sequence) and not listed:
+    items = items_of(value)
+    if items == []:
         fix = 'an empty list records nothing; write ["cpu", "cuda"] or leave it out'
         raise ConfigError(field, value, "a list of at least one activity", fix)
-    for one in listed if isinstance(listed, Sequence) else ():
-        convert(Activity, one, field)
+    for item in items or []:
+        convert(Activity, item, field)
+    listed = value if items is None else items
     taken: tuple[Activity, ...] = convert(tuple[Activity, ...], listed, field)  # type: ignore[assignment]  # by kind
     if len(set(taken)) < len(taken):
         raise ConfigError(field, value, "each activity once", f"write {list(dict.fromkeys(taken))}")

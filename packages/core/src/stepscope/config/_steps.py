@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from math import gcd
 from operator import index
 from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
+from stepscope.config._section import items_of
 from stepscope.errors import ConfigError
 
 _ALLOWED = 'step numbers from 0, ranges "start:stop:stride" (stop itself is not captured), or "every:50"'
@@ -78,10 +78,9 @@ def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
 
 
 def _items(value: object, field: str) -> list[object]:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if value.strip() else []
-    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
-        return list(value)
+    items = items_of(value)
+    if items is not None:
+        return items
     if isinstance(value, StepRange | SupportsIndex):
         return [value]
     raise ConfigError(field, value, _ALLOWED, 'write a list: [2, "10:50:10"]; [] captures no step')

@@ -1,0 +1,146 @@
+"""What is checked on the machine before the run. Permissions do not stop root; /proc and files do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stepscope.config import ProfileConfig, check_save_path, check_tool
+from stepscope.errors import ConfigError
+
+
+def everything_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_checking_a_folder_that_is_not_there_leaves_no_trace(tmp_path: Path) -> None:
+    check_save_path(ProfileConfig(save_path=tmp_path / "a" / "b"), on_ray=False)
+    assert everything_in(tmp_path) == []
+
+
+def test_checking_a_folder_that_is_there_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    check_save_path(ProfileConfig(save_path=tmp_path), on_ray=True)
+    assert everything_in(tmp_path) == [tmp_path / "run.json"]
+
+
+def test_processes_that_check_at_the_same_time_do_not_disturb_one_another(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=tmp_path / "a" / "b")
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(check_save_path, config, on_ray=False) for _ in range(200)]:
+            done.result()
+    assert everything_in(tmp_path) == []
+
+
+def test_a_relative_path_is_right_where_all_share_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_save_path(ProfileConfig(save_path="outputs/profile"), on_ray=False)
+    assert everything_in(tmp_path) == []
+
+
+def test_a_relative_path_on_ray_is_refused_and_the_fix_is_the_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fix = f"write save_path: {tmp_path}/outputs/profile"
+    with pytest.raises(
+        ConfigError, match=f"save_path is 'outputs/profile'; allowed: an absolute path on Ray.*{fix}"
+    ):
+        check_save_path(ProfileConfig(save_path="outputs/profile"), on_ray=True)
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="file is not a folder"):
+        check_save_path(ProfileConfig(save_path=path), on_ray=False)
+
+
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        check_save_path(ProfileConfig(save_path=path / "a" / "b"), on_ray=False)
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "link"
+    path.symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="link is not a folder"):
+        check_save_path(ProfileConfig(save_path=path), on_ray=False)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="File name too long"):
+        check_save_path(ProfileConfig(save_path=tmp_path / ("x" * 300)), on_ray=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, where nobody can make a folder, is Linux's")
+@pytest.mark.parametrize("path", ["/proc", "/proc/stepscope/profile"])
+def test_a_folder_that_cannot_be_written_is_refused(path: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"save_path is '{path}'; allowed: a folder that this process can write"
+    ):
+        check_save_path(ProfileConfig(save_path=path), on_ray=False)
+
+
+def test_a_disk_that_takes_no_bytes_is_refused(tmp_path: Path) -> None:
+    # A file size limit of 0 behaves like a full disk: files can be made and not filled.
+    code = (
+        "import resource, sys\n"
+        "from stepscope.config import ProfileConfig, check_save_path\n"
+        "from stepscope.errors import ConfigError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "try:\n    check_save_path(ProfileConfig(save_path=sys.argv[1]), on_ray=False)\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "a folder that this process can write to (File too large)" in done.stdout
+    assert everything_in(tmp_path) == []
+
+
+@pytest.fixture
+def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution with two backends, of which one would fail to load."""
+    info = tmp_path / "fake_backends-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-backends\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[stepscope.backends]\nnsys = nowhere:Backend\ntorch = nowhere:Backend\n"
+    )
+    monkeypatch.setattr(
+        sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)]
+    )
+
+
+@pytest.mark.usefixtures("backends")
+def test_an_installed_tool_is_accepted_without_loading_it() -> None:
+    check_tool(ProfileConfig(tool="nsys"))
+
+
+@pytest.mark.usefixtures("backends")
+def test_a_tool_that_is_not_installed_names_those_that_are_and_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"tool is 'npu'; .*nsys.*pip install 'stepscope\[npu\]'"):
+        check_tool(ProfileConfig(tool="npu"))
+
+
+def test_checking_the_tool_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from stepscope.config import ProfileConfig, check_tool\n"
+        "from stepscope.errors import ConfigError\n"
+        "try:\n    check_tool(ProfileConfig())\n"
+        "except ConfigError:\n    pass\n"  # a checkout that is not installed has no entry points
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,90 @@
+"""docs/configuration.md says what the code does: every field, its default, and examples that load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_origin
+
+import msgspec
+import pytest
+import yaml
+
+from stepscope.config import RESERVED_VARIABLES, ProfileConfig
+
+PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+ROWS = dict(re.findall(r"^\| `([a-z_.<>]+)` \| `([^`]*)` \|", PAGE, re.MULTILINE))
+"""{field: default as written} of the tables."""
+
+
+def leaves(section: type[msgspec.Struct], at: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted name and default, as `to_mapping` has it, of every field that a user sets."""
+    for field in msgspec.structs.fields(section):
+        name = f"{at}{field.name}"
+        kinds = [kind for kind in (field.type, *get_args(field.type)) if _is_struct(kind)]
+        inner = kinds[0] if kinds else None
+        if get_origin(field.type) is dict and inner is not None:
+            yield name, ProfileConfig().to_mapping()[name]
+            yield from leaves(inner, f"{name}.<role>.")
+        elif inner is None or field.default is None:
+            yield name, _plain(field)
+        if inner is not None and get_origin(field.type) is not dict and field.name != "steps":
+            yield from leaves(inner, f"{name}.")
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _plain(field: msgspec.structs.FieldInfo) -> object:
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return list(default) if isinstance(default, tuple) else default
+
+
+FIELDS = dict(leaves(ProfileConfig)) | {"steps": []}
+
+
+def test_the_page_lists_every_field_and_no_other() -> None:
+    assert set(ROWS) == set(FIELDS)
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_v9_defaults_on_the_page_are_those_of_the_code(field: str) -> None:
+    written = yaml.safe_load(ROWS[field])
+    if field == "roles":
+        written = ProfileConfig.from_mapping({"roles": written}).to_mapping()["roles"]
+    assert written == FIELDS[field]
+
+
+def test_v9_a_schedule_works_in_both_modes_as_the_page_says() -> None:
+    assert "A schedule works in both modes." in PAGE
+    for mode in ("continuous", "discrete"):
+        config = ProfileConfig.from_mapping({"mode": mode, "torch": {"schedule": {"active": 2}}})
+        assert config.torch.schedule is not None
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_every_yaml_block_loads_and_selects_a_step(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(block)
+    assert ProfileConfig.from_file(path).steps
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+def test_every_python_block_runs(block: str) -> None:
+    exec(block, {})
+
+
+@pytest.mark.parametrize(
+    ("variable", "yaml_text"), re.findall(r"^\| `(STEPSCOPE_.*?)` \| `(.*?)` \|", PAGE, re.MULTILINE)
+)
+def test_every_variable_means_the_yaml_beside_it(variable: str, yaml_text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml_text)
+    name, _, value = variable.partition("=")
+    assert ProfileConfig.from_env({name: value.strip("\"'")}) == ProfileConfig.from_file(path)
+
+
+def test_the_page_lists_the_variables_with_another_job() -> None:
+    assert all(f"`{variable}`" in PAGE for variable in RESERVED_VARIABLES)

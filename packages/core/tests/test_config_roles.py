@@ -1,0 +1,149 @@
+"""Role patterns and ranks: what is matched, what is refused."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.config import EngineConfig, IterationsConfig, ProfileConfig, RoleConfig
+from stepscope.config._roles import hides
+from stepscope.errors import ConfigError
+
+names = st.text("ab*?[]", max_size=5)
+
+
+def test_the_first_pattern_in_written_order_wins() -> None:
+    config = ProfileConfig(roles={"actor": {"ranks": [0, 8]}, "act*": {"ranks": "all"}, "*": {}})
+    assert config.role("actor") == ("actor", RoleConfig(ranks=(0, 8)))
+    assert config.role("actress") == ("act*", RoleConfig(ranks="all"))
+    assert config.role("env") == ("*", RoleConfig(ranks="first"))
+
+
+def test_a_role_that_nothing_matches_is_none() -> None:
+    assert ProfileConfig(roles={"actor": {}}).role("env") is None
+
+
+def test_case_matters_in_role_names() -> None:
+    assert ProfileConfig(roles={"actor": {}}).role("Actor") is None
+
+
+def test_first_is_the_default_of_every_role() -> None:
+    assert ProfileConfig().role("anything") == ("*", RoleConfig(ranks="first"))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "helps"),
+    [
+        (["*", "actor"], r"'\*' matches all that 'actor' does; write 'actor' before '\*'"),
+        (["act*", "critic", "actor"], r"'act\*' matches all that 'actor' does"),
+        (["a*", "ac*r"], r"'a\*' matches all that 'ac\*r' does"),
+        (["*", "a?"], "matches all that"),
+        (["a?", "ab"], "matches all that"),
+    ],
+)
+def test_a_pattern_that_is_never_reached_is_refused(patterns: list[str], helps: str) -> None:
+    with pytest.raises(ConfigError, match=helps):
+        ProfileConfig(roles={pattern: {} for pattern in patterns})
+
+
+@pytest.mark.parametrize(
+    "patterns", [["actor", "*"], ["a?", "a*"], ["ac*r", "a*"], ["a?", "abc"], ["[ab]", "?"]]
+)
+def test_patterns_that_can_be_reached_stand(patterns: list[str]) -> None:
+    assert list(ProfileConfig(roles={pattern: {} for pattern in patterns}).roles) == patterns
+
+
+@given(names, names, st.lists(st.text("ab", max_size=5)))
+def test_a_hidden_pattern_matches_nothing_that_the_hiding_one_does_not(
+    earlier: str, later: str, tried: list[str]
+) -> None:
+    if hides(earlier, later):
+        assert all(fnmatchcase(name, earlier) for name in (*tried, later) if fnmatchcase(name, later))
+
+
+def test_empty_ranks_are_refused_where_other_tools_read_rank_0_or_all() -> None:
+    fix = "an empty list selects nothing; write ranks: all, ranks: first or leave the role out"
+    with pytest.raises(ConfigError, match=f"roles.actor.ranks is .*{fix}"):
+        ProfileConfig(roles={"actor": {"ranks": []}})
+
+
+def test_empty_roles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an empty mapping selects nothing"):
+        ProfileConfig(roles={})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"),
+    [("all", "all"), ("first", "first"), ([0, 8], (0, 8)), (3, (3,)), ("0, 8", (0, 8)), (range(2), (0, 1))],
+)
+def test_ranks_have_friendly_spellings(ranks: object, kept: object) -> None:
+    role = ProfileConfig.from_mapping({"roles": {"actor": {"ranks": ranks}}}).roles["actor"]
+    assert role.ranks == kept
+
+
+@pytest.mark.parametrize(
+    ("ranks", "helps"),
+    [
+        ([0, 8, 0], r"roles.actor.ranks is \[0, 8, 0\]; allowed: each rank once. Fix: take the second 0 out"),
+        ([-1], r"roles.actor.ranks is -1; .*do not count from the end"),
+        ([True], "roles.actor.ranks is True"),
+        ([1.0], "roles.actor.ranks is 1.0"),
+        ("frist", r"roles.actor.ranks is 'frist'.*did you mean 'first'\?"),
+        ("ALL", r"did you mean 'all'\?"),
+        ("", "an empty list selects nothing"),
+        (None, "roles.actor.ranks is None"),
+        ({"first": 1}, "roles.actor.ranks is"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_their_fix(ranks: object, helps: str) -> None:
+    with pytest.raises(ConfigError, match=helps):
+        ProfileConfig.from_mapping({"roles": {"actor": {"ranks": ranks}}})
+
+
+@pytest.mark.parametrize(
+    ("roles", "helps"),
+    [
+        (["actor"], r"roles is \['actor'\]; allowed: a mapping of role patterns"),
+        ({"actor": None}, "roles.actor is None.*write {} or leave it out"),
+        ({"actor": [0, 8]}, r"roles.actor is \[0, 8\]; allowed: a mapping with the keys ranks, engine"),
+        ({True: {}}, "roles is True; .*in quotes"),  # `on:` in YAML
+        ({"": {}}, "roles is ''"),
+        ({"actor": {"rank": [0]}}, r"roles.actor.rank is .*did you mean 'ranks'\?"),
+    ],
+)
+def test_a_role_that_cannot_be_is_refused_with_its_fix(roles: object, helps: str) -> None:
+    with pytest.raises(ConfigError, match=helps):
+        ProfileConfig.from_mapping({"roles": roles})
+
+
+def test_an_error_in_a_role_made_on_its_own_says_where_roles_stand() -> None:
+    with pytest.raises(ConfigError, match=r"roles\.<role>\.ranks is"):
+        RoleConfig(ranks=[])
+
+
+def test_engine_options_are_nested_under_their_role() -> None:
+    engine = {"iterations": {"start": 2, "count": 64}, "by_stage": True, "extra": {"host_tracer_level": 2}}
+    config = ProfileConfig(roles={"rollout": {"ranks": "all", "engine": engine}})
+    assert config.roles["rollout"].engine == EngineConfig(
+        iterations=IterationsConfig(start=2, count=64), by_stage=True, extra={"host_tracer_level": 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "helps"),
+    [
+        (
+            {"iterations": {"count": 0}},
+            "roles.rollout.engine.iterations.count is 0; allowed: a whole number >= 1",
+        ),
+        ({"iterations": {"start": -1}}, "roles.rollout.engine.iterations.start is -1"),
+        ({"count": 64}, "did you mean 'roles.<role>.engine.iterations.count'"),
+        ({"extra": {"a": [1]}}, "roles.rollout.engine.extra is"),
+    ],
+)
+def test_engine_options_that_cannot_be_are_refused(engine: dict[str, object], helps: str) -> None:
+    with pytest.raises(ConfigError, match=helps):
+        ProfileConfig(roles={"rollout": {"engine": engine}})
