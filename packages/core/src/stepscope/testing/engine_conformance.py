@@ -10,8 +10,8 @@
         async def work(self, profiler, iterations):
             await profiler.engine.generate(iterations)
 
-The methods under "What an engine can be made to do" are optional: a test that needs one that is not overridden
-is skipped and says which. A skipped fact is not a passed one: a fake that breaks on demand is worth its lines.
+The methods under "What an engine can be made to do" are optional: a test that needs one that is not
+overridden is skipped and says which. A skipped fact is not a passed one: a fake that breaks on demand helps.
 """
 
 from __future__ import annotations

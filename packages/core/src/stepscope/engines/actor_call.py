@@ -1,0 +1,234 @@
+"""Calls into a Ray actor whose class knows nothing of us. Shared by `RayRollout` and the Ray fleet.
+
+`handle.__ray_call__` runs a function in the actor's process. Where and when (Ray 2.60, tried):
+
+sync actor      on its main thread, after the method that is running and those queued before us
+threaded actor  on a thread of its pool, in no fixed order
+async actor     on a thread of Ray's, never on the actor's loop, once the loop has a moment to decode the
+                arguments. While we are there no other call of the actor begins: nothing of ours may wait
+
+What belongs on an async actor's loop is handed over to it, and the caller asks again until it is done.
+Exceptions travel as text: those of an engine's library may not unpickle on the caller's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+
+from stepscope.errors import EngineError, StepscopeError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+T = TypeVar("T")
+Reply: TypeAlias = tuple[Literal["done", "failed", "pending"], object]
+
+_HOLD_S = 1.0
+"""How long a sync actor is held for our coroutine before it goes on with its own calls and we ask again."""
+
+
+class ActorGoneError(EngineError):
+    """The actor has died, or is not reachable now (it may be restarting)."""
+
+
+class CallFailedError(EngineError):
+    """Our function raised in the actor, or could not run there."""
+
+
+class Stamps(NamedTuple):
+    """One request and its answer on the wall clocks of both sides, in unix ns."""
+
+    sent_ns: int
+    heard_ns: int
+    answered_ns: int
+    received_ns: int
+
+
+class ActorLine:
+    """Our connection to one actor. Every answer is stamped, so that clocks can be compared for free."""
+
+    def __init__(self, actor: ActorHandle[Any]) -> None:
+        self.actor = actor
+        self.stamps: deque[Stamps] = deque(maxlen=64)
+
+    async def call(self, fn: Callable[..., object], *args: object, keep: bool = False) -> Any:
+        """Runs `fn(instance, *args)` in the actor and returns what it returns.
+
+        Args:
+            fn: A plain function runs where the actor's methods run (the loop's thread, in an async actor).
+                A coroutine function runs on the actor's loop, or on one of ours where it has none.
+            args: Travel by pickle, like the result.
+            keep: Whether it goes on in the actor when the call is cancelled here; else it is cancelled there.
+
+        Raises:
+            ActorGoneError: the actor has died or cannot be reached.
+            CallFailedError: with the text of what went wrong there.
+        """
+        ticket = uuid.uuid4().hex
+        pause_s = 0.001
+        try:
+            state, value = await self.ask(begin, ticket, fn, args)
+            while state == "pending":
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+                state, value = await self.ask(poll, ticket)
+        except asyncio.CancelledError:
+            self.tell(abandon, ticket, not keep)
+            raise
+        if state == "failed":
+            raise CallFailedError(str(value))
+        return value
+
+    async def ask(self, fn: Callable[..., T], *args: object) -> T:
+        """Runs a short plain function in the actor, on whatever thread Ray picks. Raises as `call` does."""
+        import ray
+
+        sent = time.time_ns()
+        try:
+            answer = self.actor.__ray_call__.remote(stamped, fn, args)
+        except Exception as error:
+            raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {error}") from error
+        try:
+            heard, answered, value = await answer
+        except ray.exceptions.RayActorError as error:
+            raise ActorGoneError(_cause(error)) from None
+        except ray.exceptions.RayError as error:
+            raise CallFailedError(_last_line(error)) from None
+        self.stamps.append(Stamps(sent, heard, answered, time.time_ns()))
+        return cast(T, value)
+
+    def tell(self, fn: Callable[..., object], *args: object) -> None:
+        """Has the actor run `fn(instance, *args)` as `call` would. Nobody hears what became of it."""
+        with suppress(Exception):  # the actor is gone or its queue is full, and this was the last word to it
+            self.actor.__ray_call__.remote(launch, fn, args)
+
+
+# In the actor's process, on a thread of Ray's choosing.
+
+_jobs: dict[str, Future[object]] = {}
+"""Ticket -> what runs for it on a loop. Entered by `begin`, removed by `poll` when done and by `abandon`."""
+_abandoned: deque[str] = deque(maxlen=1000)
+"""Tickets given up before their call arrived: threaded and async actors begin calls in any order."""
+_lock = threading.RLock()
+_own_loop: asyncio.AbstractEventLoop | None = None
+"""For coroutines in actors that have no loop. One writer: `_private_loop`."""
+
+
+def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:
+    """(heard, answered, result) of `fn(instance, *args)`."""
+    heard = time.time_ns()
+    result = fn(instance, *args)
+    return heard, time.time_ns(), result
+
+
+def present(instance: object) -> None:
+    """For `ask`: the actor is alive and at leisure. Worth a round trip before what must not happen late."""
+
+
+def begin(instance: object, ticket: str, fn: Callable[..., object], args: tuple[object, ...]) -> Reply:
+    loop = _actors_loop()
+    if loop is None and not inspect.iscoroutinefunction(fn):
+        return _attempt(fn, instance, *args)
+    with _lock:
+        if ticket in _abandoned:
+            return "failed", "the caller gave up before its call began"
+        job = asyncio.run_coroutine_threadsafe(_run(fn, instance, args), loop or _private_loop())
+        _jobs[ticket] = job
+    if loop is None:
+        wait([job], timeout=_HOLD_S)
+    return poll(instance, ticket)
+
+
+def poll(instance: object, ticket: str) -> Reply:
+    job = _jobs.get(ticket)
+    if job is None:
+        return "failed", "the actor restarted while it was at work for us"
+    if not job.done():
+        return "pending", None
+    _jobs.pop(ticket, None)
+    return _attempt(job.result)
+
+
+def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]) -> None:
+    loop = _actors_loop()
+    if fn is abandon or (loop is None and not inspect.iscoroutinefunction(fn)):
+        fn(instance, *args)
+    else:
+        asyncio.run_coroutine_threadsafe(_run(fn, instance, args), loop or _private_loop())
+
+
+def abandon(instance: object, ticket: str, cancel: bool) -> None:
+    """Nobody asks for the ticket any more. `cancel` ends what runs for it, or what has yet to begin."""
+    with _lock:
+        job = _jobs.pop(ticket, None)
+        if cancel and job is None:
+            _abandoned.append(ticket)
+    if cancel and job is not None:
+        job.cancel()
+
+
+async def _run(fn: Callable[..., object], instance: object, args: tuple[object, ...]) -> object:
+    result = fn(instance, *args)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _attempt(fn: Callable[..., object], *args: object) -> Reply:
+    try:
+        return "done", fn(*args)
+    except CancelledError:
+        return "failed", "it was cancelled in the actor"
+    except Exception as error:
+        ours = isinstance(error, StepscopeError)
+        return "failed", str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+def _actors_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs this actor's coroutine methods; None for sync and threaded actors."""
+    from ray._private.worker import global_worker
+
+    # Ray has no public way to its loop from outside a coroutine method. "__init__" names the default one:
+    # a loop of a concurrency group runs only that group's methods.
+    worker = cast(Any, global_worker).core_worker
+    if not worker.current_actor_is_asyncio():
+        return None
+    loop, _thread = worker.get_event_loop(SimpleNamespace(function_name="__init__"), None)
+    return cast(asyncio.AbstractEventLoop, loop)
+
+
+def _private_loop() -> asyncio.AbstractEventLoop:
+    global _own_loop
+    with _lock:
+        if _own_loop is None:
+            _own_loop = asyncio.new_event_loop()
+            threading.Thread(target=_own_loop.run_forever, name="stepscope-engine-loop", daemon=True).start()
+        return _own_loop
+
+
+# In the caller's process.
+
+
+def _cause(error: BaseException) -> str:
+    """What an error about an unreachable actor says of the reason, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("The actor is dead because")]
+    state = "unavailable (restarting?)" if type(error).__name__ == "ActorUnavailableError" else "died"
+    return f"actor {state}: {(*reasons, *lines, '')[0][:300]}"
+
+
+def _last_line(error: BaseException) -> str:
+    """The error that a remote traceback ends with."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1][:300] if lines else type(error).__name__
+    if "No module named 'stepscope" in text:
+        return f"{text}. Fix: install stepscope in the actor's environment, in the same version as here"
+    return text

@@ -1,0 +1,248 @@
+"""RayRollout: the profiler of an inference replica that lives in a Ray actor, whose class stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from stepscope.engines.actor_call import ActorLine, present
+from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
+"""(engine, replica) -> its profiler. Called in the actor; an `EngineFactory` is one."""
+
+_CHECK_S = 60.0
+_GRACE_S = 2.0
+"""How long a start waits for a stop that is still at work."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine of an actor."""
+
+    engine: str | ProfilerFactory
+    attribute: str | None
+    replica: int
+
+
+class RayRollout:
+    """Drives the engine inside a Ray actor: the engine's own profiler is built and run there.
+
+    Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
+    busy sync actor answers after the method that it runs: the caller's deadline decides how long that may
+    take, and a start that was given up is taken back as soon as the actor gets to it.
+    """
+
+    def __init__(
+        self,
+        actor: ActorHandle[Any],
+        engine: str | ProfilerFactory = "torch",
+        attribute: str | None = None,
+        replica: int | None = None,
+    ) -> None:
+        """
+        Args:
+            actor: Handle of the replica's actor.
+            engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
+            attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
+                None: the object itself, or the one attribute of it that the adapter recognises.
+            replica: The replica's number; None for its position in `capture(engines=[...])`.
+        """
+        self.replica = replica
+        self._line = ActorLine(actor)
+        self._engine = engine
+        self._attribute = attribute
+        self._place = self._at(0)
+        self._token: str | None = None
+        """Names the running capture in the actor; None when idle."""
+        self._given_up: list[str] = []
+        """Starts that were cancelled on their way: they may yet happen in the actor."""
+        self._ignored: dict[str, str] = {}
+
+    @property
+    def world_size(self) -> int | None:
+        return None
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return self._ignored
+
+    def check(self) -> None:
+        """Builds the profiler in the actor and runs its check there. Blocks for up to 60 s.
+
+        Raises:
+            EngineError: what is wrong, and the fix.
+        """
+        call = self._line.call(check, self._at(self.replica or 0))
+        try:
+            asyncio.run(asyncio.wait_for(call, _CHECK_S))
+        except asyncio.TimeoutError:
+            raise EngineError(
+                f"the actor did not answer within {_CHECK_S:g} s. Fix: check before it is given long work"
+            ) from None
+
+    async def start(self, capture: EngineCapture) -> None:
+        if self._token is not None:
+            raise EngineError("a capture is running on this replica. Fix: stop() it first")
+        self._place, self._token = self._at(capture.replica), uuid.uuid4().hex
+        try:
+            await self._line.ask(present)  # given up while the actor is busy, nothing has to be taken back
+            await self._start(self._token, capture)
+        except BaseException:
+            self._token = None
+            raise
+
+    async def stop(self) -> list[Artifact]:
+        token, self._token = self._token, None
+        if token is None:
+            return []
+        # Given up by its caller, it goes on in the actor: the files are worth more than an early end.
+        artifacts, self._ignored = await self._line.call(stop, self._place, token, keep=True)
+        return list(artifacts)
+
+    async def _start(self, token: str, capture: EngineCapture) -> None:
+        try:
+            call = self._line.call(start, self._place, token, capture, self._given_up)
+            self._ignored = await call
+            self._given_up = []
+        except asyncio.CancelledError:
+            self._given_up.append(token)
+            self._line.tell(take_back, self._place, self._given_up)
+            raise
+
+    def _at(self, replica: int) -> Place:
+        return Place(engine=self._engine, attribute=self._attribute, replica=replica)
+
+
+# In the actor, on its event loop (or on one of ours).
+
+
+@dataclass
+class Seat:
+    """One engine of this process with its profiler, and its capture."""
+
+    engine: object
+    profiler: EngineProfiler
+    token: str | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stopping: asyncio.Future[list[Artifact]] | None = None
+    """The latest stop; it may still be at work when its caller has given up on it."""
+
+    def end(self) -> asyncio.Future[list[Artifact]]:
+        self.token = None
+        self.stopping = asyncio.ensure_future(self.profiler.stop())
+        self.stopping.add_done_callback(_seen)
+        return self.stopping
+
+    async def settle(self) -> None:
+        """Returns once the latest stop is over; one that takes too long is cancelled."""
+        if self.stopping is None:
+            return
+        await asyncio.wait([self.stopping], timeout=_GRACE_S)
+        if not self.stopping.done():
+            self.stopping.cancel()
+            await asyncio.wait([self.stopping])
+
+
+_seats: dict[tuple[object, ...], Seat] = {}
+"""One writer: `_seat`. Here and not in the actor's object, which is the user's."""
+_taken_back: deque[str] = deque(maxlen=1000)
+"""Tokens of starts that were given up. One writer: `take_back`, on the loop, so no start is missed."""
+
+
+async def check(instance: object, place: Place) -> None:
+    seat = await _seat(instance, place)
+    await asyncio.to_thread(seat.profiler.check)
+
+
+async def start(
+    instance: object, place: Place, token: str, capture: EngineCapture, given_up: list[str]
+) -> dict[str, str]:
+    await take_back(instance, place, given_up)
+    seat = await _seat(instance, place)
+    async with seat.starting:
+        await seat.settle()
+        if token not in _taken_back:
+            await seat.profiler.start(capture)
+            seat.token = token
+    if token in _taken_back:
+        await take_back(instance, place, [token])
+        raise EngineError("the caller gave up before the capture had begun")
+    return dict(seat.profiler.ignored)
+
+
+async def stop(instance: object, place: Place, token: str) -> tuple[list[Artifact], dict[str, str]]:
+    seat = _seats.get(_key(place))
+    if seat is None or seat.token != token:
+        raise EngineError("the actor restarted after the capture began: what it had recorded is lost")
+    return await seat.end(), dict(seat.profiler.ignored)
+
+
+async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
+    """Ends the captures whose start was given up, those included whose start is still to come."""
+    _taken_back.extend(tokens)
+    seat = _seats.get(_key(place))
+    if seat is not None and seat.token in tokens:
+        seat.end()
+
+
+def _seen(stopping: asyncio.Future[list[Artifact]]) -> None:
+    if not stopping.cancelled():
+        stopping.exception()  # else asyncio complains about an error that nobody fetched
+
+
+async def _seat(instance: object, place: Place) -> Seat:
+    factory = place.engine
+    if isinstance(factory, str):
+        factory = await asyncio.to_thread(load_engine, factory)  # imports the adapter
+    engine = _find(instance, place.attribute, factory)
+    seat = _seats.get(_key(place))
+    if seat is None or (seat.engine is not engine and seat.token is None):
+        seat = _seats[_key(place)] = Seat(engine, factory(engine, place.replica))
+    return seat
+
+
+def _key(place: Place) -> tuple[object, ...]:
+    name = place.engine if isinstance(place.engine, str) else getattr(place.engine, "__qualname__", "")
+    return name, place.attribute, place.replica
+
+
+def _find(instance: object, attribute: str | None, factory: ProfilerFactory) -> object:
+    if attribute is not None:
+        return _follow(instance, attribute)
+    recognises = getattr(factory, "recognises", None)
+    if recognises is None or recognises(instance):
+        return instance
+    known = [name for name, value in _attributes(instance).items() if recognises(value)]
+    if len(known) == 1:
+        return getattr(instance, known[0])
+    found = f"{len(known)} attributes ({', '.join(known)})" if known else "no attribute"
+    raise EngineError(
+        f"{type(instance).__name__} has {found} that the adapter recognises. "
+        "Fix: RayRollout(actor, attribute='...')"
+    )
+
+
+def _follow(instance: object, attribute: str) -> object:
+    try:
+        return reduce(getattr, attribute.split("."), instance)
+    except AttributeError as error:
+        raise EngineError(
+            f"{type(instance).__name__} has no {attribute!r} ({error}); its attributes: "
+            f"{', '.join(sorted(_attributes(instance))) or 'none'}. Fix: RayRollout(actor, attribute='...')"
+        ) from None
+
+
+def _attributes(instance: object) -> dict[str, object]:
+    return getattr(instance, "__dict__", {})

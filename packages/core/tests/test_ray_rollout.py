@@ -1,0 +1,317 @@
+"""A replica inside a Ray actor: the contract on every kind of actor, and what only actors can do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from stepscope.engines.protocol import EngineCapture, EngineProfiler
+from stepscope.engines.ray import RayRollout
+from stepscope.errors import EngineError
+from stepscope.testing.engine_conformance import (
+    EngineConformance,
+    MakeProfiler,
+    a_capture,
+    assert_complete,
+    files_below,
+)
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Rollout:
+    """A sync actor; with max_concurrency a threaded one. The engine is an attribute, as in a user's class."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+
+    def renew(self) -> None:
+        self.engine = FakeEngine()
+
+    def generate(self, iterations: int) -> None:
+        asyncio.run(self.engine.generate(iterations))
+
+    def spoil(self, fault: str, value: object) -> None:
+        setattr(self.engine, fault, value)
+
+    def recording(self) -> int:
+        return len(self.engine.recordings)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def busy_until(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)  # the only way to wait in a sync actor for something from outside
+
+
+class AsyncRollout:
+    """An async actor."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.loops: set[int] = set()
+
+    async def renew(self) -> None:
+        self.engine = FakeEngine()
+
+    async def generate(self, iterations: int) -> None:
+        await self.engine.generate(iterations)
+
+    async def spoil(self, fault: str, value: object) -> None:
+        setattr(self.engine, fault, value)
+
+    async def recording(self) -> int:
+        return len(self.engine.recordings)
+
+    async def loop(self) -> int:
+        return id(asyncio.get_running_loop())
+
+
+def fake(engine: object, replica: int) -> EngineProfiler:
+    return FakeEngineProfiler(cast(FakeEngine, engine), replica)
+
+
+def rollout(actor: Any, replica: int | None = None) -> RayRollout:
+    return RayRollout(actor, fake, attribute="engine", replica=replica)
+
+
+@pytest.fixture(scope="module", params=["sync", "threaded", "async"])
+def pair(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[list[Any]]:
+    """Two actors of one kind."""
+    kind = AsyncRollout if request.param == "async" else Rollout
+    options = {"max_concurrency": 4} if request.param == "threaded" else {}
+    actors = [ray.remote(kind).options(**options).remote() for _ in range(2)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+class TestRayRollout(EngineConformance):
+    honours = frozenset({"iterations"})
+
+    @pytest.fixture
+    def make_profiler(self, pair: list[Any]) -> MakeProfiler:
+        ray.get([actor.renew.remote() for actor in pair])
+        return lambda tmp_path, replica: rollout(pair[replica % 2], replica)
+
+    async def work(self, profiler: EngineProfiler, iterations: int) -> None:
+        await _actor(profiler).generate.remote(iterations)
+
+    def die(self, profiler: EngineProfiler) -> None:
+        _actor(profiler).spoil.remote("dead", True)
+
+    def fail_halfway(self, profiler: EngineProfiler) -> Callable[[], None]:
+        return _fault(profiler, "fails_to_start")
+
+    def hang_on_start(self, profiler: EngineProfiler) -> Callable[[], None]:
+        return _fault(profiler, "hangs_on_start")
+
+    def hang_on_stop(self, profiler: EngineProfiler) -> Callable[[], None]:
+        return _fault(profiler, "hangs_on_stop")
+
+
+def _actor(profiler: EngineProfiler) -> Any:
+    return cast(RayRollout, profiler)._line.actor
+
+
+def _fault(profiler: EngineProfiler, name: str) -> Callable[[], None]:
+    actor = _actor(profiler)
+    actor.spoil.remote(name, 1)
+    return lambda: actor.spoil.remote(name, None)
+
+
+class LoopNoting(FakeEngineProfiler):
+    """Says on which event loop it was started."""
+
+    async def start(self, capture: EngineCapture) -> None:
+        await super().start(capture)
+        self._ignored = {"loop": str(id(asyncio.get_running_loop()))}
+
+
+class StubbornError(Exception):
+    """As the exceptions of some engine libraries: pickled without an error, not to be unpickled."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+
+
+class Raising(FakeEngineProfiler):
+    async def start(self, capture: EngineCapture) -> None:
+        raise StubbornError(7, detail="out of buffers")
+
+
+def noting(engine: object, replica: int) -> EngineProfiler:
+    return LoopNoting(cast(FakeEngine, engine), replica)
+
+
+def raising(engine: object, replica: int) -> EngineProfiler:
+    return Raising(cast(FakeEngine, engine), replica)
+
+
+def make(kind: type, **options: Any) -> Any:
+    return ray.remote(kind).options(**options).remote()
+
+
+@pytest.fixture
+def actor() -> Iterator[Any]:
+    """A sync actor that may be killed."""
+    handle = make(Rollout, max_restarts=1)
+    yield handle
+    ray.kill(handle)
+
+
+async def test_an_async_actors_engine_is_driven_on_the_actors_own_loop(tmp_path: Path) -> None:
+    actor = make(AsyncRollout)
+    replica = RayRollout(actor, noting, attribute="engine")
+    await replica.start(a_capture(tmp_path))
+    assert replica.ignored == {"loop": str(await actor.loop.remote())}
+    await replica.stop()
+    ray.kill(actor)
+
+
+async def test_an_actor_that_died_before_the_capture_is_an_error(actor: Any, tmp_path: Path) -> None:
+    ray.kill(actor)
+    with pytest.raises(EngineError, match="actor died: The actor is dead because it was killed"):
+        await rollout(actor).start(a_capture(tmp_path))
+
+
+async def test_an_actor_that_dies_during_the_capture_is_an_error_at_once(tmp_path: Path) -> None:
+    actor = make(Rollout)
+    replica = rollout(actor)
+    await replica.start(a_capture(tmp_path))
+    os.kill(await actor.pid.remote(), signal.SIGKILL)
+    with pytest.raises(EngineError, match="actor died"):
+        await asyncio.wait_for(replica.stop(), 20)
+    assert await replica.stop() == []
+
+
+async def test_an_actor_that_restarts_during_the_capture_is_an_error(actor: Any, tmp_path: Path) -> None:
+    replica = rollout(actor)
+    await replica.start(a_capture(tmp_path))
+    await kill_and_await_restart(actor)
+    with pytest.raises(EngineError, match="the actor restarted after the capture began"):
+        await replica.stop()
+    await replica.start(a_capture(tmp_path, step=2))
+    assert await replica.stop()
+
+
+async def test_a_start_that_was_given_up_on_a_busy_actor_is_taken_back(actor: Any, tmp_path: Path) -> None:
+    replica, free = rollout(actor), tmp_path / "free"
+    busy = actor.busy_until.remote(str(free))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(replica.start(a_capture(tmp_path, step=1)), 0.2)
+    free.touch()
+    await busy
+    assert await actor.recording.remote() == 0
+    later = a_capture(tmp_path, step=2)
+    await replica.start(later)
+    await actor.generate.remote(2)
+    for artifact in await replica.stop():
+        assert_complete(artifact, later)
+    assert not (tmp_path / "step_000001").exists()
+
+
+async def test_a_stop_that_was_given_up_on_a_busy_actor_still_happens(actor: Any, tmp_path: Path) -> None:
+    replica, free = rollout(actor), tmp_path / "free"
+    capture = a_capture(tmp_path)
+    await replica.start(capture)
+    busy = actor.busy_until.remote(str(free))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(replica.stop(), 0.2)
+    free.touch()
+    await busy
+    assert await actor.recording.remote() == 0
+    assert files_below(capture.out_dir)
+
+
+async def test_an_engine_that_hangs_on_start_leaves_its_actor_to_its_work(actor: Any, tmp_path: Path) -> None:
+    await actor.spoil.remote("hangs_on_start", 0)
+    starting = asyncio.create_task(rollout(actor).start(a_capture(tmp_path)))
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(actor.pid.remote(), 5) > 0
+    assert not starting.done()
+    starting.cancel()
+    await asyncio.wait([starting])
+
+
+async def test_an_engine_that_hangs_costs_its_own_deadline_and_nobody_elses(tmp_path: Path) -> None:
+    actors = [make(AsyncRollout) for _ in range(2)]
+    await actors[0].spoil.remote("hangs_on_start", 0)
+    await actors[1].loop.remote()
+    done: list[int] = []
+
+    async def start(number: int) -> None:
+        await asyncio.wait_for(rollout(actors[number]).start(a_capture(tmp_path, replica=number)), 1.0)
+        done.append(number)
+
+    starts = [asyncio.create_task(start(number)) for number in range(2)]
+    await asyncio.wait([starts[1]])
+    assert done == [1]
+    assert not starts[0].done()
+    with pytest.raises(asyncio.TimeoutError):
+        await starts[0]
+    for actor in actors:
+        ray.kill(actor)
+
+
+async def test_an_exception_that_does_not_unpickle_arrives_as_text(actor: Any, tmp_path: Path) -> None:
+    replica = RayRollout(actor, raising, attribute="engine")
+    with pytest.raises(EngineError, match="StubbornError: 7: out of buffers"):
+        await replica.start(a_capture(tmp_path))
+
+
+async def test_a_wrong_attribute_is_an_error_that_lists_those_there_are(actor: Any, tmp_path: Path) -> None:
+    replica = RayRollout(actor, fake, attribute="llm.engine")
+    with pytest.raises(EngineError, match=r"Rollout has no 'llm.engine'.*its attributes: engine"):
+        await asyncio.to_thread(replica.check)
+    with pytest.raises(EngineError, match="its attributes: engine"):
+        await replica.start(a_capture(tmp_path))
+
+
+async def test_an_adapter_that_is_not_installed_is_an_error_with_the_fix(actor: Any) -> None:
+    replica = RayRollout(actor, "no-such-engine")
+    with pytest.raises(EngineError, match="pip install"):
+        await asyncio.to_thread(replica.check)
+
+
+async def test_the_actors_environment_is_left_alone_v12(actor: Any, tmp_path: Path) -> None:
+    replica = rollout(actor)
+    before = await actor.environment.remote()
+    await replica.start(a_capture(tmp_path))
+    during = await actor.environment.remote()
+    await replica.stop()
+    assert before == during == await actor.environment.remote()
+
+
+def test_importing_it_loads_no_ray() -> None:
+    code = "import sys, stepscope.engines.ray; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def kill_and_await_restart(actor: Any) -> None:
+    os.kill(await actor.pid.remote(), signal.SIGKILL)
+    while not await _answers(actor):  # noqa: ASYNC110  (Ray has no event for a restart)
+        await asyncio.sleep(0.05)
+
+
+async def _answers(actor: Any) -> bool:
+    try:
+        await actor.pid.remote()
+    except ray.exceptions.RayActorError:
+        return False
+    return True
