@@ -131,6 +131,14 @@ def test_a_tool_that_is_not_installed_names_those_that_are_and_what_to_install()
         check_tool(ProfileConfig(tool="npu"))
 
 
+def test_a_source_path_without_an_installation_has_no_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"tool is 'torch'; .*there is none. Fix: pip install stepscope$"):
+        check_tool(ProfileConfig())
+
+
 def test_checking_the_tool_does_not_import_torch() -> None:
     code = (
         "import sys\n"

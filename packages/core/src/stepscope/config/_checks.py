@@ -39,7 +39,9 @@ def check_tool(config: ProfileConfig) -> None:
     installed = sorted({point.name for point in entry_points(group="stepscope.backends")})
     if config.tool not in installed:
         allowed = f"an installed backend: {', '.join(installed) or 'there is none'}"
-        raise ConfigError("tool", config.tool, allowed, f"pip install 'stepscope[{config.tool}]'")
+        # torch and cuda_memory come with stepscope itself; a path to its sources registers nothing.
+        package = "stepscope" if config.tool in ("torch", "cuda_memory") else f"'stepscope[{config.tool}]'"
+        raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
 
 
 def _try_to_write(folder: Path) -> None:
