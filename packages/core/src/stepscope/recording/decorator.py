@@ -13,7 +13,7 @@ from stepscope.errors import ConfigError
 from stepscope.recording import wrappers
 from stepscope.recording.wrappers import Attrs
 
-F = TypeVar("F", bound="Callable[..., object]")
+F = TypeVar("F")  # no bound: to the type checker, what @ray.method returns is no Callable
 DISABLED = os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
 """Read once, at import."""
 

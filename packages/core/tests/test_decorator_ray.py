@@ -1,0 +1,82 @@
+"""profile_step in Ray: tasks and actors of a script and of a module, in workers that are being captured."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TypedDict
+
+import pytest
+
+HERE = Path(__file__).parent
+
+SPANS = {
+    "main_task": 1,
+    "main_task_stream": 3,
+    "task": 1,
+    "task_stream": 3,
+    "main_update": 1,
+    "main_stream": 3,
+    "above_ray_method": 1,
+    "below_ray_method": 1,
+    "update": 1,
+    "double": 1,
+    "main_generate": 3,
+    "main_astream": 3,
+    "generate": 1,
+    "stream": 3,
+}
+"""What the calls of `ray_main.py` should leave; a generator of two items is resumed three times."""
+
+
+class Ran(TypedDict):
+    returned: dict[str, object]
+    spans: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    pytest.importorskip("ray")
+    spans = tmp_path_factory.mktemp("spans")
+    # Below /tmp and short: the paths of Ray's sockets may not exceed 107 characters.
+    temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    command = [sys.executable, str(HERE / "ray_main.py"), str(spans), str(sum(SPANS.values())), temp]
+    env = {**os.environ, "PYTHONPATH": str(HERE)}  # the workers import sample_tasks
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    shutil.rmtree(temp, ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    result: Ran = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("main task", 2),
+        ("task", [2, True]),
+        ("main task stream", [0, 1]),
+        ("task stream", [0, 1]),
+        ("main actor", 2),
+        ("main actor stream", [0, 1]),
+        ("above ray.method", [1, 2]),
+        ("below ray.method", [1, 2]),
+        ("threaded actor", [2, 8]),
+        ("main async actor", [1, 2, 3]),
+        ("main async actor stream", [0, 1]),
+        ("async actor", 2),
+        ("async actor stream", [0, 1]),
+        ("wrong call", "too many positional arguments"),
+    ],
+)
+def test_decorated_functions_work_in_ray(ran: Ran, call: str, expected: object) -> None:
+    assert ran["returned"][call] == expected
+
+
+@pytest.mark.parametrize("stage", SPANS)
+def test_and_are_recorded_in_the_worker(ran: Ran, stage: str) -> None:
+    assert ran["spans"].get(stage) == SPANS[stage]

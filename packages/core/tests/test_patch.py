@@ -1,0 +1,256 @@
+"""instrument(): code that one cannot edit, timed where it stands."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, instrument
+from stepscope.errors import ConfigError
+from stepscope.files.spans import Line, Span
+from stepscope.recording import guard, patch
+
+MODULE = """
+import functools
+
+class Base:
+    def inherited(self):
+        return "inherited"
+
+class Engine(Base):
+    def generate(self, n):
+        return n + 1
+
+    async def agenerate(self, n):
+        return n + 1
+
+    @classmethod
+    def create(cls):
+        return cls.__name__
+
+    @staticmethod
+    def double(n):
+        return 2 * n
+
+    def broken(self):
+        raise ValueError("theirs")
+
+    class Nested:
+        def method(self):
+            return "nested"
+
+def load(path):
+    return path
+
+built_in = len
+partial = functools.partial(load, "x")
+"""
+
+Stages = Callable[[], list[tuple[str | None, str]]]
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A module that can be imported and is not, under a name of the test's own."""
+    module = "framework_" + request.node.name.partition("[")[0]
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(folder)
+    yield module
+    for handle in list(patch._instruments.values()):
+        handle.remove()
+    sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def framework(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(save_path=str(tmp_path / "run"), steps="every:1", roles={"nobody": {"ranks": "all"}})
+
+
+@pytest.fixture
+def stages(config: ProfileConfig) -> Stages:
+    def read() -> list[tuple[str | None, str]]:
+        files = Path(config.save_path).glob("step_*/spans/*.jsonl")
+        lines = [
+            line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
+        ]
+        return [(line.role, line.stage) for line in lines if isinstance(line, Span)]
+
+    return read
+
+
+def test_a_method_of_an_imported_module_is_timed_at_once(
+    name: str, framework: Any, config: ProfileConfig, stages: Stages
+) -> None:
+    original = framework.Engine.generate
+    handle = instrument(name, "Engine.generate", role="rollout", attrs=lambda self, n: {"n": n})
+    assert handle.installed
+    assert inspect.isfunction(framework.Engine.generate)
+    assert inspect.signature(framework.Engine.generate) == inspect.signature(original)
+    with capture(1, config=config):
+        assert framework.Engine().generate(1) == 2
+    assert stages() == [("rollout", "generate")]
+
+
+def test_a_module_that_is_not_imported_is_timed_from_its_import_on(
+    name: str, config: ProfileConfig, stages: Stages
+) -> None:
+    handle = instrument(name, "load", role="trainer", stage="load_weights")
+    assert (handle.installed, name in sys.modules) == (False, False)
+    framework: Any = importlib.import_module(name)
+    assert handle.installed
+    with capture(1, config=config):
+        assert framework.load("x") == "x"
+    assert stages() == [("trainer", "load_weights")]
+
+
+@pytest.mark.parametrize("path", ["create", "double", "Nested.method", "inherited", "agenerate"])
+def test_every_kind_of_method_stays_what_it_is_and_comes_back(name: str, framework: Any, path: str) -> None:
+    before = dict(vars(framework.Engine))
+    base = dict(vars(framework.Base))
+    handle = instrument(name, f"Engine.{path}", role="rollout")
+    if path in before:
+        assert type(vars(framework.Engine)[path]) is type(before[path])
+        assert vars(framework.Engine)[path] is not before[path]
+    engine = framework.Engine()
+    if path == "create":
+        assert framework.Engine.create() == engine.create() == "Engine"
+    elif path == "double":
+        assert framework.Engine.double(2) == engine.double(2) == 4
+    elif path == "Nested.method":
+        assert engine.Nested().method() == "nested"
+    elif path == "inherited":
+        assert engine.inherited() == "inherited"
+    else:
+        assert inspect.iscoroutinefunction(engine.agenerate)
+    assert dict(vars(framework.Base)) == base
+    handle.remove()
+    assert dict(vars(framework.Engine)) == before
+
+
+def test_removing_puts_the_original_back_and_may_be_repeated(name: str, framework: Any) -> None:
+    original = framework.load
+    handle = instrument(name, "load", role="trainer")
+    assert framework.load is not original
+    handle.remove()
+    handle.remove()
+    assert framework.load is original
+    assert not handle.installed
+    assert instrument(name, "load", role="critic").installed
+
+
+def test_removing_before_the_import_cancels_it(name: str) -> None:
+    handle = instrument(name, "load", role="trainer")
+    handle.remove()
+    framework: Any = importlib.import_module(name)
+    assert not hasattr(framework.load, "__stepscope__")
+
+
+def test_what_others_patched_on_top_is_not_taken_away(
+    name: str, framework: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = instrument(name, "load", role="trainer")
+    ours = framework.load
+    framework.load = theirs = lambda path: ours(path)
+    handle.remove()
+    assert framework.load is theirs
+    assert "was replaced again since" in caplog.text
+
+
+def test_the_same_call_again_is_the_same_handle(name: str, framework: Any) -> None:
+    first = instrument(name, "load", role="trainer", attrs={"size": 7})
+    once = framework.load
+    assert instrument(name, "load", role="trainer", attrs={"size": 7}) is first
+    assert framework.load is once
+
+
+def test_a_function_is_not_timed_twice(name: str, framework: Any) -> None:
+    instrument(name, "load", role="trainer")
+    with pytest.raises(ConfigError, match=r"one role, stage and attrs per function.*remove\(\) the first"):
+        instrument(name, "load", role="critic")
+    instrument(name, "Base.inherited", role="rollout", stage="decode")
+    with pytest.raises(ConfigError, match=r"Engine\.inherited.*it is recorded as rollout/decode"):
+        instrument(name, "Engine.inherited", role="rollout")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("Engine.genrate", r"Engine\.agenerate, Engine\.broken, .*did you mean 'Engine\.generate'\?"),
+        ("Enigne.generate", r"Base, Engine, load.*"),
+        ("lod", r"did you mean 'load'\?"),
+        ("load.deeper", "nothing: there is no function"),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(
+    name: str, framework: Any, path: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        instrument(name, path, role="rollout")
+    instrument(name, "load", role="trainer")
+
+
+@pytest.mark.parametrize("path", ["built_in", "partial", "Engine"])
+def test_what_is_no_python_function_is_refused(name: str, framework: Any, path: str) -> None:
+    with pytest.raises(TypeError, match="profile_step times Python functions"):
+        instrument(name, path, role="rollout")
+
+
+def test_a_package_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no_such_package\.engine.*install 'no_such_package'"):
+        instrument("no_such_package.engine", "LLM.generate", role="rollout")
+    with pytest.raises(ConfigError, match="a module that can be imported"):
+        instrument("", "LLM.generate", role="rollout")
+
+
+def test_wrong_arguments_are_refused_before_anything_is_patched(name: str, framework: Any) -> None:
+    with pytest.raises(ConfigError, match="role"):
+        instrument(name, "load", role="")
+    assert not hasattr(framework.load, "__stepscope__")
+
+
+def test_a_wrong_name_does_not_break_the_import_it_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    guard.take()
+    handle = instrument(name, "Engine.genrate", role="rollout")
+    framework: Any = importlib.import_module(name)
+    assert framework.Engine().generate(1) == 2
+    assert not handle.installed
+    assert "did you mean 'Engine.generate'?" in caplog.text
+    assert f"instrument({name!r}, 'Engine.genrate')" in guard.take()
+    instrument(name, "Engine.generate", role="rollout")
+
+
+def test_the_frameworks_own_errors_pass_through(
+    name: str, framework: Any, config: ProfileConfig, stages: Stages
+) -> None:
+    instrument(name, "Engine.broken", role="rollout")
+    with capture(1, config=config), pytest.raises(ValueError, match="theirs"):
+        framework.Engine().broken()
+    assert stages() == [("rollout", "broken")]
+
+
+def test_wrapt_is_imported_only_by_instrument() -> None:
+    code = """
+import sys, stepscope
+assert "wrapt" not in sys.modules
+stepscope.instrument("json", "dumps", role="env")
+assert "wrapt" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
