@@ -108,6 +108,7 @@ def test_steps_have_friendly_spellings(written: object, selected: set[int]) -> N
         ("soon", r'steps is \'soon\'.*write it like 7, "10:50:10" or "every:50"'),
         ("2,,3", r"steps is ''"),
         ("²", r"steps is '²'"),
+        ("9" * 5000, r"steps is '999"),
         (True, r"steps is True"),
         ([False], r"steps is False"),
         (1.5, r"steps is 1.5"),

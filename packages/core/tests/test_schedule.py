@@ -54,6 +54,10 @@ def test_in_a_world_of_one_an_unknown_rank_is_0() -> None:
     assert (decision.record, decision.reason) == (True, "rank 0 is in roles.actor.ranks [0, 8]")
 
 
+def test_a_known_rank_is_kept_in_a_world_of_one() -> None:
+    assert not decide(CONFIG, step=2, role="actor", rank=3, world_size=1).record
+
+
 def test_the_same_arguments_decide_the_same() -> None:
     assert decide(CONFIG, step=2, role="actor", rank=8) == decide(CONFIG, step=2, role="actor", rank=8)
 

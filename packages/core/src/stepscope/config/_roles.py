@@ -26,7 +26,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
     Raises:
         ConfigError: anything else; an empty list, which other tools read as rank 0, as all ranks, or as none.
     """
-    if value == "all" or value == "first":
+    if isinstance(value, str) and value in ("all", "first"):
         return "all" if value == "all" else "first"
     items = items_of(value)
     ranks = tuple(_rank(item, field) for item in ([value] if items is None else items))
@@ -71,7 +71,7 @@ def hides(earlier: str, later: str) -> bool:
 
 def _rank(item: object, field: str) -> int:
     if isinstance(item, str):
-        if not re.fullmatch("[0-9]+", item):
+        if not re.fullmatch("[0-9]{1,18}", item):
             near = closest(item, ("all", "first"))
             fix = f"did you mean {near!r}?" if near else "write all, first or [0, 8]"
             raise ConfigError(field, item, _RANKS, fix)

@@ -13,8 +13,9 @@ from stepscope.config._section import items_of
 from stepscope.errors import ConfigError
 
 _ALLOWED = 'step numbers from 0, ranges "start:stop:stride" (stop itself is not captured), or "every:50"'
-_EVERY = re.compile(r"every:([0-9]+)")
-_SLICE = re.compile(r"([0-9]+)(?:(:)([0-9]*)(?::([0-9]*))?)?")
+# Eighteen digits fit into 64 bits.
+_EVERY = re.compile(r"every:([0-9]{1,18})")
+_SLICE = re.compile(r"([0-9]{1,18})(?:(:)([0-9]{0,18})(?::([0-9]{0,18}))?)?")
 
 
 class StepRange(msgspec.Struct, frozen=True):

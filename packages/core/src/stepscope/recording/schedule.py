@@ -25,8 +25,8 @@ def decide(
 ) -> Decision:
     """Whether the profiler records the process with `role` and `rank` (None: unknown) at `step`.
 
-    In a world of one the rank is 0, known or not. `first` asks for rank 0; a process whose rank is unknown
-    cannot be told from the first one and records.
+    `first` asks for rank 0. A process whose rank is unknown cannot be told from the first one and records; in
+    a world of one its rank is 0.
     """
     if not config.selects(step):
         return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
@@ -34,7 +34,9 @@ def decide(
     if found is None:
         return Decision(record=False, reason=f"no pattern in roles matches role {role!r}", spans=True)
     pattern, settings = found
-    record, reason = _by_rank(f"roles.{pattern}", settings, 0 if world_size == 1 else rank)
+    if rank is None and world_size == 1:
+        rank = 0
+    record, reason = _by_rank(f"roles.{pattern}", settings, rank)
     return Decision(record=record, reason=reason, spans=True)
 
 
@@ -79,14 +81,10 @@ def _by_rank(at: str, role: RoleConfig, rank: int | None) -> tuple[bool, str]:
         return True, f"{at} selects all ranks"
     if role.ranks == "first":
         return _is_first(at, rank)
-    asked = f"{at}.ranks {list(role.ranks)}"
     if rank is None:
         return False, f"rank is unknown and {at}.ranks asks for {list(role.ranks)}"
-    return (
-        (True, f"rank {rank} is in {asked}")
-        if rank in role.ranks
-        else (False, f"rank {rank} is not in {asked}")
-    )
+    listed = rank in role.ranks
+    return listed, f"rank {rank} is {'in' if listed else 'not in'} {at}.ranks {list(role.ranks)}"
 
 
 def _is_first(at: str, rank: int | None) -> tuple[bool, str]:
