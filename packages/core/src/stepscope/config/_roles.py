@@ -120,14 +120,6 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     extra: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
     """Passed through to the engine after a check that its own signature knows every key."""
 
-    @property
-    def start(self) -> int:
-        return self.iterations.start
-
-    @property
-    def count(self) -> int | None:
-        return self.iterations.count
-
     if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
 
         def __init__(

@@ -119,9 +119,10 @@ class EngineGroup:
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         found = self._config.role(ROLE)
         role = found[1] if found else RoleConfig()
-        torch, replica = self._config.torch, _number(profiler)
+        torch, window, replica = self._config.torch, role.engine.iterations, _number(profiler)
         return EngineCapture(
             step=self._step,
+            run_id=self._ledger.part.run_id,
             out_dir=os.path.abspath(self._layout.engine_dir(replica)),
             step_dir=os.path.abspath(self._layout.root),
             name=self._name,
@@ -130,7 +131,7 @@ class EngineGroup:
             with_stack=torch.with_stack,
             record_shapes=torch.record_shapes,
             profile_memory=torch.profile_memory,
-            iterations=Iterations(start=role.engine.start, count=role.engine.count),
+            iterations=Iterations(start=window.start, count=window.count),
             by_stage=role.engine.by_stage,
             merge=role.engine.merge,
             ranks=None if isinstance(role.ranks, str) else role.ranks,

@@ -50,7 +50,9 @@ class Session:
         self.capture_id = capture_id
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
-        self.decision = schedule.decide_process(config, step=step, roles=roles, rank=process.rank)
+        self.decision = schedule.decide_process(
+            config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
+        )
         part = ProcessPart(
             run_id=run_id,
             step=step,
@@ -90,12 +92,21 @@ class Session:
         """
         began = time.monotonic_ns()
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
+        self._say_unreachable_ranks()
         if self.decision.record:
             self._windows = self._make_windows()
         else:
             self.ledger.skip(f"{self.config.tool} trace", self.decision.reason)
         self.ledger.spend(start_ns=time.monotonic_ns() - began)
         self.ledger.write()
+
+    def _say_unreachable_ranks(self) -> None:
+        """Ranks that the configuration asks for and that nobody has; rank 0 says it for all."""
+        process = self.process
+        if process.rank != 0 or process.world_size is None:
+            return
+        for rank in schedule.unreachable_ranks(self.config, process.role, process.world_size):
+            self.ledger.skip(f"{process.role} rank {rank}", f"no such rank: world_size is {process.world_size}")
 
     def _make_windows(self) -> Windows | None:
         try:
