@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stepscope.errors import RecordError
+from stepscope.report import report_step
+from stepscope.report.text import render
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import Timeline, load_step
 
@@ -189,3 +193,6 @@ def test_no_damage_to_the_files_is_an_exception(tmp_path: Path, seed: int) -> No
         target.write_bytes(data)
     timeline = load_step(path)
     assert "step" in stages(timeline)
+    report = report_step(timeline)
+    assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.total_ns
+    Console(file=StringIO(), width=100).print(render(report))

@@ -123,6 +123,10 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """None: no process left its part."""
     problems: tuple[FileProblem, ...] = ()
 
+    def since_opening_ns(self, span: Span) -> int | None:
+        """When the span began, after the capture opened. None where its process is unaligned."""
+        return span.start_ns - self.window.start_ns if self.processes[span.process].aligned else None
+
     def until_ns(self, span: Span) -> int:
         """When the span ended; where that is not known, its process' last sign of life."""
         return self.processes[span.process].last_ns if span.end_ns is None else span.end_ns

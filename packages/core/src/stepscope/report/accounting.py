@@ -1,0 +1,184 @@
+"""Whose is each instant: nested, concurrent intervals become shares of the wall clock that add up exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+Label: TypeAlias = tuple[str, str]
+"""(role, stage)."""
+Mask: TypeAlias = int
+"""A set of bits, one for each kind of interval."""
+
+
+class Interval(NamedTuple):
+    start_ns: int
+    end_ns: int
+    above: int | None
+    """Index of the interval it ran below. Chains of these have no cycles."""
+    bit: int
+    """Its kind."""
+
+
+class Shares(msgspec.Struct):
+    """How a stretch of time divides. `sum(wall_ns.values()) + idle_ns` is its length, to the nanosecond."""
+
+    wall_ns: Counter[Label]
+    """What is billed to each."""
+    alone_ns: Counter[Label]
+    """Of that, the time that it was billed alone."""
+    active_ns: Counter[Label]
+    """When it was a leaf at all, whoever was billed."""
+    together_ns: Counter[tuple[Label, ...]]
+    """Time by all that were billed at once, two or more of them."""
+    idle_ns: int
+    """When there was no interval."""
+
+
+def divide(
+    intervals: Sequence[Interval],
+    start_ns: int,
+    end_ns: int,
+    *,
+    labels: Sequence[Label],
+    tiers: Sequence[int],
+) -> Shares:
+    """Divides the time from `start_ns` to `end_ns`.
+
+    At each instant the leaves count: running intervals with nothing running below them. Of these, the ones of
+    the lowest tier; the instant is split equally among their labels. What a division leaves, some ns, goes to
+    the first ones by name.
+
+    Args:
+        intervals: Open ones end at a time that the caller chose.
+        start_ns: Inclusive.
+        end_ns: Exclusive.
+        labels: By bit. Several bits may have one label.
+        tiers: By bit.
+    """
+    shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
+    billed: Counter[tuple[Label, ...]] = Counter()
+    for mask, ns in sweep(intervals, start_ns, end_ns).items():
+        bits = bits_of(mask)
+        if not bits:
+            shares.idle_ns += ns
+            continue
+        for label in {labels[bit] for bit in bits}:
+            shares.active_ns[label] += ns
+        tier = min(tiers[bit] for bit in bits)
+        billed[tuple(sorted({labels[bit] for bit in bits if tiers[bit] == tier}))] += ns
+    for together, ns in billed.items():
+        each, rest = divmod(ns, len(together))
+        for place, label in enumerate(together):
+            shares.wall_ns[label] += each + (place < rest)
+        if len(together) == 1:
+            shares.alone_ns[together[0]] += ns
+        else:
+            shares.together_ns[together] += ns
+    return shares
+
+
+def bits_of(mask: Mask) -> list[int]:
+    """The bits that are set, ascending."""
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+def sweep(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Mapping[Mask, int]:
+    """Time by the set of kinds that had a leaf; with the empty set it is `end_ns - start_ns`. O(n log n)."""
+    events: list[tuple[int, int]] = []
+    for index, interval in enumerate(intervals):
+        opens_ns, closes_ns = max(interval.start_ns, start_ns), min(interval.end_ns, end_ns)
+        if opens_ns < closes_ns:
+            events += ((opens_ns, index), (closes_ns, ~index))
+    events.sort()
+    leaves, total, at_ns = _Leaves(intervals), Counter[Mask](), start_ns
+    for time_ns, event in events:
+        if time_ns > at_ns:
+            total[leaves.mask] += time_ns - at_ns
+            at_ns = time_ns
+        if event >= 0:
+            leaves.open(event)
+        else:
+            leaves.close(~event)
+    if end_ns > at_ns:
+        total[leaves.mask] += end_ns - at_ns
+    return total
+
+
+class _Leaves:
+    """Which kinds have a leaf now. An interval is alive while it, or anything below it, runs."""
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self.mask: Mask = 0
+        self._intervals = intervals
+        self._runs = bytearray(len(intervals))
+        self._alive = [0] * len(intervals)
+        """1 for itself while it runs, and 1 for each interval directly below it that is alive."""
+        self._count: Counter[int] = Counter()
+
+    def open(self, index: int) -> None:
+        self._runs[index] = 1
+        self._alive[index] += 1
+        if self._alive[index] > 1:
+            return  # something below it came first
+        self._gain(index)
+        above = self._intervals[index].above
+        while above is not None:
+            self._alive[above] += 1
+            if self._alive[above] > 1:
+                if self._runs[above] and self._alive[above] == 2:
+                    self._lose(above)
+                return
+            above = self._intervals[above].above
+
+    def close(self, index: int) -> None:
+        self._runs[index] = 0
+        self._alive[index] -= 1
+        if self._alive[index]:
+            return  # something below it goes on
+        self._lose(index)
+        above = self._intervals[index].above
+        while above is not None:
+            self._alive[above] -= 1
+            if self._alive[above]:
+                if self._runs[above] and self._alive[above] == 1:
+                    self._gain(above)
+                return
+            above = self._intervals[above].above
+
+    def _gain(self, index: int) -> None:
+        bit = self._intervals[index].bit
+        self._count[bit] += 1
+        self.mask |= 1 << bit
+
+    def _lose(self, index: int) -> None:
+        bit = self._intervals[index].bit
+        self._count[bit] -= 1
+        if not self._count[bit]:
+            self.mask ^= 1 << bit
+
+
+def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
+    """Time covered by at least one of the (start, end) pairs."""
+    covered, until_ns = 0, None
+    for start_ns, end_ns in sorted(intervals):
+        if until_ns is None or start_ns > until_ns:
+            covered += end_ns - start_ns
+            until_ns = end_ns
+        elif end_ns > until_ns:
+            covered += end_ns - until_ns
+            until_ns = end_ns
+    return covered
+
+
+def rank_of(percent: int, count: int) -> int:
+    """The index of a percentile among `count` ascending values (nearest rank: it is one of the values)."""
+    return max(0, -(-count * percent // 100) - 1)

@@ -1,0 +1,57 @@
+"""Numbers and names as they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+
+_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def duration(ns: int | None) -> str:
+    """Three digits and a unit: `1.23 s`, `456 ms`, `78.9 us`, `5 ns`, `0`; `-` where it is not known."""
+    if ns is None:
+        return "-"
+    for size, unit in _UNITS:
+        if abs(ns) >= size:
+            value = ns / size
+            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+            return f"{value:.{digits}f} {unit}"
+    return f"{ns} ns" if ns else "0"
+
+
+def percents(parts: Sequence[int], total: int) -> list[str]:
+    """Each part's percentage with one decimal, so rounded that all parts of a total add up to 100.0."""
+    if total <= 0:
+        return ["-"] * len(parts)
+    tenths = [part * 1000 // total for part in parts]
+    missing = sum(parts) * 1000 // total - sum(tenths)
+    lost = sorted(range(len(parts)), key=lambda at: -(parts[at] * 1000 % total))
+    for at in lost[:missing]:
+        tenths[at] += 1
+    return [f"{tenth // 10}.{tenth % 10}" for tenth in tenths]
+
+
+def moment(unix_ns: int) -> str:
+    """`2025-06-15 15:06:40 UTC`."""
+    try:
+        return f"{_EPOCH + timedelta(microseconds=unix_ns // 1000):%Y-%m-%d %H:%M:%S} UTC"
+    except OverflowError:  # beyond the year 9999: a damaged file
+        return f"{unix_ns} ns after 1970"
+
+
+def plain(text: str) -> str:
+    """`text` without control characters: names come from files, and terminals obey what they are sent."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def turn(trajectory: str | None, index: int | None) -> str:
+    """`math-17 turn 3`."""
+    return (trajectory or "") + ("" if index is None else f" turn {index}")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 span`, `2,345 spans`, `3 processes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"

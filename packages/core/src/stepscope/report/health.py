@@ -1,0 +1,159 @@
+"""How far to trust a report: what is missing, dropped, open or broken, how sure the clocks are, the cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from stepscope.files.manifest import OwnCost, State
+from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
+
+
+class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One span that stands out: it failed, or it never ended."""
+
+    process: str
+    role: str
+    stage: str
+    start_ns: int | None
+    """After the capture opened. None: its process is unaligned."""
+    wall_ns: int
+    """Up to the last sign of life, if it never ended."""
+    trajectory: str | None
+    turn: int | None
+    error: str | None
+
+
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: what it left, how its clock was aligned, what being profiled cost it."""
+
+    name: str
+    host: str
+    pid: int
+    owner: bool
+    closed: bool
+    """False: it never closed its capture."""
+    spans: int
+    dropped: int | None
+    """None: it did not live to say."""
+    clock: ProcessClock
+    cost: OwnCost | None
+
+
+class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans recorded in this step that are another step's work (asynchronous RL)."""
+
+    step: int
+    spans: int
+    total_ns: int
+    policy_versions: tuple[int, ...]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    state: State | None
+    """Of the manifest. None: no process left its part."""
+    missing: tuple[str, ...]
+    """One line for each thing that was promised and is missing, partial or failed, with its reason."""
+    skipped: tuple[str, ...]
+    """One line for each thing that was not recorded on purpose, with its reason."""
+    user_error: str | None
+    """The user's exception that ended the capture."""
+    broken: tuple[FileProblem, ...]
+    dropped: int
+    """Spans that were not written, in all processes that lived to say so."""
+    open_spans: tuple[SpanRow, ...]
+    errors: tuple[SpanRow, ...]
+    other_steps: tuple[OtherStep, ...]
+    processes: tuple[ProcessRow, ...]
+    complete: bool
+    """Nothing is missing, partial, failed, dropped, broken or unaligned; every process closed its capture."""
+
+
+def check_health(timeline: Timeline) -> Health:
+    manifest = timeline.manifest
+    missing = () if manifest is None else tuple(manifest.problems())
+    dropped = sum(process.dropped or 0 for process in timeline.processes)
+    sound = all(process.aligned and process.closed_ns is not None for process in timeline.processes)
+    state = None if manifest is None else manifest.state
+    return Health(
+        state=state,
+        missing=missing,
+        skipped=_skipped(timeline),
+        user_error=_user_error(timeline),
+        broken=timeline.problems,
+        dropped=dropped,
+        open_spans=_rows(timeline, (span for span in timeline.spans if span.end_ns is None)),
+        errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
+        other_steps=_other_steps(timeline),
+        processes=_processes(timeline),
+        complete=state in ("ok", "skipped")
+        and sound
+        and not (dropped or timeline.problems)
+        and timeline.window.opened,
+    )
+
+
+def _skipped(timeline: Timeline) -> tuple[str, ...]:
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    return tuple(
+        f"{part.process.key}: {item.name}: {item.reason}"
+        for part in parts
+        for item in part.expected
+        if item.state == "skipped"
+    )
+
+
+def _user_error(timeline: Timeline) -> str | None:
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    return next((part.error for part in parts if part.error is not None), None)
+
+
+def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
+    return tuple(
+        SpanRow(
+            process=timeline.processes[span.process].name,
+            role=span.role,
+            stage=span.stage,
+            start_ns=timeline.since_opening_ns(span),
+            wall_ns=timeline.until_ns(span) - span.start_ns,
+            trajectory=span.trajectory,
+            turn=span.turn,
+            error=span.error,
+        )
+        for span in spans
+    )
+
+
+def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
+    found: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.step != timeline.step:
+            found[span.step].append(span)
+    return tuple(
+        OtherStep(
+            step=step,
+            spans=len(spans),
+            total_ns=sum(span.dur_ns or 0 for span in spans),
+            policy_versions=tuple(sorted({v for span in spans if (v := span.policy_version) is not None})),
+        )
+        for step, spans in sorted(found.items())
+    )
+
+
+def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
+    return tuple(
+        ProcessRow(
+            name=process.name,
+            host=process.info.host,
+            pid=process.info.pid,
+            owner=process.owner,
+            closed=process.closed_ns is not None,
+            spans=process.spans,
+            dropped=process.dropped,
+            clock=process.clock,
+            cost=process.cost,
+        )
+        for process in timeline.processes
+    )

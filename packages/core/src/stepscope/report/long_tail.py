@@ -1,0 +1,149 @@
+"""Which trajectories held the step up, and what they waited for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepscope.report.accounting import Label, rank_of
+from stepscope.report.breakdown import divide_spans
+from stepscope.timeline import Span, Timeline
+
+WORST = 10
+
+
+class Extreme(msgspec.Struct, frozen=True, kw_only=True):
+    """A time, and whose it is."""
+
+    ns: int
+    trajectory: str | None
+    turn: int | None
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How the times of one stage inside trajectories are spread. Each percentile is some span's own time."""
+
+    role: str
+    stage: str
+    calls: int
+    p50_ns: int
+    p90_ns: int
+    p99: Extreme
+    max: Extreme
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trajectory did or waited for, and for how long."""
+
+    role: str
+    stage: str
+    wall_ns: int
+
+
+class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    trajectory: str
+    wall_ns: int
+    """Up to the last sign of life, if it is open."""
+    open: bool
+    """It was never seen to end."""
+    start_ns: int | None
+    """After the capture opened. None: its process is unaligned."""
+    waits: tuple[Wait, ...]
+    """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
+
+
+class LongTail(msgspec.Struct, frozen=True, kw_only=True):
+    trajectories: int
+    """Spans of stage `trajectory` that ended."""
+    open: int
+    """Those that were never seen to end."""
+    spreads: tuple[Spread, ...]
+    """Trajectories, turns, then what runs in them, the longest in sum first."""
+    last: int
+    """How many trajectories are the last tenth to end: a tenth of them, rounded up."""
+    held_ns: int | None
+    """From the end of the others to the end of the last tenth. None with fewer than two trajectories."""
+    rollout_ns: int | None
+    """From the first trajectory's start to the last one's end."""
+    worst: tuple[SlowTrajectory, ...]
+
+
+def find_long_tail(timeline: Timeline) -> LongTail | None:
+    """None when the step has no span that belongs to a trajectory."""
+    members: dict[str, list[int]] = defaultdict(list)
+    kinds: dict[Label, list[Span]] = defaultdict(list)
+    for index, span in enumerate(timeline.spans):
+        if span.trajectory is not None:
+            members[span.trajectory].append(index)
+            if span.dur_ns is not None:
+                kinds[span.role, span.stage].append(span)
+    if not members:
+        return None
+    roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
+    ended = [timeline.spans[index] for index in roots if timeline.spans[index].end_ns is not None]
+    last, held_ns, rollout_ns = _held(ended)
+    return LongTail(
+        trajectories=len(ended),
+        open=len(roots) - len(ended),
+        spreads=_spreads(kinds),
+        last=last,
+        held_ns=held_ns,
+        rollout_ns=rollout_ns,
+        worst=tuple(_slow(timeline, index, members) for index in _worst(timeline, roots)),
+    )
+
+
+def _spreads(kinds: Mapping[Label, Sequence[Span]]) -> tuple[Spread, ...]:
+    order = {"trajectory": 0, "turn": 1}
+    total_ns = {label: sum(span.dur_ns or 0 for span in spans) for label, spans in kinds.items()}
+    labels = sorted(kinds, key=lambda label: (order.get(label[1], 2), -total_ns[label], label))
+    return tuple(_spread(label, sorted(kinds[label], key=lambda span: span.dur_ns or 0)) for label in labels)
+
+
+def _spread(label: Label, ascending: Sequence[Span]) -> Spread:
+    p50, p90, p99, longest = (
+        _extreme(ascending[rank_of(percent, len(ascending))]) for percent in (50, 90, 99, 100)
+    )
+    role, stage = label
+    return Spread(
+        role=role, stage=stage, calls=len(ascending), p50_ns=p50.ns, p90_ns=p90.ns, p99=p99, max=longest
+    )
+
+
+def _extreme(span: Span) -> Extreme:
+    return Extreme(ns=span.dur_ns or 0, trajectory=span.trajectory, turn=span.turn)
+
+
+def _held(ended: Sequence[Span]) -> tuple[int, int | None, int | None]:
+    """(how many are the last tenth, how long they held the others, the whole rollout)."""
+    if not ended:
+        return 0, None, None
+    ends = sorted(span.end_ns or 0 for span in ended)
+    last = -(-len(ends) // 10)
+    held_ns = ends[-1] - ends[-last - 1] if len(ends) > 1 else None
+    return last, held_ns, ends[-1] - min(span.start_ns for span in ended)
+
+
+def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
+    def wall_ns(index: int) -> int:
+        span = timeline.spans[index]
+        return timeline.until_ns(span) - span.start_ns
+
+    return sorted(roots, key=lambda index: (-wall_ns(index), index))[:WORST]
+
+
+def _slow(timeline: Timeline, root: int, members: Mapping[str, list[int]]) -> SlowTrajectory:
+    span = timeline.spans[root]
+    until_ns = timeline.until_ns(span)
+    name = span.trajectory or ""
+    shares = divide_spans(timeline, members[name], span.start_ns, until_ns)
+    waits = [Wait(role=role, stage=stage, wall_ns=ns) for (role, stage), ns in shares.wall_ns.most_common()]
+    return SlowTrajectory(
+        trajectory=name,
+        wall_ns=until_ns - span.start_ns,
+        open=span.end_ns is None,
+        start_ns=timeline.since_opening_ns(span),
+        waits=tuple(waits),
+    )

@@ -1,0 +1,90 @@
+"""How long each stage took, call by call, and how evenly over the processes that ran it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.timeline import Span, Timeline
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """One process' part in a stage."""
+
+    process: str
+    rank: int | None
+    calls: int
+    busy_ns: int
+    """When at least one call ran. Calls that run at once in one process count once."""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of one stage in one role. Times of calls are None when none has ended."""
+
+    role: str
+    stage: str
+    calls: int
+    """Spans that ended."""
+    open: int
+    """Spans never seen to end: in no time here but that of `processes`, up to the last sign of life."""
+    errors: int
+    total_ns: int
+    mean_ns: int | None
+    p50_ns: int | None
+    max_ns: int | None
+    processes: tuple[Share, ...]
+    imbalance: float | None
+    """The busiest process over the median one. None for one process, and where the median is 0."""
+    slowest: str | None
+    """The busiest process. None for one process."""
+
+
+def time_stages(timeline: Timeline) -> tuple[Stage, ...]:
+    """Every role's stages, the longest total first."""
+    spans: dict[Label, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        spans[span.role, span.stage].append(span)
+    found = [_stage(timeline, label, mine) for label, mine in spans.items()]
+    return tuple(sorted(found, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
+
+
+def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
+    times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
+    shares = _shares(timeline, spans)
+    busiest = max(shares, key=lambda share: share.busy_ns)
+    median = statistics.median_low(share.busy_ns for share in shares)
+    several = len(shares) > 1
+    return Stage(
+        role=label[0],
+        stage=label[1],
+        calls=len(times),
+        open=len(spans) - len(times),
+        errors=sum(span.error is not None for span in spans),
+        total_ns=sum(times),
+        mean_ns=sum(times) // len(times) if times else None,
+        p50_ns=times[rank_of(50, len(times))] if times else None,
+        max_ns=times[-1] if times else None,
+        processes=shares,
+        imbalance=round(busiest.busy_ns / median, 3) if several and median else None,
+        slowest=busiest.process if several else None,
+    )
+
+
+def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
+    """By process, in the timeline's order."""
+    mine: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        mine[span.process].append(span)
+    return tuple(
+        Share(
+            process=timeline.processes[process].name,
+            rank=timeline.processes[process].info.rank,
+            calls=sum(span.dur_ns is not None for span in mine[process]),
+            busy_ns=union_ns([(span.start_ns, timeline.until_ns(span)) for span in mine[process]]),
+        )
+        for process in sorted(mine)
+    )

@@ -1,0 +1,191 @@
+"""A step's report as tables for a terminal: 100 columns are enough, and nothing is said by colour alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from stepscope.report.accounting import Label
+from stepscope.report.breakdown import Breakdown
+from stepscope.report.figures import duration, moment, percents, plain, turn
+from stepscope.report.health_text import trust
+from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
+from stepscope.report.stages import Stage
+from stepscope.report.step import StepReport
+from stepscope.report.tables import LISTED, table
+
+SIDE_BY_SIDE = 8
+"""Processes that have a column each; more are summed up."""
+
+
+def render(report: StepReport) -> Group:
+    """All tables of one step."""
+    return Group(*_sections(report))
+
+
+def _sections(report: StepReport) -> Iterator[RenderableType]:
+    yield _head(report)
+    yield _breakdown(report.breakdown)
+    if report.breakdown.overlaps:
+        yield _overlaps(report.breakdown)
+    if report.stages:
+        yield _stages(report.stages)
+    yield from _by_process(report.stages)
+    if report.long_tail is not None:
+        yield from _long_tail(report.long_tail)
+    yield from trust(report.health)
+
+
+def _head(report: StepReport) -> Text:
+    took = duration(report.breakdown.total_ns)
+    said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
+    others = [plain(run) for run in report.runs if run != report.run_id]
+    if others:
+        said += f"\nOther runs wrote into this folder, see --run: {', '.join(others)}"
+    return Text(said, style="bold")
+
+
+def _breakdown(breakdown: Breakdown) -> RenderableType:
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.total_ns)
+    rows: list[Sequence[str]] = []
+    for line, share in zip(breakdown.lines, shares, strict=True):
+        wall = duration(line.wall_ns)
+        if line.kind == "stage":
+            rows.append(
+                (
+                    line.role or "",
+                    line.stage or "",
+                    wall,
+                    share,
+                    duration(line.alone_ns),
+                    duration(line.active_ns),
+                )
+            )
+        else:
+            rows.append(("", line.kind, wall, share, "", ""))
+    rows.append(
+        (
+            "",
+            "total",
+            duration(breakdown.total_ns),
+            *percents([breakdown.total_ns], breakdown.total_ns),
+            "",
+            "",
+        )
+    )
+    note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    if breakdown.left_out:
+        note += f"\nNot in here, because their clocks are unaligned: {plain(', '.join(breakdown.left_out))}"
+    return table("Where it went", ("role", "stage", ">wall", ">%", ">alone", ">active"), rows, note)
+
+
+def _overlaps(breakdown: Breakdown) -> RenderableType:
+    longest = breakdown.overlaps[: LISTED // 2]
+    shares = percents([overlap.wall_ns for overlap in longest], breakdown.total_ns)
+    rows = [
+        (duration(overlap.wall_ns), share, " + ".join(map(_label, overlap.stages)))
+        for overlap, share in zip(longest, shares, strict=True)
+    ]
+    rest = breakdown.overlaps[len(longest) :]
+    if rest:
+        rows.append(
+            (duration(sum(overlap.wall_ns for overlap in rest)), "", f"{len(rest)} other combinations")
+        )
+    return table("At the same time (split equally above)", (">wall", ">%", "stages"), rows)
+
+
+def _stages(stages: Sequence[Stage]) -> RenderableType:
+    extra = [name for name in ("open", "errors") if any(getattr(stage, name) for stage in stages)]
+    rows = [
+        (
+            stage.role, stage.stage, f"{stage.calls:,}", *(str(getattr(stage, name) or "") for name in extra),
+            duration(stage.total_ns), duration(stage.mean_ns), duration(stage.p50_ns), duration(stage.max_ns),
+        )
+        for stage in stages
+    ]  # fmt: skip
+    columns = ("role", "stage", ">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
+    return table(
+        "Calls", columns, rows, "The total is a sum over calls: of concurrent ones it exceeds the step."
+    )
+
+
+def _by_process(stages: Sequence[Stage]) -> Iterator[RenderableType]:
+    """For each role that several processes have: when each was busy, side by side."""
+    roles: dict[str, list[Stage]] = defaultdict(list)
+    for stage in stages:
+        if len(stage.processes) > 1:
+            roles[stage.role].append(stage)
+    for role, mine in roles.items():
+        names = dict.fromkeys(share.process for stage in mine for share in stage.processes)
+        title = f"Busy time by process: {plain(role)}"
+        if len(names) <= SIDE_BY_SIDE:
+            yield table(
+                title,
+                ("stage", *(f">{name}" for name in names), ">max/median"),
+                [_each(s, names) for s in mine],
+            )
+        else:
+            yield table(
+                title,
+                ("stage", ">processes", ">min", ">median", ">max", ">max/median", "slowest"),
+                map(_summed, mine),
+            )
+
+
+def _each(stage: Stage, names: dict[str, None]) -> list[str]:
+    busy = {share.process: share.busy_ns for share in stage.processes}
+    return [stage.stage, *(duration(busy.get(name)) for name in names), _ratio(stage.imbalance)]
+
+
+def _summed(stage: Stage) -> list[str]:
+    busy = sorted(share.busy_ns for share in stage.processes)
+    spread = (busy[0], statistics.median_low(busy), busy[-1])
+    return [stage.stage, str(len(busy)), *map(duration, spread), _ratio(stage.imbalance), stage.slowest or ""]
+
+
+def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
+    rows = [
+        (
+            spread.role, spread.stage, f"{spread.calls:,}", duration(spread.p50_ns), duration(spread.p90_ns),
+            duration(spread.p99.ns), duration(spread.max.ns), _whose(spread.p99), _whose(spread.max),
+        )
+        for spread in tail.spreads
+    ]  # fmt: skip
+    columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
+    yield table("Long tail", columns, rows, _held(tail))
+    if tail.worst:
+        yield table(
+            "Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), map(_slow, tail.worst)
+        )
+
+
+def _held(tail: LongTail) -> str:
+    if tail.held_ns is None or tail.rollout_ns is None:
+        return ""
+    (share,) = percents([tail.held_ns], tail.rollout_ns)
+    return (
+        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
+        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end."
+    )
+
+
+def _slow(slow: SlowTrajectory) -> tuple[str, str, str, str]:
+    took = duration(slow.wall_ns) + (" (open)" if slow.open else "")
+    waits = ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
+    return slow.trajectory, took, duration(slow.start_ns), waits
+
+
+def _whose(extreme: Extreme) -> str:
+    return turn(extreme.trajectory, extreme.turn)
+
+
+def _label(label: Label) -> str:
+    return " ".join(label)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import time
+from io import StringIO
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from stepscope.report import StepReport, find_long_tail, report_step, time_stages
+from stepscope.report.figures import duration, moment, percents, plain
+from stepscope.report.text import render
+from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step
+
+MS = 1_000_000
+
+
+def printed(report: StepReport) -> str:
+    text = StringIO()
+    Console(file=text, width=100).print(render(report))
+    return text.getvalue()
+
+
+def rollout(tmp_path: Path, count: int = 20) -> StepFolder:
+    """Trajectory i runs from 0 to (i + 1) ms: 1 ms in the loop, the rest in its decode."""
+    folder = StepFolder(tmp_path)
+    driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    for index in range(count):
+        name, end_ns = f"t{index}", (index + 1) * MS
+        trajectory = driver.span("trajectory", 0, end_ns, role="agent_loop", trajectory=name)
+        turn = driver.span("turn", 0, end_ns, role="agent_loop", trajectory=name, turn=0, parent=trajectory)
+        if index:
+            replica.span("decode", MS, end_ns, trajectory=name, turn=0, link=driver.link(turn))
+    for process in folder.processes:
+        process.close(count * MS)
+    return folder
+
+
+def test_calls_are_counted_and_timed_by_stage(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for milliseconds in (1, 2, 3, 10):
+        driver.span("reward", 0, milliseconds * MS, error="ValueError" if milliseconds == 10 else None)
+    driver.span("reward", 0, None)
+    driver.close(20 * MS)
+    (stage,) = time_stages(load_step(folder.write()))
+    assert (stage.calls, stage.open, stage.errors) == (4, 1, 1)
+    assert (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns) == (16 * MS, 4 * MS, 2 * MS, 10 * MS)
+    assert (stage.imbalance, stage.slowest) == (None, None)
+
+
+def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    replica = folder.process("rollout", 0)
+    for start in (0, 1, 2):
+        replica.span("generate", start * MS, (start + 4) * MS)
+    replica.close(20 * MS)
+    (stage,) = time_stages(load_step(folder.write()))
+    assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, milliseconds in enumerate((10, 10, 15, 10)):
+        folder.process("actor", rank).span("update_policy", 0, milliseconds * MS)
+    (stage,) = time_stages(load_step(folder.write()))
+    assert (stage.slowest, stage.imbalance) == ("actor 2", 1.5)
+    assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == [
+        (0, 10),
+        (1, 10),
+        (2, 15),
+        (3, 10),
+    ]
+
+
+def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> None:
+    tail = find_long_tail(load_step(rollout(tmp_path).write()))
+    assert tail is not None
+    assert (tail.trajectories, tail.last, tail.held_ns, tail.rollout_ns) == (20, 2, 2 * MS, 20 * MS)
+
+
+def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
+    tail = find_long_tail(load_step(rollout(tmp_path, 100).write()))
+    assert tail is not None
+    assert [(spread.role, spread.stage) for spread in tail.spreads] == [
+        ("agent_loop", "trajectory"),
+        ("agent_loop", "turn"),
+        ("rollout", "decode"),
+    ]
+    whole = tail.spreads[0]
+    assert (whole.p50_ns, whole.p90_ns) == (50 * MS, 90 * MS)
+    assert (whole.p99.ns, whole.p99.trajectory, whole.max.trajectory) == (99 * MS, "t98", "t99")
+
+
+def test_the_slowest_trajectories_say_what_they_waited_for(tmp_path: Path) -> None:
+    tail = find_long_tail(load_step(rollout(tmp_path).write()))
+    assert tail is not None
+    assert [slow.trajectory for slow in tail.worst] == [f"t{index}" for index in range(19, 9, -1)]
+    worst = tail.worst[0]
+    assert [(wait.stage, wait.wall_ns // MS) for wait in worst.waits] == [("decode", 19), ("turn", 1)]
+    assert sum(wait.wall_ns for wait in worst.waits) == worst.wall_ns
+
+
+def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    folder.processes[0].span("trajectory", 5 * MS, None, role="agent_loop", trajectory="hung")
+    tail = find_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert tail.open == 1
+    hung = next(slow for slow in tail.worst if slow.trajectory == "hung")
+    assert (hung.open, hung.wall_ns) == (True, 15 * MS)
+
+
+def test_without_trajectories_there_is_no_long_tail(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).span("update", 0, MS)
+    assert find_long_tail(load_step(folder.write())) is None
+
+
+def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    for index in range(10_000):
+        name, at = f"t{index}", index * 1000
+        trajectory = driver.span("trajectory", at, at + 90 * MS, role="agent_loop", trajectory=name)
+        for turn in range(3):
+            begins = at + turn * 30 * MS
+            below = driver.span(
+                "turn", begins, begins + 29 * MS, parent=trajectory, trajectory=name, turn=turn
+            )
+            link = driver.link(below)
+            replica.span("prefill", begins + MS, begins + 2 * MS, link=link, trajectory=name, turn=turn)
+            replica.span("decode", begins + 2 * MS, begins + 28 * MS, link=link, trajectory=name, turn=turn)
+    for process in folder.processes:
+        process.close(200 * MS)
+    path = folder.write()
+    began = time.monotonic()
+    report = report_step(load_step(path))
+    took = time.monotonic() - began
+    assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.total_ns
+    assert took < 20, f"100,000 spans took {took:.1f} s; 2 to 3 s are usual"
+
+
+@given(st.lists(st.integers(0, 10**15), min_size=1))
+def test_percentages_of_a_whole_add_up_to_100(parts: list[int]) -> None:
+    printed = percents(parts, sum(parts))
+    if sum(parts):
+        assert sum(int(percent.replace(".", "")) for percent in printed) == 1000
+    else:
+        assert set(printed) == {"-"}
+
+
+def test_durations_have_three_digits_and_a_unit() -> None:
+    times = [None, 0, 5, 1_500, 78_900, 456 * MS, 1_234 * MS, 12_345 * MS, 1_234_567 * MS, -11_560 * MS]
+    assert [duration(ns) for ns in times] == [
+        "-", "0", "5 ns", "1.50 us", "78.9 us", "456 ms", "1.23 s", "12.3 s", "1235 s", "-11.6 s",
+    ]  # fmt: skip
+
+
+def test_names_from_files_cannot_command_a_terminal() -> None:
+    assert plain("\x1b[31mred\x07\nline") == "\\x1b[31mred\\x07\\nline"
+    assert plain("Größe 大") == "Größe 大"
+
+
+def test_a_moment_beyond_the_calendar_is_still_printed() -> None:
+    assert moment(1_750_000_000 * 1_000_000_000) == "2025-06-15 15:06:40 UTC"
+    assert moment(10**25) == "10000000000000000000000000 ns after 1970"
+
+
+def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colour(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    for rank in range(12):
+        folder.process("actor", rank, host="a-host-with-a-rather-long-name").span(
+            "a_stage_with_quite_a_long_name[bold]", 0, 5 * MS
+        )
+    text = printed(report_step(load_step(folder.write())))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    for said in (
+        "Where it went",
+        "unaccounted",
+        "profiler",
+        "100.0",
+        "Long tail",
+        "Slowest trajectories",
+        "[bold]",
+    ):
+        assert said in text
+    assert "The others waited 2.00 ms for the last 2 of 20 trajectories" in text
+    assert "unaligned" in text
+
+
+def test_ranks_stand_side_by_side_up_to_eight_and_are_summed_up_beyond(tmp_path: Path) -> None:
+    for ranks, header in ((8, "actor 7"), (9, "slowest")):
+        folder = StepFolder(tmp_path / str(ranks))
+        for rank in range(ranks):
+            folder.process("actor", rank).span("update_policy", 0, (rank + 1) * MS)
+        text = printed(report_step(load_step(folder.write())))
+        line = next(line for line in text.splitlines() if "max/median" in line)
+        assert header in line
