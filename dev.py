@@ -46,7 +46,7 @@ VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
 # What pip prints when it fails, and what that means. The first that matches is shown.
 ADVICE = (
     (r"No space left|Errno 28", "the disk is full (3 GB are needed, 8 GB with the CUDA build of torch)"),
-    (r"No matching distribution found for torch", "there is no torch for this Python: use 3.10 to 3.14"),
+    (r"No matching distribution found for torch", "there is no such torch for this Python: use 3.10 to 3.14"),
     (
         r"ConnectionError|ConnectTimeout|ReadTimeout|NewConnection|name resolution|SSLError|ProxyError",
         "the package index cannot be reached: check the network, and proxy and index in `pip config list`",
@@ -109,11 +109,12 @@ class Environment:
     def build(self) -> None:
         usable = self.usable()
         check_disk(1 if usable else self.gigabytes)
-        say(f"setting up {self.folder.name}; the first time takes some minutes and {self.gigabytes:g} GB")
-        if not usable and sys.platform == "linux" and self.gigabytes > 1:
-            say(
-                "(6 GB if pip finds the CUDA build of torch; CONTRIBUTING.md says how it finds the CPU build)"
-            )
+        if usable:
+            say(f"updating {self.folder.name}")
+        else:
+            say(f"setting up {self.folder.name}: some minutes and {self.gigabytes:g} GB, once")
+            if sys.platform == "linux" and self.gigabytes > 1:
+                say("(6 GB with the CUDA build of torch; CONTRIBUTING.md says how pip finds the CPU build)")
         if not usable:
             check_venv_module()
         self.unfinished.touch()
