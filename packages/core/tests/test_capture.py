@@ -1,4 +1,4 @@
-"""capture(): opening, closing, and everything that can come between. Spans only; profilers have tests of their own."""
+"""capture(): opening, closing, and what can come between. Spans only: profilers have their own tests."""
 
 from __future__ import annotations
 
@@ -124,6 +124,11 @@ def test_the_bodys_exception_is_recorded_and_goes_on(config: ProfileConfig) -> N
     assert spans_of(config, 2)["update"].error == "KeyError: 'mine'"
 
 
+def _break_and_raise(monkeypatch: pytest.MonkeyPatch, session: object, broken: object) -> None:
+    monkeypatch.setattr(session, "close", broken)
+    raise KeyError("mine")
+
+
 def test_the_bodys_exception_wins_over_trouble_in_closing(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,9 +137,9 @@ def test_the_bodys_exception_wins_over_trouble_in_closing(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("ours")
 
-    with pytest.raises(KeyError, match="mine"), capture(2, config=config) as cap:
-        monkeypatch.setattr(cap._session, "close", broken)
-        raise KeyError("mine")
+    cap = capture(2, config=config)
+    with pytest.raises(KeyError, match="mine"), cap:
+        _break_and_raise(monkeypatch, cap._session, broken)
     assert "closing a capture failed" in caplog.text
 
 

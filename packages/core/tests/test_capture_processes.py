@@ -1,4 +1,4 @@
-"""A capture and the life of its process: killed, terminated, exiting, forking, spawning. Each case is a process of its own."""
+"""A capture and the life of its process: killed, terminated, exiting, forking, spawning."""
 
 from __future__ import annotations
 

@@ -139,14 +139,14 @@ def test_the_error_that_left_a_span_is_named_and_goes_on(log: SpanLog) -> None:
 
 
 def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -> None:
-    class Unprintable(Exception):
+    class UnprintableError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    with pytest.raises(Unprintable), spans.Span(log, "update"):
-        raise Unprintable
+    with pytest.raises(UnprintableError), spans.Span(log, "update"):
+        raise UnprintableError
     (span,) = closed(log)
-    assert span.error == "Unprintable"
+    assert span.error == "UnprintableError"
 
 
 def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:

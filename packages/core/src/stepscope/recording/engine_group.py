@@ -48,9 +48,15 @@ class EngineGroup:
     """All replicas of one capture. Every outcome is an expectation `replica N` in the owner's ledger."""
 
     def __init__(
-        self, profilers: Sequence[EngineProfiler], *, config: ProfileConfig, layout: StepLayout, ledger: Ledger,
-        step: int, name: str,
-    ) -> None:  # fmt: skip
+        self,
+        profilers: Sequence[EngineProfiler],
+        *,
+        config: ProfileConfig,
+        layout: StepLayout,
+        ledger: Ledger,
+        step: int,
+        name: str,
+    ) -> None:
         self._profilers = profilers
         self._config = config
         self._layout = layout

@@ -70,6 +70,6 @@ def load_fleet(workers: object) -> Fleet:
     raise ConfigError(
         "capture(workers=)",
         kind,
-        f"actor handles, a sequence of them in rank order, or a mapping of role to handles ({', '.join(names)})",
+        f"actor handles, a sequence of them in rank order, or {{role: handles}} ({', '.join(names)})",
         "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing",
     )

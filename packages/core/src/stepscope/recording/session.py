@@ -7,6 +7,7 @@ its reason.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,13 +21,16 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Absent, Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import AttrValue
-from stepscope.recording import clock, control, guard, schedule
+from stepscope.recording import clock, control, export, guard, schedule
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
 from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_LIBRARY = {"torch": "torch", "cuda_memory": "torch"}
+"""What a process must have imported for a tool to find anything in it."""
 
 
 class Session:
@@ -90,15 +94,29 @@ class Session:
         """The part of opening that may run on any thread: folders, files, the profiler library's one-off
         costs.
         """
+        if self.config.export.when == "deferred":
+            # What nobody has flushed since the last capture must not be written inside this one.
+            export.exporter().drain(self.config.budget.export_seconds)
         began = time.monotonic_ns()
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
         self._say_unreachable_ranks()
-        if self.decision.record:
+        reason = self._no_profiler()
+        if reason is None:
             self._windows = self._make_windows()
         else:
-            self.ledger.skip(f"{self.config.tool} trace", self.decision.reason)
+            self.ledger.skip(f"{self.config.tool} trace", reason)
         self.ledger.spend(start_ns=time.monotonic_ns() - began)
         self.ledger.write()
+
+    def _no_profiler(self) -> str | None:
+        """Why no profiler runs here; None when one does."""
+        if not self.decision.record:
+            return self.decision.reason
+        library = _LIBRARY.get(self.config.tool)
+        if library is not None and library not in sys.modules:
+            # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
+            return f"{library} is not imported in this process: there is nothing to record"
+        return None
 
     def _say_unreachable_ranks(self) -> None:
         """Ranks that the configuration asks for and that nobody has; rank 0 says it for all."""
@@ -106,7 +124,8 @@ class Session:
         if process.rank != 0 or process.world_size is None:
             return
         for rank in schedule.unreachable_ranks(self.config, process.role, process.world_size):
-            self.ledger.skip(f"{process.role} rank {rank}", f"no such rank: world_size is {process.world_size}")
+            reason = f"no such rank: world_size is {process.world_size}"
+            self.ledger.skip(f"{process.role} rank {rank}", reason)
 
     def _make_windows(self) -> Windows | None:
         try:

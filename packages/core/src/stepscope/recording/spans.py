@@ -260,15 +260,35 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
     # Two calls, spelled out: building the second from the first would double the cost of a line.
     if end_ns is None:
         return lines.Open(
-            span=span.id, parent=parent, link=link, role=role, stage=span.stage, start_ns=span.start_ns, step=step,
-            policy_version=said.policy_version, trajectory=said.trajectory, turn=said.turn, thread=span.thread,
+            span=span.id,
+            parent=parent,
+            link=link,
+            role=role,
+            stage=span.stage,
+            start_ns=span.start_ns,
+            step=step,
+            policy_version=said.policy_version,
+            trajectory=said.trajectory,
+            turn=said.turn,
+            thread=span.thread,
             attrs=attrs,
-        )  # fmt: skip
+        )
     return lines.Span(
-        span=span.id, parent=parent, link=link, role=role, stage=span.stage, start_ns=span.start_ns, step=step,
-        policy_version=said.policy_version, trajectory=said.trajectory, turn=said.turn, thread=span.thread,
-        attrs=attrs, dur_ns=end_ns - span.start_ns, error=span.error,
-    )  # fmt: skip
+        span=span.id,
+        parent=parent,
+        link=link,
+        role=role,
+        stage=span.stage,
+        start_ns=span.start_ns,
+        step=step,
+        policy_version=said.policy_version,
+        trajectory=said.trajectory,
+        turn=said.turn,
+        thread=span.thread,
+        attrs=attrs,
+        dur_ns=end_ns - span.start_ns,
+        error=span.error,
+    )
 
 
 def _above(span: Span) -> tuple[int | None, SpanLink | None]:

@@ -153,9 +153,9 @@ class Windows:
             return self._off
         if self.running is not None:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
-        written = export.exporter().bytes_written(self._step)
-        if written > self._config.budget.trace_mb << 20:
-            return f"budget.trace_mb: {written >> 20} MB of traces are written, {self._config.budget.trace_mb} allowed"
+        written_mb, allowed_mb = export.exporter().bytes_written(self._step) >> 20, self._config.budget.trace_mb
+        if written_mb >= allowed_mb:
+            return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
         if stage is not None:
             decision = schedule.decide(self._config, step=self._step, role=role, rank=self._process.rank)
             return None if decision.record else decision.reason
