@@ -55,3 +55,12 @@ def count(number: int, noun: str) -> str:
     """`1 span`, `2,345 spans`, `3 processes`."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def size(number: int) -> str:
+    """`812 B`, `4.5 kB`, `1.2 GB`: powers of 1000."""
+    value, units = float(number), iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while value >= 999.5 and unit != "TB":
+        value, unit = value / 1000, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -27,6 +27,30 @@ def render(report: StepReport) -> Group:
     return Group(*_sections(report))
 
 
+def render_overview(reports: Sequence[StepReport]) -> RenderableType:
+    """One line for each of several steps."""
+    return table(
+        "Steps",
+        (">step", "run", ">wall", ">unaccounted", ">profiler", "most of it", "complete"),
+        map(_overview, reports),
+    )
+
+
+def _overview(report: StepReport) -> tuple[str, ...]:
+    lines, total = report.breakdown.lines, report.breakdown.total_ns
+    shares = percents([line.wall_ns for line in lines], total)
+    other = {
+        line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True) if line.kind != "stage"
+    }
+    most = [
+        f"{line.role} {line.stage} {share} %" for line, share in zip(lines, shares, strict=True) if line.role
+    ]
+    return (
+        str(report.step), report.run_id, duration(total), other["unaccounted"], other["profiler"],
+        ", ".join(most[:2]), "yes" if report.health.complete else "no",
+    )  # fmt: skip
+
+
 def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield _head(report)
     yield _breakdown(report.breakdown)

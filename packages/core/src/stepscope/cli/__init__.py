@@ -1,0 +1,5 @@
+"""The `stepscope` command."""
+
+from stepscope.cli.app import main, run
+
+__all__ = ["main", "run"]

@@ -1,0 +1,92 @@
+"""The `stepscope` command: its subcommands, and how every one of them ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import screen
+from stepscope.cli.demo import demo
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.ls import ls
+from stepscope.cli.report import report
+from stepscope.cli.validate import validate
+from stepscope.errors import ConfigError, StepscopeError
+
+app = typer.Typer(
+    name="stepscope",
+    help="See where every step of an RL post-training run goes.",
+    epilog="Exit codes: 0 well; 1 an error; 2 the command line or the configuration is wrong; "
+    "3 it worked, and something that should be there is missing, broken or left out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(report)
+app.command()(ls)
+app.command()(validate)
+
+_with_traceback = False
+"""Whether errors end the command with a traceback. One writer: `options`."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        screen.show(f"stepscope {version('stepscope')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    global _with_traceback
+    _with_traceback = traceback or os.environ.get("STEPSCOPE_RAISE") == "1"
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code. Output that nobody reads (`| head`) ends it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the encoding lacks
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.ERROR
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        app(args=list(arguments), prog_name="stepscope")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else Exit.OK
+    except BrokenPipeError:
+        raise
+    except (CommandError, StepscopeError, OSError) as error:
+        if _with_traceback:
+            raise
+        screen.say(f"error: {error}")
+        if isinstance(error, CommandError):
+            return error.code
+        return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR
+    return Exit.OK

@@ -1,0 +1,45 @@
+"""`stepscope demo`: a real, small RL post-training run on this machine, profiled, with its report."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import find_steps
+from stepscope.cli.report import read_reports, show_reports
+
+
+def demo(
+    path: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("outputs/demo"),
+    steps: Annotated[
+        int, typer.Option(help="Steps to train; the second and fourth are captured.", min=2)
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="Of the weights, the problems and the sampling.")] = 0,
+) -> None:
+    """Trains a small model with RL on this machine's CPU, captures two steps, and shows where they went.
+
+    Needs torch and Ray. Takes about a minute.
+    """
+    missing = [name for name in ("torch", "ray") if find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"the demo trains a real model, and {' and '.join(missing)} cannot be imported here. "
+            "Fix: pip install torch 'stepscope[ray]'"
+        )
+    from stepscope.demo.run import run_demo
+
+    result = run_demo(path, steps=steps, seed=seed, on_progress=screen.say)
+    reports = read_reports(
+        [layout for step in result.captured for layout in find_steps(result.save_path, step)]
+    )
+    show_reports(reports)
+    rewards = ", ".join(f"{reward:.2f}" for reward in result.rewards)
+    screen.say(f"\n{len(result.rewards)} steps in {result.seconds:.0f} s; mean rewards {rewards}")
+    screen.say(f"Everything is in {result.save_path}; see it again with: stepscope report {result.save_path}")
+    complete = all(report.health.complete for report in reports.steps)
+    raise typer.Exit(Exit.OK if complete else Exit.INCOMPLETE)

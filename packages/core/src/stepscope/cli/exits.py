@@ -1,0 +1,25 @@
+"""What the command says to the shell."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes, the same for every command."""
+
+    OK = 0
+    ERROR = 1
+    """Something went wrong while the command ran."""
+    USAGE = 2
+    """The command line or the configuration is wrong."""
+    INCOMPLETE = 3
+    """It worked, and something that should be there is missing, broken or was left out."""
+
+
+class CommandError(Exception):
+    """Ends the command with a message on stderr. No traceback: the message says all."""
+
+    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+        super().__init__(message)
+        self.code = code

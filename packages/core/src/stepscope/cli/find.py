@@ -1,0 +1,117 @@
+"""Finds the captured steps that a path on the command line means, or says what is there instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.run import RunRecord
+
+_SHOWN = 10
+
+
+def find_run(path: Path) -> dict[int, StepLayout]:
+    """The captured steps of a run, by number.
+
+    Raises:
+        CommandError: it is no run, or holds no captured step; says what is there.
+    """
+    layout = RunLayout(path)
+    steps = layout.steps()
+    if steps:
+        return steps
+    records = [path for path in layout.runs() if path.is_file()]
+    if records:
+        raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
+    raise CommandError(_no_run(path))
+
+
+def find_steps(path: Path, step: int | None = None, run: str | None = None) -> list[StepLayout]:
+    """The steps that `path` (a run's folder, or a step's) and the options mean.
+
+    Raises:
+        CommandError: there is no such step; says what is there.
+    """
+    if is_step(path):
+        if step is not None:
+            raise CommandError(
+                f"{path} is the folder of one step: leave --step away, or give the run's: {path.parent}"
+            )
+        return [StepLayout(path)]
+    steps = find_run(path)
+    if step is not None and step not in steps:
+        raise CommandError(f"{path} holds no step {step}. Captured: {_some(map(str, steps))}")
+    wanted = list(steps.values()) if step is None else [steps[step]]
+    if run is None:
+        return wanted
+    of_run = [layout for layout in wanted if _holds(layout, run)]
+    if not of_run:
+        raise CommandError(f"{path} holds no {'step' if step is None else f'step {step}'} of run {run!r}")
+    return of_run
+
+
+def _holds(layout: StepLayout, run: str) -> bool:
+    return any(
+        path.stem.endswith(f"_{run}")
+        for folder in (layout.processes, layout.spans)
+        for path in folder.glob("*")
+    )
+
+
+def is_step(path: Path) -> bool:
+    layout = StepLayout(path)
+    return layout.processes.is_dir() or layout.spans.is_dir()
+
+
+def read_run(path: Path) -> RunRecord | None:
+    """What a `run.json` says; None when it is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+    except (OSError, ValueError):
+        return None
+
+
+def _why_none(path: Path) -> str:
+    record = read_run(path)
+    if record is None:
+        return f"{path.name} cannot be read."
+    steps = record.config.get("steps")
+    if not steps:
+        return f'{path.name} selects no step: set `steps`, for instance steps: [2, "10:50:10"].'
+    return f"{path.name} selects steps {steps}: the run has reached none of them, or their folders are gone."
+
+
+def _no_run(path: Path) -> str:
+    if not path.exists():
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        return f"{path} does not exist. {above} holds: {_names(above)}"
+    if not path.is_dir():
+        return f"{path} is a file: give the folder of a run (save_path), or of one step in it"
+    inside = next((parent for parent in path.absolute().parents if is_step(parent)), None)
+    if inside is not None:
+        return f"{path} is a folder inside a step: give the step's: {inside}"
+    below = [child.name for child in path.iterdir() if child.is_dir() and RunLayout(child).steps()]
+    if below:
+        return f"{path} is no run, but there are runs in it: {_some(sorted(below))}"
+    return (
+        f"{path} holds no captured step: looked for run.json and folders like step_000002; it holds: "
+        f"{_names(path)}. If a run was to write here: is `save_path` this folder, does the training loop "
+        "open `capture(step)`, and does `steps` select any that it reaches (see `stepscope validate`)?"
+    )
+
+
+def _names(folder: Path) -> str:
+    try:
+        return _some(sorted(child.name for child in folder.iterdir()))
+    except OSError as error:
+        return f"({error.strerror})"
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more if every else "nothing"

@@ -1,0 +1,106 @@
+"""`stepscope ls`: what a run captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+
+from stepscope.cli import screen
+from stepscope.cli.exits import Exit
+from stepscope.cli.find import find_run
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import Manifest, ProcessPart, State
+from stepscope.files.parts import fold, read_parts
+from stepscope.report.figures import duration, moment, size
+from stepscope.report.tables import listing, table
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured step of one run."""
+
+    step: int
+    run_id: str | None
+    """None: no process left its part."""
+    state: State | None
+    opened_ns: int | None
+    """When its owner opened the capture, unix ns."""
+    wall_ns: int | None
+    """None: the owner left nothing, or never closed the capture."""
+    processes: int
+    artifacts: int
+    bytes: int
+    """On disk, of all runs in the step's folder."""
+    problems: tuple[str, ...]
+    """What is missing, partial, failed or unreadable, with the reason."""
+
+
+def ls(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its save_path.")],
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+) -> None:
+    """The captured steps of a run: state, processes, artifacts, size, and what is missing."""
+    rows = [row for step, layout in find_run(run).items() for row in rows_of(step, layout)]
+    if json:
+        screen.show_json(rows)
+    else:
+        screen.show(*_render(run, rows))
+    sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
+    raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
+
+
+def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
+    """One row for each run that left parts in a step's folder; one for a folder without any."""
+    parts, unreadable = read_parts(layout)
+    broken = tuple(f"{path.name}: {why}" for path, why in unreadable.items())
+    size_bytes = sum(path.stat().st_size for path in layout.root.rglob("*") if path.is_file())
+    runs: dict[str, list[ProcessPart]] = {}
+    for part in parts:
+        runs.setdefault(part.run_id, []).append(part)
+    if not runs:
+        yield _row(step, None, size_bytes, (*broken, "no process left its part of the manifest"))
+    for mine in runs.values():
+        yield _row(step, fold(mine), size_bytes, broken)
+
+
+def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[str, ...]) -> StepRow:
+    parts = () if manifest is None else manifest.processes
+    owner = next((part for part in parts if part.owner), None)
+    closed = None if owner is None else owner.closed
+    return StepRow(
+        step=step,
+        run_id=None if manifest is None else manifest.run_id,
+        state=None if manifest is None else manifest.state,
+        opened_ns=None if owner is None else owner.opened.wall_ns,
+        wall_ns=None if owner is None or closed is None else closed.mono_ns - owner.opened.mono_ns,
+        processes=len(parts),
+        artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
+        bytes=size_bytes,
+        problems=(*broken, *(() if manifest is None else manifest.problems())),
+    )
+
+
+def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
+    columns = (">step", "run", "state", "opened", ">wall", ">processes", ">artifacts", ">size", ">problems")
+    yield table(str(run), columns, map(_cells, rows))
+    problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
+    if problems:
+        yield listing("Problems", problems)
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        row.run_id or "-",
+        row.state or "-",
+        "-" if row.opened_ns is None else moment(row.opened_ns),
+        duration(row.wall_ns),
+        str(row.processes),
+        str(row.artifacts),
+        size(row.bytes),
+        str(len(row.problems) or ""),
+    )

@@ -1,0 +1,64 @@
+"""`stepscope validate`: what a configuration means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.text import Text
+
+from stepscope.cli import screen
+from stepscope.config import RESERVED_VARIABLES, check_tool, resolve
+from stepscope.report.tables import listing
+
+
+class Validated(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepscope validate --json` prints."""
+
+    format: int = 1
+    config: dict[str, object]
+    """As resolved: defaults, the file, then the environment."""
+    environment: list[str]
+    """Variables that the environment set over the file."""
+    steps: list[int]
+    """The selected ones below `below`."""
+    below: int
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML or JSON file.")],
+    below: Annotated[int, typer.Option(help="List the selected steps below this one.", min=1)] = 100,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """The configuration as a run here would resolve it and the steps it selects; or what is wrong with it."""
+    resolved = resolve(config)
+    check_tool(resolved)
+    found = Validated(
+        config=resolved.to_mapping(),
+        environment=sorted(
+            n for n in os.environ if n.startswith("STEPSCOPE_") and n not in RESERVED_VARIABLES
+        ),
+        steps=[step for step in range(below) if resolved.selects(step)],
+        below=below,
+    )
+    if json:
+        screen.show_json(found)
+    else:
+        _show(found)
+
+
+def _show(found: Validated) -> None:
+    import yaml
+
+    screen.show(Text(yaml.safe_dump(found.config, sort_keys=False).rstrip()))
+    if found.environment:
+        screen.show(listing("Set by the environment, over the file", found.environment))
+    steps = ", ".join(map(str, found.steps)) or f"none below {found.below}"
+    screen.show(
+        listing("Selected steps", [f"{steps} (of those below {found.below})" if found.steps else steps])
+    )
+    if not found.config["steps"]:
+        screen.say("`steps` selects nothing: a run with this configuration records nothing.")

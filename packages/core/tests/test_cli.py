@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, span, trajectory
+from stepscope.cli import run
+from stepscope.files.manifest import Expectation
+from stepscope.files.run import RunRecord
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.steps import StepFolder
+
+MS = 1_000_000
+
+
+def a_run(save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1") -> Path:
+    """A run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
+    for step in steps:
+        folder = StepFolder(save_path, step=step, run_id=run_id)
+        driver = folder.process("trainer", owner=True)
+        driver.span("rollout", 0, 8 * MS, role="agent_loop")
+        driver.close(10 * MS)
+        folder.write()
+    return save_path
+
+
+def damage(save_path: Path, step: int = 2) -> None:
+    (spans,) = (save_path / f"step_{step:06d}" / "spans").iterdir()
+    with spans.open("ab") as file:
+        file.write(b'{"kind": "sp')
+
+
+def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_reported_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(a_run(tmp_path))]) == 0
+    printed = capsys.readouterr()
+    for said in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
+        assert said in printed.out
+    assert printed.err == ""
+
+
+def test_one_step_is_reported_by_number_or_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path)
+    assert run(["report", str(tmp_path), "--step", "4"]) == 0
+    by_number = capsys.readouterr().out
+    assert run(["report", str(tmp_path / "step_000004")]) == 0
+    assert capsys.readouterr().out == by_number
+    assert "Step 2" not in by_number
+
+
+def test_the_report_as_json_is_the_typed_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(a_run(tmp_path)), "--json"]) == 0
+    data = json_of(capsys)
+    assert [step["step"] for step in data["steps"]] == [2, 4]
+    account = data["steps"][0]["breakdown"]
+    assert sum(line["wall_ns"] for line in account["lines"]) == account["total_ns"] == 10 * MS
+
+
+def test_a_broken_file_is_reported_around_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(a_run(tmp_path))
+    assert run(["report", str(tmp_path)]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "last line cut off: its writer was killed, or the disk full (1 line)" in printed
+
+
+def test_a_step_of_which_nothing_is_left_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path)
+    (tmp_path / "step_000009" / "spans").mkdir(parents=True)
+    assert run(["report", str(tmp_path)]) == 3
+    printed = capsys.readouterr()
+    assert "Step 4" in printed.out
+    assert "step_000009: " in printed.err
+
+
+def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path, (2, 4), "old")
+    a_run(tmp_path, (4,), "new")
+    assert run(["report", str(tmp_path), "--run", "old", "--json"]) == 0
+    assert [(step["step"], step["run_id"]) for step in json_of(capsys)["steps"]] == [(2, "old"), (4, "old")]
+    assert run(["report", str(tmp_path), "--run", "new"]) == 0
+    assert "Other runs wrote into this folder, see --run: old" in capsys.readouterr().out
+    assert run(["report", str(tmp_path), "--run", "other"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "{}/absent"], "does not exist. {} holds: empty, file, runs"),
+        (["report", "{}/file"], "is a file: give the folder of a run"),
+        (["report", "{}/empty"], "holds no captured step: looked for run.json and folders like step_000002"),
+        (["report", "{}/runs"], "is no run, but there are runs in it: first"),
+        (
+            ["report", "{}/runs/first/step_000002/spans"],
+            "is a folder inside a step: give the step's: {}/runs/first/step",
+        ),
+        (["report", "{}/runs/first", "--step", "3"], "holds no step 3. Captured: 2, 4"),
+        (
+            ["report", "{}/runs/first/step_000002", "--step", "2"],
+            "is the folder of one step: leave --step away",
+        ),
+        (["ls", "{}/empty"], "does the training loop open `capture(step)`"),
+    ],
+)
+def test_a_path_that_is_no_run_is_answered_with_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    a_run(tmp_path / "runs" / "first")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert run([argument.format(tmp_path) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert said.format(tmp_path) in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [([], "selects no step: set `steps`"), ([100], "selects steps [100]: the run has reached none of them")],
+)
+def test_a_run_without_captured_steps_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list[int], said: str
+) -> None:
+    record = RunRecord(
+        run_id="r", started_ns=0, host="h", pid=1, command=("train.py",), config={"steps": steps}, versions={}
+    )
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
+    assert run(["report", str(tmp_path)]) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_ls_shows_each_step_with_its_state_and_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = StepFolder(tmp_path, step=2)
+    driver = folder.process("trainer", owner=True)
+    trace = Artifact(
+        path="traces/t.json.gz", kind="torch_trace", tool="torch", role="actor", host="h", size_bytes=9
+    )
+    driver.expected.append(Expectation(name="torch trace", state="ok", artifacts=(trace,)))
+    driver.close(10 * MS)
+    folder.process("actor", 1)
+    folder.write()
+    assert run(["ls", str(tmp_path)]) == 3
+    printed = capsys.readouterr().out
+    assert (
+        "step 2: actor_rank1_host-a_pid1001: spans: missing: the process did not close its capture" in printed
+    )
+    assert run(["ls", str(tmp_path), "--json"]) == 3
+    (row,) = json_of(capsys)
+    assert (row["step"], row["run_id"], row["state"], row["wall_ns"]) == (2, "run1", "missing", 10 * MS)
+    assert (row["processes"], row["artifacts"], len(row["problems"])) == (2, 1, 1)
+    assert row["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_ls_of_a_whole_run_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(a_run(tmp_path))]) == 0
+    assert "10.0 ms" in capsys.readouterr().out
+
+
+def test_a_real_capture_is_listed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig(save_path=tmp_path, steps=[7], roles={"actor": {"ranks": "all"}})
+    with capture(7, config=config):
+        for index in range(3):
+            with trajectory(f"t{index}"), span("generate", role="rollout"):
+                pass
+    assert run(["ls", str(tmp_path)]) == 0
+    assert run(["report", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr().out
+    (step,) = json.loads(printed[printed.index("{") :])["steps"]
+    assert [(s["stage"], s["calls"]) for s in step["long_tail"]["spreads"]] == [
+        ("trajectory", 3),
+        ("generate", 3),
+    ]
+    assert step["health"]["complete"]
+    assert sum(line["wall_ns"] for line in step["breakdown"]["lines"]) == step["breakdown"]["total_ns"]
+
+
+def test_validate_shows_the_resolved_configuration_and_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text('steps: [2, "10:50:10"]\nmode: discrete\n')
+    monkeypatch.setenv("STEPSCOPE_MODE", "continuous")
+    assert run(["validate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "mode: continuous" in printed
+    assert "STEPSCOPE_MODE" in printed
+    assert "2, 10, 20, 30, 40 (of those below 100)" in printed
+    assert run(["validate", str(path), "--json", "--below", "30"]) == 0
+    assert json_of(capsys)["steps"] == [2, 10, 20]
+
+
+def test_validate_answers_a_wrong_setting_with_the_fix_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("mod: discrete\n")
+    assert run(["validate", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "mode" in printed.err
+    assert printed.out == ""
+    assert run(["validate", str(tmp_path / "absent.yaml")]) == 2
+
+
+def test_a_configuration_that_selects_nothing_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("steps: []\n")
+    assert run(["validate", str(path)]) == 0
+    assert "`steps` selects nothing" in capsys.readouterr().err
+
+
+def test_an_error_has_a_traceback_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text("mode: wrong\n")
+    assert run(["validate", str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="mode is 'wrong'"):
+        run(["--traceback", "validate", str(path)])
+    monkeypatch.setenv("STEPSCOPE_RAISE", "1")
+    with pytest.raises(ValueError, match="mode is 'wrong'"):
+        run(["validate", str(path)])
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--step", "two"]])
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "Usage: stepscope" in capsys.readouterr().err
+
+
+def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "Exit codes: 0 well; 1 an error; 2" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("stepscope 0.")
+
+
+def test_the_demo_without_its_libraries_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope.cli.demo.find_spec", lambda name: None)
+    assert run(["demo"]) == 2
+    assert (
+        "torch and ray cannot be imported here. Fix: pip install torch 'stepscope[ray]'"
+        in capsys.readouterr().err
+    )
+
+
+def command(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from stepscope.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
+    process = command("report", str(a_run(tmp_path, range(2, 40))))
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process, process.stderr as stderr:
+        assert stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("größe 大", 0, MS)
+    driver.close(MS)
+    folder.write()
+    out, err = command("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
+    assert b"gr\\xf6\\xdfe \\u5927" in out
+    assert err == b""
+
+
+def test_the_command_starts_without_torch_and_ray() -> None:
+    code = (
+        "import sys; from stepscope.cli import run; run(['--help']);"
+        "print(sorted({'torch', 'ray', 'numpy', 'wrapt'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
