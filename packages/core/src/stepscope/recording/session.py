@@ -110,8 +110,8 @@ class Session:
 
     def _no_profiler(self) -> str | None:
         """Why no profiler runs here; None when one does."""
-        if not self.decision.record:
-            return self.decision.reason
+        if not self.decision.record and self.config.mode == "continuous":
+            return self.decision.reason  # in discrete mode each stage's own role decides
         library = _LIBRARY.get(self.config.tool)
         if library is not None and library not in sys.modules:
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.

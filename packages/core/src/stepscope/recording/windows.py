@@ -153,7 +153,8 @@ class Windows:
             return self._off
         if self.running is not None:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
-        written_mb, allowed_mb = export.exporter().bytes_written(self._step) >> 20, self._config.budget.trace_mb
+        allowed_mb = self._config.budget.trace_mb
+        written_mb = export.exporter().bytes_written(self._step) >> 20
         if written_mb >= allowed_mb:
             return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
         if stage is not None:

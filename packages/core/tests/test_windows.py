@@ -1,0 +1,294 @@
+"""The profiler's windows in a capture: continuous and discrete, and what becomes of a profiler's failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from isal import igzip
+
+import stepscope
+from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.config import RoleConfig
+from stepscope.errors import BackendError
+from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.sidecar import Sidecar
+from stepscope.recording import session
+from stepscope.testing.fake_backend import FakeBackend
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
+    made = FakeBackend()
+    monkeypatch.setattr(session, "load_backend", lambda name, config: made)
+    monkeypatch.setattr(session, "_LIBRARY", {})
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    yield made
+    assert PROCESS_LOCK.holder is None
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., ProfileConfig]:
+    def make(**settings: object) -> ProfileConfig:
+        return ProfileConfig(save_path=str(tmp_path), steps=[2, 3], **settings)  # type: ignore[arg-type]  # forms
+
+    return make
+
+
+class Trainer:
+    @profile_step(role="actor")
+    def update(self, fails: bool = False) -> None:
+        if fails:
+            raise ValueError("mine")
+        self.inner()
+
+    @profile_step(role="actor")
+    def inner(self) -> None:
+        pass
+
+    @profile_step(role="ref", stage="log_prob")
+    async def log_prob(self) -> None:
+        await asyncio.sleep(0)
+
+    @profile_step(role="actor")
+    async def stream(self) -> AsyncIterator[int]:
+        for item in range(3):
+            yield item
+
+
+def outcome(config: ProfileConfig, name: str, step: int = 2) -> Expectation:
+    layout = RunLayout(config.save_path).step(step)
+    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
+    (found,) = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return found
+
+
+def traces(config: ProfileConfig, step: int = 2) -> list[dict[str, object]]:
+    layout = RunLayout(config.save_path).step(step)
+    return [
+        json.loads(igzip.decompress(path.read_bytes())) for path in sorted(layout.traces.rglob("*.json.gz"))
+    ]
+
+
+def test_continuous_is_one_trace_for_the_whole_capture(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure()
+    with capture(2, config=config) as cap:
+        Trainer().update()
+        with span("reward", role="reward"):
+            pass
+    cap.result.raise_for_missing()
+    (trace,) = traces(config)
+    assert trace["stage"] is None
+    assert trace["events"] == ["actor.update", "actor.inner", "reward.reward"]
+
+
+def test_discrete_is_one_trace_for_each_stage(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(mode="discrete")
+    with capture(2, config=config) as cap:
+        Trainer().update()
+        with span("reward", role="reward"):
+            pass
+        Trainer().update()
+    cap.result.wait()
+    assert [(trace["stage"], trace["events"]) for trace in traces(config)] == [
+        ("update", ["actor.update", "actor.inner"]),
+        ("update", ["actor.update", "actor.inner"]),
+    ]
+    assert outcome(config, "fake trace of update").state == "ok"
+    inner = outcome(config, "fake trace of inner")
+    assert inner.state == "skipped"
+    assert inner.reason is not None
+    assert "ran inside the window of `fake trace of update`" in inner.reason
+
+
+async def test_discrete_traces_a_coroutine_to_its_end(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(mode="discrete")
+    async with capture(2, config=config) as cap:
+        await Trainer().log_prob()
+    await asyncio.to_thread(cap.result.raise_for_missing)
+    (trace,) = traces(config)
+    assert trace["stage"] == "log_prob"
+    assert trace["events"] == []  # no markers where tasks interleave
+
+
+async def test_a_generator_has_one_window_and_not_one_per_item(
+    configure: Callable[..., ProfileConfig],
+) -> None:
+    config = configure(mode="discrete")
+    async with capture(2, config=config) as cap:
+        assert [item async for item in Trainer().stream()] == [0, 1, 2]
+    await asyncio.to_thread(cap.result.raise_for_missing)
+    assert len(traces(config)) == 1
+
+
+def test_discrete_records_the_roles_that_are_selected(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(mode="discrete", roles={"actor": RoleConfig(ranks=(5,)), "*": RoleConfig()})
+    with capture(2, config=config, rank=0):
+        Trainer().update()
+    assert outcome(config, "fake trace of update").reason == "rank 0 is not in roles.actor.ranks [5]"
+
+
+def test_an_exception_in_a_stage_closes_its_window_and_passes(
+    configure: Callable[..., ProfileConfig],
+) -> None:
+    config = configure(mode="discrete")
+    with capture(2, config=config) as cap:
+        with pytest.raises(ValueError, match="mine"):
+            Trainer().update(fails=True)
+        assert PROCESS_LOCK.holder is None
+        Trainer().update()
+    cap.result.raise_for_missing()
+    assert len(traces(config)) == 2
+
+
+def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
+    configure: Callable[..., ProfileConfig], backend: FakeBackend
+) -> None:
+    config = configure()
+    backend.fails_to_start = True
+    with capture(2, config=config):
+        Trainer().update()
+    assert outcome(config, "fake trace").state == "failed"
+    assert outcome(config, "fake trace").reason == "BackendError: the fake profiler cannot start"
+    assert outcome(config, "spans").state == "ok"
+
+
+def test_a_profiler_that_failed_at_one_step_records_the_next(
+    configure: Callable[..., ProfileConfig], backend: FakeBackend
+) -> None:
+    config = configure()
+    backend.fails_to_start = True
+    with capture(2, config=config):
+        pass
+    backend.fails_to_start = False
+    with capture(3, config=config) as cap:
+        pass
+    cap.result.raise_for_missing()
+    assert outcome(config, "fake trace", step=3).state == "ok"
+
+
+def test_a_profiler_that_cannot_stop_is_failed(
+    configure: Callable[..., ProfileConfig], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure()
+    stop = backend.stop
+
+    def broken() -> None:
+        stop()
+        raise BackendError("nothing was recorded")
+
+    with capture(2, config=config):
+        monkeypatch.setattr(backend, "stop", broken)
+    assert outcome(config, "fake trace").reason == "BackendError: nothing was recorded"
+
+
+def test_broken_markers_do_not_reach_the_recorded_code(
+    configure: Callable[..., ProfileConfig], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(backend, "range", broken)
+    with capture(2, config=configure()):
+        Trainer().update()
+
+
+def test_mini_batches_reach_the_profiler(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure()
+    with capture(2, config=config) as cap:
+        stepscope.advance()
+        stepscope.advance()
+    cap.result.wait()
+    assert traces(config)[0]["events"] == ["mini-batch", "mini-batch"]
+    stepscope.advance()
+
+
+def test_the_sidecar_says_what_the_name_says_and_more(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(mode="discrete", roles={"actor": {"ranks": "all"}})
+    with capture(2, config=config, rank=3) as cap:
+        Trainer().update()
+    cap.result.wait()
+    layout = RunLayout(config.save_path).step(2)
+    (path,) = layout.traces.rglob("*.json.gz")
+    assert path.name.startswith("update_rank3_")
+    sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
+    assert sidecar.step == 2
+    assert (sidecar.artifact.role, sidecar.artifact.stage, sidecar.artifact.rank) == ("actor", "update", 3)
+    assert sidecar.artifact.path == str(path.relative_to(layout.root))
+    assert sidecar.artifact.size_bytes == path.stat().st_size
+    assert sidecar.opened is not None
+    assert sidecar.closed is not None
+    assert sidecar.opened.mono_ns <= sidecar.closed.mono_ns
+
+
+def test_stages_in_two_threads_share_one_window_at_a_time(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(mode="discrete")
+    barrier = threading.Barrier(2)
+
+    class Threaded:
+        @profile_step(role="actor")
+        def work(self) -> None:
+            barrier.wait(10)
+
+    with capture(2, config=config) as cap:
+        threads = [threading.Thread(target=Threaded().work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    cap.result.raise_for_missing()
+    assert len(traces(config)) == 1
+
+
+def test_a_trace_budget_that_is_used_up_opens_no_further_window(
+    configure: Callable[..., ProfileConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepscope.recording import export
+
+    monkeypatch.setattr(export.Exporter, "bytes_written", lambda self, step: 3 << 20)
+    config = configure(budget={"trace_mb": 3})
+    with capture(2, config=config):
+        pass
+    assert outcome(config, "fake trace").reason == "budget.trace_mb: 3 MB of traces are written, 3 allowed"
+
+
+def test_deferred_traces_are_written_when_asked_for(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure(export={"when": "deferred"})
+    with capture(2, config=config):
+        pass
+    assert outcome(config, "fake trace").reason == "not exported yet"
+    assert traces(config) == []
+    assert stepscope.flush() == []
+    assert len(traces(config)) == 1
+
+
+def test_deferred_traces_are_written_before_the_next_capture_begins(
+    configure: Callable[..., ProfileConfig],
+) -> None:
+    config = configure(export={"when": "deferred"})
+    with capture(2, config=config):
+        pass
+    with capture(3, config=config):
+        assert len(traces(config, 2)) == 1
+    stepscope.flush()
+
+
+def test_what_the_profiler_costs_is_in_the_manifest(configure: Callable[..., ProfileConfig]) -> None:
+    config = configure()
+    with capture(2, config=config) as cap:
+        with span("work"):
+            pass
+    manifest = cap.result.wait()
+    assert manifest is not None
+    cost = manifest.processes[0].cost
+    assert cost.start_ns > 0
+    assert cost.stop_ns > 0
+    assert cost.spans_ns > 0
+    assert cost.export_ns > 0
