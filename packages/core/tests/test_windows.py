@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import pytest
-from isal import igzip
 
 import stepscope
 from stepscope import ProfileConfig, capture, profile_step, span
@@ -22,6 +23,8 @@ from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording import session
 from stepscope.testing.fake_backend import FakeBackend
+
+Configure: TypeAlias = "Callable[..., ProfileConfig]"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
 
 
 @pytest.fixture
-def configure(tmp_path: Path) -> Callable[..., ProfileConfig]:
+def configure(tmp_path: Path) -> Configure:
     def make(**settings: object) -> ProfileConfig:
         return ProfileConfig(save_path=str(tmp_path), steps=[2, 3], **settings)  # type: ignore[arg-type]  # forms
 
@@ -73,11 +76,11 @@ def outcome(config: ProfileConfig, name: str, step: int = 2) -> Expectation:
 def traces(config: ProfileConfig, step: int = 2) -> list[dict[str, object]]:
     layout = RunLayout(config.save_path).step(step)
     return [
-        json.loads(igzip.decompress(path.read_bytes())) for path in sorted(layout.traces.rglob("*.json.gz"))
+        json.loads(gzip.decompress(path.read_bytes())) for path in sorted(layout.traces.rglob("*.json.gz"))
     ]
 
 
-def test_continuous_is_one_trace_for_the_whole_capture(configure: Callable[..., ProfileConfig]) -> None:
+def test_continuous_is_one_trace_for_the_whole_capture(configure: Configure) -> None:
     config = configure()
     with capture(2, config=config) as cap:
         Trainer().update()
@@ -89,7 +92,7 @@ def test_continuous_is_one_trace_for_the_whole_capture(configure: Callable[..., 
     assert trace["events"] == ["actor.update", "actor.inner", "reward.reward"]
 
 
-def test_discrete_is_one_trace_for_each_stage(configure: Callable[..., ProfileConfig]) -> None:
+def test_discrete_is_one_trace_for_each_stage(configure: Configure) -> None:
     config = configure(mode="discrete")
     with capture(2, config=config) as cap:
         Trainer().update()
@@ -108,7 +111,7 @@ def test_discrete_is_one_trace_for_each_stage(configure: Callable[..., ProfileCo
     assert "ran inside the window of `fake trace of update`" in inner.reason
 
 
-async def test_discrete_traces_a_coroutine_to_its_end(configure: Callable[..., ProfileConfig]) -> None:
+async def test_discrete_traces_a_coroutine_to_its_end(configure: Configure) -> None:
     config = configure(mode="discrete")
     async with capture(2, config=config) as cap:
         await Trainer().log_prob()
@@ -119,7 +122,7 @@ async def test_discrete_traces_a_coroutine_to_its_end(configure: Callable[..., P
 
 
 async def test_a_generator_has_one_window_and_not_one_per_item(
-    configure: Callable[..., ProfileConfig],
+    configure: Configure,
 ) -> None:
     config = configure(mode="discrete")
     async with capture(2, config=config) as cap:
@@ -128,7 +131,7 @@ async def test_a_generator_has_one_window_and_not_one_per_item(
     assert len(traces(config)) == 1
 
 
-def test_discrete_records_the_roles_that_are_selected(configure: Callable[..., ProfileConfig]) -> None:
+def test_discrete_records_the_roles_that_are_selected(configure: Configure) -> None:
     config = configure(mode="discrete", roles={"actor": RoleConfig(ranks=(5,)), "*": RoleConfig()})
     with capture(2, config=config, rank=0):
         Trainer().update()
@@ -136,7 +139,7 @@ def test_discrete_records_the_roles_that_are_selected(configure: Callable[..., P
 
 
 def test_an_exception_in_a_stage_closes_its_window_and_passes(
-    configure: Callable[..., ProfileConfig],
+    configure: Configure,
 ) -> None:
     config = configure(mode="discrete")
     with capture(2, config=config) as cap:
@@ -149,7 +152,7 @@ def test_an_exception_in_a_stage_closes_its_window_and_passes(
 
 
 def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
-    configure: Callable[..., ProfileConfig], backend: FakeBackend
+    configure: Configure, backend: FakeBackend
 ) -> None:
     config = configure()
     backend.fails_to_start = True
@@ -161,7 +164,7 @@ def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
 
 
 def test_a_profiler_that_failed_at_one_step_records_the_next(
-    configure: Callable[..., ProfileConfig], backend: FakeBackend
+    configure: Configure, backend: FakeBackend
 ) -> None:
     config = configure()
     backend.fails_to_start = True
@@ -175,7 +178,7 @@ def test_a_profiler_that_failed_at_one_step_records_the_next(
 
 
 def test_a_profiler_that_cannot_stop_is_failed(
-    configure: Callable[..., ProfileConfig], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure()
     stop = backend.stop
@@ -190,7 +193,7 @@ def test_a_profiler_that_cannot_stop_is_failed(
 
 
 def test_broken_markers_do_not_reach_the_recorded_code(
-    configure: Callable[..., ProfileConfig], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
         raise RuntimeError("ours")
@@ -200,7 +203,7 @@ def test_broken_markers_do_not_reach_the_recorded_code(
         Trainer().update()
 
 
-def test_mini_batches_reach_the_profiler(configure: Callable[..., ProfileConfig]) -> None:
+def test_mini_batches_reach_the_profiler(configure: Configure) -> None:
     config = configure()
     with capture(2, config=config) as cap:
         stepscope.advance()
@@ -210,7 +213,7 @@ def test_mini_batches_reach_the_profiler(configure: Callable[..., ProfileConfig]
     stepscope.advance()
 
 
-def test_the_sidecar_says_what_the_name_says_and_more(configure: Callable[..., ProfileConfig]) -> None:
+def test_the_sidecar_says_what_the_name_says_and_more(configure: Configure) -> None:
     config = configure(mode="discrete", roles={"actor": {"ranks": "all"}})
     with capture(2, config=config, rank=3) as cap:
         Trainer().update()
@@ -228,7 +231,7 @@ def test_the_sidecar_says_what_the_name_says_and_more(configure: Callable[..., P
     assert sidecar.opened.mono_ns <= sidecar.closed.mono_ns
 
 
-def test_stages_in_two_threads_share_one_window_at_a_time(configure: Callable[..., ProfileConfig]) -> None:
+def test_stages_in_two_threads_share_one_window_at_a_time(configure: Configure) -> None:
     config = configure(mode="discrete")
     barrier = threading.Barrier(2)
 
@@ -248,7 +251,7 @@ def test_stages_in_two_threads_share_one_window_at_a_time(configure: Callable[..
 
 
 def test_a_trace_budget_that_is_used_up_opens_no_further_window(
-    configure: Callable[..., ProfileConfig], monkeypatch: pytest.MonkeyPatch
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stepscope.recording import export
 
@@ -259,7 +262,7 @@ def test_a_trace_budget_that_is_used_up_opens_no_further_window(
     assert outcome(config, "fake trace").reason == "budget.trace_mb: 3 MB of traces are written, 3 allowed"
 
 
-def test_deferred_traces_are_written_when_asked_for(configure: Callable[..., ProfileConfig]) -> None:
+def test_deferred_traces_are_written_when_asked_for(configure: Configure) -> None:
     config = configure(export={"when": "deferred"})
     with capture(2, config=config):
         pass
@@ -270,7 +273,7 @@ def test_deferred_traces_are_written_when_asked_for(configure: Callable[..., Pro
 
 
 def test_deferred_traces_are_written_before_the_next_capture_begins(
-    configure: Callable[..., ProfileConfig],
+    configure: Configure,
 ) -> None:
     config = configure(export={"when": "deferred"})
     with capture(2, config=config):
@@ -280,7 +283,7 @@ def test_deferred_traces_are_written_before_the_next_capture_begins(
     stepscope.flush()
 
 
-def test_what_the_profiler_costs_is_in_the_manifest(configure: Callable[..., ProfileConfig]) -> None:
+def test_what_the_profiler_costs_is_in_the_manifest(configure: Configure) -> None:
     config = configure()
     with capture(2, config=config) as cap:
         with span("work"):
