@@ -1,0 +1,45 @@
+"""What the wheels hold, built as they are published, and what they ask of an environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.tree import CORE, PACKAGES, project
+
+
+@pytest.fixture(scope="module", params=PACKAGES, ids=lambda path: path.name)
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=request.param, check=True, capture_output=True)
+    [file] = folder.glob("*.whl")
+    return zipfile.Path(file)
+
+
+def test_a_wheel_holds_one_typed_package_and_the_licence(wheel: zipfile.Path) -> None:
+    [package] = [path for path in wheel.iterdir() if not path.name.endswith(".dist-info")]
+    [info] = [path for path in wheel.iterdir() if path.name.endswith(".dist-info")]
+    assert (package / "py.typed").exists()
+    assert (info / "licenses" / "LICENSE").exists()
+    assert "Requires-Python: >=3.10" in (info / "METADATA").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_what_a_distribution_registers_is_there(package: Path) -> None:
+    table = project(package)
+    groups = [table.get("scripts", {}), *table.get("entry-points", {}).values()]
+    for reference in (value for group in groups for value in group.values()):
+        module, _, name = reference.partition(":")
+        assert callable(getattr(import_module(module), name)), reference
+
+
+@pytest.mark.parametrize("package", [path for path in PACKAGES if path != CORE], ids=lambda path: path.name)
+def test_an_empty_adapter_registers_nothing(package: Path) -> None:
+    sources = [file for file in (package / "src").rglob("*.py") if file.name != "__init__.py"]
+    assert sources or "entry-points" not in project(package)

@@ -1,0 +1,77 @@
+"""Rules of the house: names, sizes, and nothing of one machine in what is published."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.tree import CORE, PACKAGES, ROOT, files, imports
+
+LONG = 400
+"""Lines; a longer file says why in its docstring."""
+
+MACHINE_PATH = re.compile(r"(?<![\w./~$}>-])/(?:root|work|home(?!/anna)|Users)/[\w.-]")
+"""A path on somebody's machine. Anna is invented: tests of `~` use her home."""
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    nothing = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager"}
+    named = [path.relative_to(ROOT) for path in files(".py") if path.stem.strip("_") in nothing]
+    assert not named
+
+
+def test_a_long_file_says_why_at_its_top() -> None:
+    long = [path for path in files(".py") if path.read_text().count("\n") > LONG]
+    silent = [
+        path.relative_to(ROOT)
+        for path in long
+        if not re.search(r"\blines\b|\b(one|this) file\b", docstring(path.read_text()), re.IGNORECASE)
+    ]
+    assert not silent, "say why it is one file ('... above 400 lines, because ...'), or split it by noun"
+
+
+def test_no_file_holds_a_path_of_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in files(".py", ".md", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini", ".sh", ".ci/run")
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_module_has_a_docstring_or_is_empty() -> None:
+    sources = [path for package in PACKAGES for path in (package / "src").rglob("*.py")]
+    bare = [
+        path.relative_to(ROOT) for path in sources if path.stat().st_size and not docstring(path.read_text())
+    ]
+    assert not bare
+
+
+def docstring(source: str) -> str:
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+def test_the_package_itself_holds_names_and_nothing_else() -> None:
+    body = ast.parse((CORE / "src/stepscope/__init__.py").read_text()).body
+    docstring, *rest = body
+    assert isinstance(docstring, ast.Expr)
+    assert {type(node) for node in rest} <= {ast.Import, ast.ImportFrom, ast.Assign}
+    assigned = [ast.unparse(node.targets[0]) for node in rest if isinstance(node, ast.Assign)]
+    assert assigned == ["__all__"]
+
+
+def test_type_ignores_and_silenced_lints_name_what_they_silence() -> None:
+    blanket = re.compile(r"#\s*(type:\s*ignore(?!\[)|noqa(?!:))")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files(".py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if blanket.search(line) and path.name != "test_house.py"
+    ]
+    assert not found
+
+
+def test_no_source_imports_mocks() -> None:
+    found = [str(found) for package in PACKAGES for found in imports(package) if "mock" in found.target]
+    assert not found

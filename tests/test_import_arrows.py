@@ -1,0 +1,97 @@
+"""Who may import whom. DESIGN: fleet -> recording -> backends, engines -> files, config -> errors, and
+cli -> report -> timeline -> files; the online and the offline half meet in `files` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tree import ADAPTERS, CORE, Import, imports
+
+ONLINE = {"recording", "backends", "engines", "fleet"}
+OFFLINE = {"timeline", "report"}
+ON_DISK = {"files", "config", "errors"}
+
+MAY_IMPORT = {
+    "errors": set[str](),
+    "config": {"errors"},
+    "files": {"errors"},
+    "backends": ON_DISK,
+    "engines": ON_DISK | {"backends"},
+    "recording": ON_DISK | {"backends", "engines"},
+    "fleet": ON_DISK | {"backends", "engines", "recording"},
+    "timeline": {"files", "errors"},
+    "report": {"files", "errors", "timeline"},
+    "cli": ON_DISK | OFFLINE | {"demo"},
+    "__init__": {"config", "errors", "recording"},
+}
+"""Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
+
+PUBLIC = {f"stepscope.{name}" for name in ("errors", "config", "engines", "backends", "testing")}
+"""Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""
+
+OWN_IMPORTS = [found for found in imports(CORE) if found.target.split(".")[0] == "stepscope"]
+
+
+def part_of(module: str) -> str:
+    """The part of the core a module or name belongs to; `__init__` for `stepscope` and the names in it."""
+    name = module.partition(".")[2].partition(".")[0]
+    return name if (CORE / "src/stepscope" / name).is_dir() or name in MAY_IMPORT else "__init__"
+
+
+def test_every_part_of_the_core_has_its_arrows_written_down() -> None:
+    folder = CORE / "src" / "stepscope"
+    parts = {
+        path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert parts <= {*MAY_IMPORT, "demo", "testing", "__main__"}
+
+
+def test_imports_inside_the_core_follow_the_arrows() -> None:
+    wrong = [found for found in OWN_IMPORTS if part_of(found.module) in MAY_IMPORT and not allowed(found)]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def allowed(found: Import) -> bool:
+    source, target = part_of(found.module), part_of(found.target)
+    return source == target or target in MAY_IMPORT[source]
+
+
+@pytest.mark.parametrize(("half", "other"), [(ONLINE, OFFLINE), (OFFLINE, ONLINE)], ids=["online", "offline"])
+def test_the_two_halves_never_import_each_other(half: set[str], other: set[str]) -> None:
+    wrong = [
+        found for found in OWN_IMPORTS if part_of(found.module) in half and part_of(found.target) in other
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("part", ["demo", "testing"])
+def test_demo_and_testing_import_what_is_public(part: str) -> None:
+    wrong = [
+        found
+        for found in OWN_IMPORTS
+        if part_of(found.module) == part
+        and part_of(found.target) != part
+        and any(name.startswith("_") for name in found.target.split(".")[1:])
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
+def test_an_adapter_imports_the_public_core_only(package: Path) -> None:
+    wrong = [
+        found
+        for found in imports(package)
+        if found.target.startswith("stepscope.") and not public(found.target)
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def public(target: str) -> bool:
+    module, _, name = target.rpartition(".")
+    if name.startswith("_"):
+        return False
+    return (
+        target in PUBLIC or module in PUBLIC or module == "stepscope" or module.startswith("stepscope.files")
+    )

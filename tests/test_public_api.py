@@ -1,0 +1,93 @@
+"""The public names, pinned, and what a type checker makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+from typing_extensions import assert_type
+
+import stepscope
+from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
+
+PUBLIC = {
+    "Capture",
+    "ProfileConfig",
+    "advance",
+    "attach",
+    "capture",
+    "carrier",
+    "configure",
+    "flush",
+    "instrument",
+    "profile_step",
+    "span",
+    "trajectory",
+    "turn",
+}
+"""A name that is added here also needs a line in the pages and one in the changelog."""
+
+
+@profile_step(role="actor")
+def plain(batch: list[int], scale: float = 1.0) -> float:
+    return sum(batch) * scale
+
+
+@profile_step(role="actor", stage="tell", attrs={"size": 1})
+async def tell(text: str) -> bytes:
+    return text.encode()
+
+
+@profile_step(role="rollout")
+def tokens(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+@profile_step(role="rollout")
+async def stream(count: int) -> AsyncIterator[int]:
+    for token in range(count):
+        yield token
+
+
+class Worker:
+    @profile_step(role="actor")
+    def update(self, batch: list[int]) -> int:
+        return len(batch)
+
+    @classmethod
+    @profile_step(role="actor")
+    def build(cls, name: str) -> Worker:
+        return cls()
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(stepscope.__all__) == PUBLIC
+    assert sorted(stepscope.__all__) == list(stepscope.__all__)
+    assert all(hasattr(stepscope, name) for name in PUBLIC)
+
+
+def test_a_decorated_function_keeps_its_type() -> None:
+    assert_type(plain([1, 2], scale=2.0), float)
+    assert_type(tokens(1), Iterator[int])
+    assert_type(stream(1), AsyncIterator[int])
+    assert_type(Worker.build("w").update([1]), int)
+    telling: Callable[[str], Coroutine[Any, Any, bytes]] = tell
+    assert telling is tell
+    assert (plain([1, 2], scale=2.0), list(tokens(2)), Worker.build("w").update([1])) == (6.0, [0, 1], 1)
+
+
+def test_blocks_are_context_managers_of_both_kinds() -> None:
+    config = ProfileConfig()  # it selects no step
+    with capture(1, config=config) as block, span("reward", role="reward"), trajectory("t1"), turn(0):
+        assert_type(block, Capture)
+
+    async def loop() -> None:
+        async with capture(1, config=config) as block, span("reward"), trajectory("t1"), turn(0):
+            assert_type(block, Capture)
+
+    coroutine = loop()
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a capture of a step that is not selected waits for nothing")
