@@ -21,15 +21,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     if not ABSENT:
         return None
-    left_out = [
-        file.relative_to(config.rootpath)
-        for folder in config.getini("testpaths")
-        for file in config.rootpath.glob(f"{folder}/test_*.py")
-        if needed_at_the_top(file) & ABSENT
-    ]
-    return (
-        f"not installed: {', '.join(sorted(ABSENT))}; left out: {', '.join(map(str, left_out)) or 'nothing'}"
-    )
+    folders = config.getini("testpaths")
+    files = [file for folder in folders for file in config.rootpath.glob(f"{folder}/test_*.py")]
+    left_out = [str(file.relative_to(config.rootpath)) for file in files if needed_at_the_top(file) & ABSENT]
+    return f"not installed: {', '.join(sorted(ABSENT))}; left out: {', '.join(left_out) or 'nothing'}"
 
 
 @cache

@@ -248,25 +248,25 @@ def narrate(what: str, command: Sequence[str]) -> "str | None":
 
     Returns the end of its output if it failed, None if it succeeded.
     """
-    process = subprocess.Popen(
+    tail: deque[str] = deque(maxlen=25)
+    line = Line(what)
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # a group of its own, to stop what it starts as well (venv runs ensurepip)
-    )
-    tail: deque[str] = deque(maxlen=25)
-    line = Line(what)
-    try:
-        for text in ticks(process):
-            if text and not text.startswith("Progress "):
-                tail.append(text)
-            line.show(text)
-        code = process.wait()
-    finally:  # after Ctrl-C or SIGTERM nothing of ours goes on installing behind the prompt
-        stop(process, lambda number: os.killpg(process.pid, number))
-        line.end()
+    ) as process:
+        try:
+            for text in ticks(process):
+                if text and not text.startswith("Progress "):
+                    tail.append(text)
+                line.show(text)
+            code = process.wait()
+        finally:  # after Ctrl-C or SIGTERM nothing of ours goes on installing behind the prompt
+            stop(process, lambda number: os.killpg(process.pid, number))
+            line.end()
     return "\n".join((*tail, f"({' '.join(command)} exited with {code})")) if code else None
 
 

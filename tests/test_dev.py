@@ -1,0 +1,165 @@
+"""`dev.py` on machines that lack something, after what went wrong before, and when it releases."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import dev
+from tests.tree import PACKAGES, ROOT
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what decides about versions and environments, and `dev` working on it."""
+    for file in ("pyproject.toml", "CHANGELOG.md", *(f"packages/{p.name}/pyproject.toml" for p in PACKAGES)):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    monkeypatch.setattr(dev, "MANIFESTS", [tmp_path / file.relative_to(ROOT) for file in dev.MANIFESTS])
+    return tmp_path
+
+
+@pytest.fixture
+def environment(checkout: Path) -> dev.Environment:
+    """An environment in that checkout as a finished set-up leaves it: this Python stands in for its own."""
+    environment = dev.Environment(checkout / ".venv", ("dev",))
+    (environment.folder / "bin").mkdir(parents=True)
+    Path(environment.python).symlink_to(sys.executable)
+    (environment.folder / "pyvenv.cfg").write_text("version = 3.11.7\n")
+    environment.stamp.write_text(environment.fingerprint())
+    return environment
+
+
+# What is missing --------------------------------------------------------------------------------------------
+
+
+def test_an_old_python_can_parse_it_and_so_print_what_is_wrong() -> None:
+    ast.parse((ROOT / "dev.py").read_text(), feature_version=(3, 6))
+
+
+def test_a_python_without_ensurepip_is_told_the_package_of_its_own_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
+    package = f"sudo apt install python3.{sys.version_info[1]}-venv"
+    with pytest.raises(SystemExit, match=f"has no module ensurepip .*`{package}`"):
+        dev.check_venv_module()
+
+
+def test_too_little_disk_is_said_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**12, 0, int(1.2e9)))
+    with pytest.raises(SystemExit, match=r"1\.2 GB are free at .*needs 3 GB there\. Fix: free some"):
+        dev.check_disk(3)
+
+
+def test_a_failing_installation_shows_what_it_printed_and_what_that_means(
+    environment: dev.Environment,
+) -> None:
+    program = "print('ERROR: [Errno 28] No space left on device'); raise SystemExit(2)"
+    with pytest.raises(SystemExit, match=r"No space left on device\n.*exited with 2(.|\n)*the disk is full"):
+        environment.narrate("packages", [sys.executable, "-c", program])
+
+
+def test_an_unknown_command_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dev.main(["tets"]) == 2
+    output = capsys.readouterr().out
+    assert "no command 'tets'" in output
+    assert "python3 dev.py test " in output
+
+
+# What happened before ---------------------------------------------------------------------------------------
+
+
+def test_a_finished_environment_is_used_as_it_is(environment: dev.Environment) -> None:
+    assert environment.ready() == environment.python
+
+
+def test_a_new_requirement_is_noticed_and_a_new_tool_setting_is_not(environment: dev.Environment) -> None:
+    settings = dev.ROOT / "pyproject.toml"
+    settings.write_text(settings.read_text() + "\n[tool.mine]\nx = 1\n")
+    assert environment.is_current()
+    settings.write_text(settings.read_text().replace('"hypothesis', '"attrs", "hypothesis'))
+    assert not environment.is_current()
+
+
+def test_another_python_is_noticed(environment: dev.Environment) -> None:
+    (environment.folder / "pyvenv.cfg").write_text("version = 3.12.1\n")
+    assert not environment.is_current()
+
+
+def test_a_set_up_that_was_killed_is_started_afresh(
+    environment: dev.Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert environment.usable()
+    environment.unfinished.touch()
+    assert not environment.usable()
+    assert "did not end: starting it afresh" in capsys.readouterr().out
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(
+    environment: dev.Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(environment.python).unlink()
+    Path(environment.python).symlink_to(dev.ROOT / "removed")
+    assert not environment.is_current()
+    assert not environment.usable()
+    assert "its Python is gone" in capsys.readouterr().out
+
+
+def test_nothing_goes_on_installing_after_an_interrupt(tmp_path: Path) -> None:
+    # Both processes below narrate() hold the FIFO open, so its end is the end of the last of them.
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    child = (
+        f"import subprocess, sys; fifo = open({str(fifo)!r}, 'w');"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=fifo);"
+        "print('started', file=fifo, flush=True); p.wait()"
+    )
+    parent = (
+        "import dev, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"dev.narrate('it', [sys.executable, '-c', {child!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stderr=subprocess.DEVNULL)
+    with fifo.open() as held:
+        assert held.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        assert held.read() == ""
+    assert process.wait() != 0
+
+
+# Releases ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bump_reaches_every_version_pin_and_the_changelog(checkout: Path) -> None:
+    assert dev.bump(["0.2.0"])
+    texts = {file: file.read_text() for file in dev.MANIFESTS}
+    assert dev.one_version(texts) == "0.2.0"
+    assert all('"0.1.0"' not in text and "==0.1.0" not in text for text in texts.values())
+    assert "## [Unreleased]\n\n## [0.2.0] - 20" in (checkout / "CHANGELOG.md").read_text()
+
+
+def test_a_bump_refuses_versions_that_do_not_agree(checkout: Path) -> None:
+    file = checkout / "packages" / "npu" / "pyproject.toml"
+    file.write_text(file.read_text().replace("stepscope==0.1.0", "stepscope==0.0.9"))
+    before = file.read_text()
+    with pytest.raises(SystemExit, match=r"do not agree(.|\n)*npu/pyproject.toml: 0\.0\.9, 0\.1\.0"):
+        dev.bump(["0.2.0"])
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("version", ["1.2", "v1.2.3", "0.1.0", "1.2.3rc1"])
+def test_a_bump_refuses_what_is_no_new_version(checkout: Path, version: str) -> None:
+    with pytest.raises(SystemExit, match="version"):
+        dev.bump([version])
