@@ -71,7 +71,7 @@ def read_run(path: Path) -> RunRecord | None:
     """What a `run.json` says; None when it is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
-    except (OSError, ValueError):
+    except (OSError, ValueError, msgspec.DecodeError):
         return None
 
 

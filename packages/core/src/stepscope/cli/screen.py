@@ -36,8 +36,11 @@ def say(message: str) -> None:
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; call what it gives with every number of bytes done."""
     console = _console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(title, total=total_bytes)
         yield lambda done: bars.advance(task, done)
 

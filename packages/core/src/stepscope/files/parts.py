@@ -26,7 +26,7 @@ def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
 def _part(path: Path) -> ProcessPart | str:
     try:
         return msgspec.json.decode(path.read_bytes(), type=ProcessPart)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, msgspec.DecodeError) as error:  # the last: before msgspec 0.21
         return f"{type(error).__name__}: {error}"
 
 

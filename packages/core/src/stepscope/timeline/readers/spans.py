@@ -60,7 +60,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 def _take(file: SpanFile, line: bytes, whole: bool) -> None:
     try:
         record = _decode(line)
-    except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         _note(
             file,
             "lines that are no record"
