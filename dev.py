@@ -63,8 +63,8 @@ class Environment:
 
     folder: Path
     groups: tuple[str, ...]
-    bare_groups: tuple[str, ...] = ()
-    """Groups installed without what they require."""
+    bare: str | None = None
+    """A file of requirements that are installed without what they require in turn."""
     base: str = getattr(sys, "_base_executable", sys.executable)
     """The Python it is made with. Not that of a virtual environment, which may be the very one to rebuild."""
     gigabytes: float = 3
@@ -99,11 +99,13 @@ class Environment:
 
     def fingerprint(self) -> str:
         """Of all that decides what is installed: requirements, this place (editable installs), the Python."""
-        seen = hashlib.sha256(repr((str(ROOT), self.groups, self.bare_groups)).encode())
+        seen = hashlib.sha256(repr((str(ROOT), self.groups)).encode())
         seen.update((self.folder / "pyvenv.cfg").read_bytes())
         for file in (ROOT / "pyproject.toml", *MANIFESTS):
             # The tables of tools come last in these files and change nothing that is installed.
             seen.update(file.read_text().split("\n[tool.")[0].encode())
+        if self.bare:
+            seen.update((ROOT / self.bare).read_bytes())
         return seen.hexdigest()
 
     def build(self) -> None:
@@ -124,9 +126,10 @@ class Environment:
         # 25.1 is the first pip with --group; 24.1 the first with raw progress
         self.pip("pip", "--upgrade", "pip>=25.1")
         editable = [word for name in PACKAGES for word in ("--editable", f"packages/{name}")]
-        self.pip("packages", "--progress-bar=raw", *grouped(self.groups), *editable)
-        if self.bare_groups:
-            self.pip("peers", "--progress-bar=raw", "--no-deps", *grouped(self.bare_groups))
+        groups = [word for name in self.groups for word in ("--group", name)]
+        self.pip("packages", "--progress-bar=raw", *groups, *editable)
+        if self.bare:
+            self.pip(self.bare, "--progress-bar=raw", "--no-deps", "--requirement", self.bare)
         self.unfinished.unlink()
         self.stamp.write_text(self.fingerprint())
 
@@ -161,12 +164,8 @@ class Environment:
         )
 
 
-def grouped(groups: Sequence[str]) -> list[str]:
-    return [word for group in groups for word in ("--group", group)]
-
-
 DEV = Environment(ROOT / ".venv", ("dev",))
-BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare_groups=("bench-no-deps",), gigabytes=4)
+BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare="benchmarks/peers.txt", gigabytes=4)
 
 
 def check_disk(gigabytes: float) -> None:
