@@ -317,7 +317,7 @@ def catching(log: list[str]) -> Generator[int, int, str]:
         while True:
             try:
                 yield 1
-            except ValueError as error:  # noqa: PERF203 # it is what is tested
+            except ValueError as error:
                 log.append(f"caught {error}")
                 yield 2
     except KeyError:
@@ -332,7 +332,7 @@ async def acatching(log: list[str]) -> AsyncGenerator[int, int]:
         while True:
             try:
                 yield 1
-            except ValueError as error:  # noqa: PERF203 # it is what is tested
+            except ValueError as error:
                 log.append(f"caught {error}")
                 yield 2
     except KeyError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -130,6 +129,8 @@ def _check_importable(module: str) -> None:
 
 
 def _missing(module: ModuleType, name: str) -> ConfigError:
+    import difflib
+
     parent: object = module
     path = ""
     for part in name.split("."):

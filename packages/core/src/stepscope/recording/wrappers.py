@@ -118,6 +118,7 @@ _CALL = """
 _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
+    __send = __inner.{send}
     __resume, __value, __index = {first}, 0
     while True:
         __session = __runtime.active
@@ -141,7 +142,7 @@ _GENERATOR = """
         __index += 1
         try:
             __value = yield __item.pop()
-            __resume = __inner.{send}
+            __resume = __send
         except BaseException as __error:
             __resume, __value = __inner.{throw}, __error
 """
@@ -149,7 +150,7 @@ _GENERATOR = """
 _SYNC = {"async_": "", "await_": ""}
 _ASYNC = {"async_": "async ", "await_": "await "}
 _SEND = {
-    "first": "__inner.send, None",
+    "first": "__send, None",
     "send": "send",
     "throw": "throw",
     "stop": "StopIteration as __stop",

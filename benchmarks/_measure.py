@@ -1,0 +1,74 @@
+"""Interleaved measurement: every contender in every round, in turning order, medians and ratios printed."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+Measured = dict[str, list[float]]
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """`--quick`: a tenth of the work, to see that it runs; the numbers are then rough."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
+    return parser.parse_args()
+
+
+def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Measured:
+    """What each contender returned, by round. The order turns: nobody always follows the same one."""
+    names = list(contenders)
+    found: Measured = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds + 1):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                value = contenders[name]()
+                if turn:  # the first round warms up
+                    found[name].append(value)
+    finally:
+        gc.enable()
+    return found
+
+
+def median_over(found: Measured, name: str, bare: str) -> float:
+    """Median of the differences within each round: what slows a whole round down cancels."""
+    return statistics.median(a - b for a, b in zip(found[name], found[bare], strict=True))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, ["-" * width for width in widths], *rows):
+        first, *rest = (cell for cell in row)
+        cells = [
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)),
+        ]
+        print("  " + "  ".join(cells).rstrip())
+    print()
+
+
+def header(title: str, *distributions: str) -> None:
+    versions = ", ".join(f"{name} {_version(name)}" for name in distributions)
+    print(f"{title}\nPython {sys.version.split()[0]}, {platform.system()} {platform.machine()}, ", end="")
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {versions}\n")
+
+
+def verdict(what: str, value: float, limit: float, unit: str, *, at_least: bool = False) -> None:
+    met = value >= limit if at_least else value <= limit
+    sign = ">=" if at_least else "<="
+    print(f"{'met   ' if met else 'MISSED'}  {what}: {value:.2f}{unit}, goal {sign} {limit:g}{unit}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,146 @@
+"""Peers' decorators, from their installed wheels. A peer that cannot be loaded is reported, never imitated.
+
+verl's and AReaL's packages import whole training stacks in their `__init__`. Here they are entered without
+running those: the profilers' modules, and what these import themselves, are the wheels' own code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeAlias
+
+Decorator: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
+
+
+@dataclass
+class Peer:
+    decorate: Decorator
+    attributes: dict[str, object] = field(default_factory=dict)
+    """What the decorator looks for on the object whose method it wraps."""
+    finish: Callable[[int], object] = lambda spans: None
+    """Writes out the spans that were recorded, so many since the last time."""
+
+
+def available(loaders: dict[str, Callable[[], Peer]]) -> dict[str, Peer]:
+    """The peers that load; says of the others what they lack."""
+    found = {}
+    for name, load in loaders.items():
+        try:
+            found[name] = load()
+        except ImportError as error:
+            print(f"not installed: {name} ({error})")
+    return found
+
+
+def verl_disabled() -> Peer:
+    """verl's `DistProfiler.annotate` on a worker whose profiler has `enable=False`, the default."""
+    _enter("verl", "verl.utils", "verl.utils.profiler")
+    config = importlib.import_module("verl.utils.profiler.config")
+    profiler = importlib.import_module("verl.utils.profiler.profile").DistProfiler
+    off = profiler(rank=0, config=config.ProfilerConfig(enable=False))
+    return Peer(profiler.annotate(color="red", role="actor_update"), {"profiler": off})
+
+
+def trl() -> Peer:
+    """TRL's `profiling_decorator` on a trainer that reports to nobody. It has no switch: this is its off."""
+    decorate = importlib.import_module("trl.extras.profiling").profiling_decorator
+    trainer: dict[str, object] = {
+        "state": SimpleNamespace(global_step=1),
+        "args": SimpleNamespace(report_to=[]),
+        "accelerator": SimpleNamespace(is_main_process=True),
+    }
+    return Peer(decorate, trainer)
+
+
+def areal(*, enabled: bool) -> Peer:
+    """AReaL's `trace_perf`, configured by a plain object: its configuration's module wants CUDA kernels."""
+    _enter("areal", "areal.utils", "areal.api")
+    config = ModuleType("areal.api.cli_args")
+    vars(config).update(PerfTracerConfig=object, SessionTracerConfig=object)
+    sys.modules.setdefault("areal.api.cli_args", config)
+    tracer = importlib.import_module("areal.utils.perf_tracer")
+    if enabled:
+        told = SimpleNamespace(
+            enabled=True, experiment_name="bench", trial_name="t", fileroot=tempfile.mkdtemp(prefix="areal-"),
+            save_interval=1, profile_steps=None, session_tracer=None,
+        )  # fmt: skip
+        tracer.configure(told, rank=0)
+    return Peer(tracer.trace_perf("update", category="compute"), finish=lambda _: tracer.save(force=True))
+
+
+def opentelemetry_off() -> Peer:
+    """OpenTelemetry's API without an SDK: spans that record nothing."""
+    trace = importlib.import_module("opentelemetry.trace")
+    return Peer(_in_span(trace.get_tracer("bench")))
+
+
+def opentelemetry_sdk() -> Peer:
+    """OpenTelemetry's SDK with its batching processor and its exporter that writes JSON, one line a span."""
+    sdk, export = (
+        importlib.import_module("opentelemetry.sdk.trace"),
+        importlib.import_module("opentelemetry.sdk.trace.export"),
+    )
+    out = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # for as long as the process
+    exporter = export.ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(indent=None) + "\n")
+    processor = export.BatchSpanProcessor(
+        exporter, max_queue_size=1 << 20
+    )  # the default of 2048 would drop most
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(processor)
+    return Peer(_in_span(provider.get_tracer("bench")), finish=lambda _: processor.force_flush(600_000))
+
+
+def wrapt_off() -> Peer:
+    """A wrapt decorator that asks a flag and calls on."""
+    wrapt = importlib.import_module("wrapt")
+
+    @wrapt.decorator  # type: ignore[untyped-decorator] # loaded by name
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not ON:
+            return wrapped(*args, **kwargs)
+        raise AssertionError("never on")
+
+    return Peer(wrapper)
+
+
+ON = False
+
+
+def record_function() -> Peer:
+    """torch's `record_function`, while no profiler runs."""
+    torch_profiler = importlib.import_module("torch.profiler")
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with torch_profiler.record_function("update"):
+                return fn(*args, **kwargs)
+
+        return wrapper
+
+    return Peer(decorate)
+
+
+def _in_span(tracer: Any) -> Decorator:
+    decorate: Decorator = tracer.start_as_current_span("update")
+    return decorate
+
+
+def _enter(*packages: str) -> None:
+    """Makes packages importable without running their `__init__`."""
+    for name in packages:
+        if name in sys.modules:
+            continue
+        parent, _, _ = name.rpartition(".")
+        spec = PathFinder.find_spec(name, sys.modules[parent].__path__ if parent else None)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        package = ModuleType(name)
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules[name] = package

@@ -1,0 +1,163 @@
+"""What a decorated call costs while nothing is captured: against a closure written by hand, and the peers.
+
+ns of the calling thread's CPU time per call. The overhead is what a call costs over the bare method: the
+median of the differences within rounds in which every contender runs once.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import _peers
+from _measure import arguments, header, interleaved, median_over, table, verdict
+from _peers import Peer
+
+from stepscope import profile_step
+
+CALLS = 20_000
+ROUNDS = 31
+on = False
+
+
+def by_hand(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not on:
+            return fn(*args, **kwargs)
+        raise AssertionError("never on")
+
+    return wrapper
+
+
+def by_hand_async(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not on:
+            return await fn(*args, **kwargs)
+        raise AssertionError("never on")
+
+    return wrapper
+
+
+def by_hand_generator(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not on:
+            return (yield from fn(*args, **kwargs))
+        raise AssertionError("never on")
+
+    return wrapper
+
+
+def update(self: object, batch: int, lr: float = 1.0) -> int:
+    return batch
+
+
+async def aupdate(self: object, batch: int, lr: float = 1.0) -> int:
+    return batch
+
+
+def stream(self: object, items: int) -> Iterator[int]:
+    for i in range(items):  # noqa: UP028 # a generator's own work
+        yield i
+
+
+def call(method: Callable[..., Any], calls: int) -> None:
+    for _ in repeat(None, calls):
+        method(7)
+
+
+def call_by_name(method: Callable[..., Any], calls: int) -> None:
+    for _ in repeat(None, calls):
+        method(batch=7, lr=0.5)
+
+
+def call_async(method: Callable[..., Any], calls: int) -> None:
+    for _ in repeat(None, calls):
+        try:
+            method(7).send(None)
+        except StopIteration:  # the end of a coroutine
+            pass
+
+
+def iterate(method: Callable[..., Any], items: int) -> None:
+    for _ in method(items):
+        pass
+
+
+def timed(drive: Callable[[Callable[..., Any], int], None], method: Callable[..., Any], calls: int) -> float:
+    began = time.thread_time_ns()
+    drive(method, calls)
+    return (time.thread_time_ns() - began) / calls
+
+
+def method_of(fn: Callable[..., Any], peer: Peer) -> Callable[..., Any]:
+    """The decorated method, bound to an object that has what the decorator looks for."""
+    worker = type("Worker", (), {"method": peer.decorate(fn)})()
+    vars(worker).update(peer.attributes)
+    bound: Callable[..., Any] = worker.method
+    return bound
+
+
+def compare(
+    title: str,
+    fn: Callable[..., Any],
+    drive: Callable[[Callable[..., Any], int], None],
+    contenders: dict[str, Peer],
+    *,
+    quick: bool,
+) -> dict[str, tuple[float, float]]:
+    """Prints the table of one kind of call; returns {name: (ns per call, ns over the bare one)}."""
+    calls = CALLS // 10 if quick else CALLS
+    runs = {name: partial(timed, drive, method_of(fn, peer), calls) for name, peer in contenders.items()}
+    found = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
+    cost = {name: (statistics.median(found[name]), median_over(found, name, "bare")) for name in runs}
+    ours, hand = cost["stepscope"][1], cost["by hand"][1]
+    rows = [
+        [name, f"{each:.0f}", f"{over:.0f}", f"{over / ours:.1f}x", f"{over / hand:.2f}x"]
+        for name, (each, over) in cost.items()
+    ]
+    table([title, "ns/call", "overhead", "/ stepscope", "/ by hand"], rows)
+    return cost
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("a decorated call while nothing is captured", "stepscope", "verl", "trl", "areal", "wrapt")
+    peers = _peers.available(
+        {
+            "verl annotate, enable=False": _peers.verl_disabled,
+            "TRL profiling_decorator": _peers.trl,
+            "AReaL trace_perf": partial(_peers.areal, enabled=False),
+            "wrapt": _peers.wrapt_off,
+            "OpenTelemetry, no SDK": _peers.opentelemetry_off,
+        }
+    )
+    print()
+    bare, ours = Peer(lambda fn: fn), Peer(profile_step(role="actor"))
+    for title, fn, drive, hand, others in (
+        ("sync method", update, call, by_hand, peers),
+        ("sync, by name", update, call_by_name, by_hand, peers),
+        ("async method", aupdate, call_async, by_hand_async, peers),
+        ("generator, per item", stream, iterate, by_hand_generator, {}),
+    ):
+        contenders = {"bare": bare, "by hand": Peer(hand), "stepscope": ours, **others}
+        cost = compare(title, fn, drive, contenders, quick=quick)
+        if others is not peers:
+            continue
+        verdict(f"{title}: call, against by hand", cost["stepscope"][0] / cost["by hand"][0], 1.15, "x")
+        for name, goal in (("verl annotate, enable=False", 20), ("TRL profiling_decorator", 10)):
+            if name in cost:
+                ratio = cost[name][1] / cost["stepscope"][1]
+                verdict(f"{title}: cheaper than {name}", ratio, goal, "x", at_least=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What `import stepscope` adds to the start of an interpreter: medians over fresh processes, interleaved."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from functools import partial
+
+from _measure import arguments, header, interleaved, table, verdict
+
+STARTS = 41
+GOAL_MS = 60
+PROGRAMS = {
+    "bare interpreter": "pass",
+    "import stepscope": "import stepscope",
+    "the same, and instrument()": "import stepscope; stepscope.instrument('json', 'dumps', role='env')",
+    "import stepscope.cli": "import stepscope.cli",
+    "import asyncio": "import asyncio",
+}
+"""The last one for scale: the standard library's own."""
+
+
+def started(code: str, cpu: list[float]) -> float:
+    """Wall ms of an interpreter that runs `code`; its CPU ms go to `cpu`."""
+    began = time.perf_counter()
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+    _, status, used = os.wait4(pid, 0)
+    took = time.perf_counter() - began
+    if status:
+        sys.exit(f"{code!r} failed")
+    cpu.append((used.ru_utime + used.ru_stime) * 1e3)
+    return took * 1e3
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("import stepscope", "stepscope", "msgspec", "wrapt")
+    cpu: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    runs = {name: partial(started, code, cpu[name]) for name, code in PROGRAMS.items()}
+    found = interleaved(runs, STARTS // 5 if quick else STARTS)
+    wall = {name: statistics.median(values) for name, values in found.items()}
+    used = {name: statistics.median(values) for name, values in cpu.items()}
+    bare = "bare interpreter"
+    rows = [
+        [name, f"{wall[name]:.0f}", f"{wall[name] - wall[bare]:.0f}", f"{used[name] - used[bare]:.0f}"]
+        for name in PROGRAMS
+    ]
+    table(["ms", "start to end", "over bare", "CPU over bare"], rows)
+    ours = wall["import stepscope"] - wall[bare]
+    verdict("import stepscope, over a bare interpreter", ours, GOAL_MS, " ms")
+
+
+if __name__ == "__main__":
+    main()

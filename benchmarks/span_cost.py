@@ -1,0 +1,161 @@
+"""What a span costs while capturing: ours against AReaL's, OpenTelemetry's and torch's record_function.
+
+Three costs of a decorated call that does nothing, over the bare call, in ns:
+  code     CPU time of the thread whose code is recorded: what it pays for the span
+  wall     time that passes there: also what other threads (the one that writes, say) take of the GIL
+  process  CPU time of the whole process until every span is written out
+The spans come in bursts, as fast as the loop makes them, and are written out between the bursts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from typing import Any, TypeAlias
+
+import _peers
+from _measure import arguments, header, interleaved, table, verdict
+from _peers import Peer
+
+from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope.recording import runtime
+
+BURST = 1_000
+FLOOD = 20_000
+"""Spans in one burst that outruns every writer: each costs more, since all of them wait in fresh memory."""
+ROUNDS = 41
+GOAL_NS = 1000
+OURS = "stepscope profile_step"
+
+
+def update(batch: int) -> int:
+    return batch
+
+
+async def aupdate(batch: int) -> int:
+    return batch
+
+
+def call(fn: Callable[..., Any], calls: int) -> None:
+    for _ in repeat(None, calls):
+        fn(7)
+
+
+def call_async(fn: Callable[..., Any], calls: int) -> None:
+    for _ in repeat(None, calls):
+        try:
+            fn(7).send(None)
+        except StopIteration:  # the end of a coroutine
+            pass
+
+
+class Capturing:
+    """Our spans go to the capture that is open; a round ends when the writing thread has written them all."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def peer(self, decorate: _peers.Decorator) -> Peer:
+        return Peer(decorate, finish=self.written)
+
+    def written(self, spans: int) -> None:
+        self.made += spans
+        session = runtime.active
+        assert session is not None
+        while session.log.written < self.made:
+            time.sleep(0.01)
+
+
+def with_span(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(batch: int) -> Any:
+        with span("update", role="actor"):
+            return fn(batch)
+
+    return inner
+
+
+Costs: TypeAlias = tuple[float, float, float]
+
+
+def timed(
+    drive: Callable[..., None], fn: Callable[..., Any], peer: Peer, calls: int, kept: list[Costs]
+) -> float:
+    process, wall, code = time.process_time_ns(), time.perf_counter_ns(), time.thread_time_ns()
+    drive(fn, calls)
+    code, wall = time.thread_time_ns() - code, time.perf_counter_ns() - wall
+    peer.finish(calls)
+    process = time.process_time_ns() - process
+    kept.append((code / calls, wall / calls, process / calls))
+    return code / calls
+
+
+def compare(
+    title: str,
+    fn: Callable[..., Any],
+    drive: Callable[..., None],
+    peers: dict[str, Peer],
+    calls: int,
+    rounds: int,
+) -> dict[str, Costs]:
+    """Prints the table of one kind of call; returns {name: (code, wall, process)} in ns over the bare one."""
+    kept: dict[str, list[Costs]] = {name: [] for name in peers}
+    runs = {
+        name: partial(timed, drive, peer.decorate(fn), peer, calls, kept[name])
+        for name, peer in peers.items()
+    }
+    interleaved(runs, rounds)
+    bare = [statistics.median(column) for column in zip(*kept["bare"], strict=True)]
+    cost: dict[str, Costs] = {}
+    for name, measured in kept.items():
+        code, wall, process = (statistics.median(column) for column in zip(*measured[1:], strict=True))
+        cost[name] = (code - bare[0], wall - bare[1], process - bare[2])
+    ours = cost[OURS]
+    rows = [
+        [name, *(f"{ns:.0f}" for ns in costs), f"{costs[0] / ours[0]:.1f}x", f"{costs[2] / ours[2]:.1f}x"]
+        for name, costs in cost.items()
+        if name != "bare"
+    ]
+    table([f"{title}, ns a span", "code", "wall", "process", "code/ours", "process/ours"], rows)
+    return cost
+
+
+def judge(title: str, cost: dict[str, Costs], peers: dict[str, Peer]) -> None:
+    code = cost[OURS][0]
+    verdict(f"{title}: a span costs the recorded code", code, GOAL_NS, " ns")
+    for name in cost.keys() & peers.keys():
+        verdict(f"{title}: cheaper than {name}", cost[name][0] / code, 1, "x", at_least=True)
+    print()
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("a span while capturing", "stepscope", "areal", "opentelemetry-sdk", "torch")
+    peers = _peers.available(
+        {
+            "AReaL trace_perf": partial(_peers.areal, enabled=True),
+            "OpenTelemetry SDK": _peers.opentelemetry_sdk,
+            "torch record_function, no profiler": _peers.record_function,
+        }
+    )
+    print()
+    async_peers = {name: peer for name, peer in peers.items() if "record_function" not in name}
+    capturing, rounds = Capturing(), ROUNDS // 5 if quick else ROUNDS
+    bare, decorated = Peer(lambda fn: fn), capturing.peer(profile_step(role="actor"))
+    inside = {"stepscope span()": capturing.peer(with_span)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = ProfileConfig(save_path=folder, steps="every:1", roles={"nobody": {"ranks": "all"}})
+        with capture(1, config=config):
+            both = {"bare": bare, OURS: decorated}
+            cost = compare("sync", update, call, {**both, **inside, **peers}, BURST, rounds)
+            judge("sync", cost, peers)
+            cost = compare("async", aupdate, call_async, {**both, **async_peers}, BURST, rounds)
+            judge("async", cost, peers)
+            compare("sync, a flood", update, call, {**both, **inside, **peers}, FLOOD, rounds // 5)
+
+
+if __name__ == "__main__":
+    main()
