@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -244,6 +245,19 @@ def test_an_error_has_a_traceback_only_when_asked_for(
         run(["validate", str(path)])
 
 
+def test_an_error_of_ours_is_one_message_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr("stepscope.cli.demo.find_spec", broken)
+    assert run(["demo"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: KeyError: 'torch'\nNobody expected this; `stepscope --traceback`"
+    )
+
+
 @pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--step", "two"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
@@ -268,11 +282,11 @@ def test_the_demo_without_its_libraries_says_what_to_install(
     )
 
 
-def command(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+def command(*arguments: str, stderr: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", "from stepscope.cli import main; main()", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         env={**os.environ, **environment},
     )
 
@@ -285,6 +299,17 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
     with process, process.stderr as stderr:
         assert stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    terminal, end = pty.openpty()
+    with command("report", str(tmp_path), "--json", stderr=end) as process:
+        os.close(end)
+        out, _ = process.communicate()
+    assert b"reading spans" in os.read(terminal, 10_000)
+    os.close(terminal)
+    assert len(json.loads(out)["steps"]) == 2
 
 
 def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> None:

@@ -82,11 +82,22 @@ def _run(arguments: Sequence[str]) -> int:
         return ended.code if isinstance(ended.code, int) else Exit.OK
     except BrokenPipeError:
         raise
-    except (CommandError, StepscopeError, OSError) as error:
+    except Exception as error:
         if _with_traceback:
             raise
-        screen.say(f"error: {error}")
-        if isinstance(error, CommandError):
-            return error.code
-        return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR
+        return _explain(error)
     return Exit.OK
+
+
+def _explain(error: Exception) -> int:
+    """Says what is wrong, and returns the exit code for it."""
+    if isinstance(error, CommandError):
+        screen.say(f"error: {error}")
+        return error.code
+    if isinstance(error, (StepscopeError, OSError)):
+        screen.say(f"error: {error}")
+        return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR
+    screen.say(
+        f"error: {type(error).__name__}: {error}\nNobody expected this; `stepscope --traceback` shows where."
+    )
+    return Exit.ERROR

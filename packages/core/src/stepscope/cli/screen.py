@@ -35,12 +35,11 @@ def say(message: str) -> None:
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; call what it gives with every number of bytes done."""
-    console = _console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield lambda done: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=_console(stderr=True), transient=True) as bars:
         task = bars.add_task(title, total=total_bytes)
         yield lambda done: bars.advance(task, done)
 
