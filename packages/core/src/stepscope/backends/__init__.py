@@ -1,4 +1,6 @@
-"""Profilers of this process, behind one Protocol. Found by name through the entry points `stepscope.backends`."""
+"""Profilers of this process, behind one Protocol. Found by name through the entry points
+`stepscope.backends`.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
@@ -40,9 +40,10 @@ class SpanInfo:
 class PendingArtifact:
     """A recording that was stopped and is not yet a file.
 
-    `write(path)` writes it, whole, to the temporary path it is given. It is called once, on any thread, at most
-    once in a process at a time; it may hold the GIL and take seconds. The exporter compresses (when `compress`),
-    renames, and writes the sidecar. `discard()` frees what `write` would have used, when it will never be called.
+    `write(path)` writes it, whole, to the temporary path it is given. It is called once, on any thread, at
+    most once in a process at a time; it may hold the GIL and take seconds. The exporter compresses (when
+    `compress`), renames, and writes the sidecar. `discard()` frees what `write` uses: when it will never be
+    called, or has raised.
     """
 
     kind: str
@@ -58,16 +59,18 @@ class PendingArtifact:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Records this process. One running instance per process; constructed with the run's `ProfileConfig`.
 
-    States: idle -> start -> running -> stop -> idle. `prepare` may be called at any time while idle, any number of times.
+    States: idle -> start -> running -> stop -> idle. `prepare` may be called at any time while idle, any
+    number of times.
     """
 
     name: str
 
     def check(self) -> None:
-        """Raises `BackendError` (with the fix) when this backend cannot work in this process. Starts nothing."""
+        """Raises `BackendError` (with the fix) when this backend cannot work here. Starts nothing."""
         ...
 
     def prepare(self) -> None:
@@ -75,8 +78,13 @@ class Backend(Protocol):
         ...
 
     def start(self, window: Window) -> None:
-        """Begins recording. Raises `BackendError` (nothing is left running), `ProfilerBusyError` when another
-        profiler, the user's own included, holds this process."""
+        """Begins recording.
+
+        Raises:
+            ProfilerBusyError: this backend was not stopped, or another profiler, the user's own included, has
+                this process.
+            BackendError: it does not start. Nothing is left running.
+        """
         ...
 
     def advance(self) -> None:
@@ -84,20 +92,29 @@ class Backend(Protocol):
         ...
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """A marker in the trace around a span. Cheap; a null context where the backend has none. Never raises."""
+        """A marker in the trace around a span. Cheap; a null context where the backend has none. Never
+        raises.
+        """
         ...
 
     def stop(self) -> list[PendingArtifact]:
         """Ends recording and returns fast. What was recorded by then is never lost, partial windows included.
-        Stop without start returns []. Works from any thread."""
+        Without a start it returns []. Works from any thread.
+
+        Raises:
+            BackendError: nothing was recorded, and why. The backend is idle.
+        """
         ...
+
+
+_METHODS = ("advance", "check", "prepare", "range", "start", "stop")
 
 
 def load_backend(name: str, config: ProfileConfig) -> Backend:
     """The backend registered under `name`.
 
     Raises:
-        BackendError: none is registered; names those that are and what to install.
+        BackendError: none is registered (names those that are and what to install), or it is not a `Backend`.
     """
     from importlib.metadata import entry_points  # 20 ms, paid when a profiler is wanted
 
@@ -107,5 +124,11 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
             f"no backend {name!r} is installed; installed: {', '.join(sorted(found)) or 'none'}. "
             f"Fix: pip install 'stepscope[{name}]'"
         )
-    make = cast(Callable[[ProfileConfig], Backend], found[name].load())
-    return make(config)
+    made = cast(Callable[[ProfileConfig], Backend], found[name].load())(config)
+    lacking = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    if lacking:
+        raise BackendError(
+            f"backend {name!r} ({type(made).__qualname__}) lacks {', '.join(lacking)}. "
+            "Fix: install a version of it that fits this stepscope"
+        )
+    return made

@@ -1,0 +1,193 @@
+"""The `cuda_memory` backend: the history of the CUDA caching allocator, one snapshot a window and one at the
+first out-of-memory error. Open the files at https://pytorch.org/memory_viz.
+
+Not run on a GPU so far: its tests hold it against the signatures of a real torch and check its refusal on a
+machine without CUDA; the contract's tests are skipped there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from stepscope.backends.process_lock import ProcessLock
+from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
+from stepscope.config import CudaMemoryConfig, ProfileConfig
+from stepscope.errors import BackendError, ProfilerBusyError
+
+_HISTORY = ProcessLock()
+"""The allocator has one history, whoever records it. Beside torch.profiler it may run."""
+os.register_at_fork(after_in_child=_HISTORY.forget)
+
+_NOTHING = nullcontext()
+_observed = False
+_recording: CudaMemoryBackend | None = None
+"""Whose window is open: the observer of out-of-memory errors cannot be detached from torch. One writer: this
+module.
+"""
+
+
+class CudaMemoryBackend:
+    """Records the allocations of all CUDA devices of this process."""
+
+    name = "cuda_memory"
+
+    def __init__(self, config: ProfileConfig) -> None:
+        self._config = config.cuda_memory
+        self._window: Window | None = None
+        self._ignored: dict[str, str] = {}
+        self._at_oom: object | None = None
+        self._ooms = 0
+
+    def check(self) -> None:
+        """Raises `BackendError` when torch has no CUDA here, or no allocator history."""
+        try:
+            import torch
+        except ImportError as error:
+            raise BackendError(
+                f"the cuda_memory backend needs torch: {error}. Fix: pip install torch"
+            ) from error
+        if not torch.cuda.is_available():
+            found = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+            raise BackendError(
+                f"tool is cuda_memory, and torch {torch.__version__} {found}. Fix: tool: torch, or install a "
+                "CUDA build of torch on a machine with a GPU"
+            )
+        if not hasattr(torch.cuda.memory, "_record_memory_history"):
+            raise BackendError(f"torch {torch.__version__} has no memory history. Fix: torch >= 2.1")
+
+    def prepare(self) -> None:
+        pass
+
+    def start(self, window: Window) -> None:
+        global _recording
+        if self._window is not None:
+            raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
+        self.check()
+        import torch
+
+        _HISTORY.acquire(f"the CUDA memory history of step {window.step}")
+        try:
+            if torch._C._cuda_isHistoryEnabled():
+                raise ProfilerBusyError(
+                    "the CUDA memory history is recorded by other code. Fix: end that with "
+                    "torch.cuda.memory._record_memory_history(None) before the capture"
+                )
+            options: Any = history_options(self._config)
+            torch.cuda.memory._record_memory_history(**options)
+        except BaseException as error:
+            _HISTORY.release()
+            if isinstance(error, Exception) and not isinstance(error, BackendError):
+                raise BackendError(f"the CUDA memory history did not start: {error}") from error
+            raise
+        self._ignored = _observe() if self._config.on_oom else {}
+        self._window, _recording, self._at_oom, self._ooms = window, self, None, 0
+
+    def advance(self) -> None:
+        pass
+
+    def range(self, span: SpanInfo) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def stop(self) -> list[PendingArtifact]:
+        """The snapshot is taken here, since ending the history drops it; files are written later."""
+        global _recording
+        window, self._window = self._window, None
+        if window is None or _HISTORY.holder is None:
+            return []  # not started; or the child of a fork, where the history is the parent's
+        _recording = None
+        import torch
+
+        try:
+            taken: list[tuple[str | None, object]] = [(None, torch.cuda.memory._snapshot())]
+        except Exception as error:
+            raise BackendError(f"the CUDA memory snapshot failed: {error}") from error
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+            _HISTORY.release()
+        at_oom, self._at_oom = self._at_oom, None
+        if at_oom is not None:
+            taken.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
+        return [self._artifact(snapshot, truncated) for truncated, snapshot in taken]
+
+    def on_oom(self, snapshot: object) -> None:
+        """CUDA is out of memory. The first time tells most; later ones are counted."""
+        self._ooms += 1
+        if self._at_oom is None:
+            self._at_oom = snapshot
+
+    def _artifact(self, snapshot: object, truncated: str | None) -> PendingArtifact:
+        import torch
+
+        kept = [snapshot]
+
+        def write(path: Path) -> None:
+            with path.open("wb") as file:
+                pickle.dump(kept.pop(), file)
+
+        return PendingArtifact(
+            kind="cuda_memory_snapshot" if truncated is None else "cuda_memory_oom_snapshot",
+            suffix=".pickle",
+            write=write,
+            compress=False,  # memory_viz opens it as it is
+            discard=kept.clear,
+            truncated=truncated,
+            ignored=self._ignored,
+            options={
+                "max_entries": self._config.max_entries,
+                "stacks": self._config.stacks,
+                "on_oom": self._config.on_oom,
+                "ooms": self._ooms,
+            },
+            versions={"torch": torch.__version__, "cuda": str(torch.version.cuda)},
+        )
+
+
+def history_options(config: CudaMemoryConfig) -> dict[str, object]:
+    """What `torch.cuda.memory._record_memory_history` is called with."""
+    import torch
+
+    options: dict[str, object] = {
+        "enabled": "all",
+        "context": None if config.stacks == "none" else "all",
+        "stacks": "all" if config.stacks == "all" else "python",
+        "max_entries": config.max_entries,
+        "clear_history": True,  # windows must not mix
+    }
+    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    if "clear_history" not in known:
+        del options["clear_history"]
+    return options
+
+
+def _observe() -> dict[str, str]:
+    """Watches for out-of-memory errors, once per process. Returns what is ignored where torch has no such
+    observer.
+    """
+    global _observed
+    import torch
+
+    attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+    if attach is None:
+        return {"cuda_memory.on_oom": f"torch {torch.__version__} has no observer of out-of-memory errors"}
+    if not _observed:
+        attach(_out_of_memory)
+        _observed = True
+    return {}
+
+
+def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
+    """Called by torch before it raises. Whatever happens here, the user's error must come through."""
+    recording = _recording
+    if recording is None:
+        return
+    import torch
+
+    try:
+        recording.on_oom(torch.cuda.memory._snapshot())
+    except Exception:
+        recording.on_oom({"error": "the snapshot failed: there was no memory for it"})

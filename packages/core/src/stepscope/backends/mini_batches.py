@@ -1,0 +1,35 @@
+"""Where a mini-batch stands in a `ScheduleConfig`. Pure; counts as `torch.profiler.schedule` does."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from stepscope.config import ScheduleConfig
+
+Phase: TypeAlias = Literal["off", "warmup", "active"]
+
+
+class Place(NamedTuple):
+    """The phase of one mini-batch, and the cycle it belongs to (0, 1, 2...)."""
+
+    phase: Phase
+    cycle: int
+
+
+def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
+    """Where mini-batch number `mini_batch` (0, 1, 2...) of a window stands. Without a schedule all are
+    recorded.
+    """
+    if schedule is None:
+        return Place("active", 0)
+    at = mini_batch - schedule.skip_first
+    length = schedule.wait + schedule.warmup + schedule.active
+    cycle, at = divmod(at, length)
+    if cycle < 0 or (schedule.repeat and cycle >= schedule.repeat) or at < schedule.wait:
+        return Place("off", max(cycle, 0))
+    return Place("warmup" if at < schedule.wait + schedule.warmup else "active", cycle)
+
+
+def first_active(schedule: ScheduleConfig) -> int:
+    """The number of the first mini-batch that is recorded."""
+    return schedule.skip_first + schedule.wait + schedule.warmup

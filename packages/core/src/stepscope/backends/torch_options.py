@@ -1,0 +1,116 @@
+"""What of a `TorchConfig` this torch, on this machine, can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stepscope.config import TorchConfig
+from stepscope.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler.profiler import _KinetoProfile as Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A config, resolved."""
+
+    make_profile: Callable[[str], Profile]
+    """A profile with this trace id, not started."""
+    marker: Callable[[str], AbstractContextManager[None]]
+    """A range of this name in the trace: 0.3 us, or 5 us with a torch that has no fast one."""
+    ignored: dict[str, str]
+    recorded: dict[str, str | int | float | bool | None]
+    versions: dict[str, str]
+
+
+def resolve(config: TorchConfig, *, all_threads: bool) -> Options:
+    """
+    Raises:
+        BackendError: torch is not installed, or too old, or records none of the activities on this machine.
+    """
+    try:
+        import torch
+        from torch._C import _profiler
+        from torch.profiler.profiler import _KinetoProfile
+    except ImportError as error:
+        raise BackendError(f"the torch backend needs torch: {error}. Fix: pip install torch") from error
+    activities, ignored = _activities(config)
+    memory = config.profile_memory
+    if memory and all_threads:
+        memory = False
+        ignored["torch.profile_memory"] = (
+            "torch has no memory events when it records all threads. Fix: torch.all_threads: false, and "
+            "start the capture on the main thread"
+        )
+    switches = _switches(all_threads=all_threads, with_stack=config.with_stack)
+
+    def make_profile(trace_id: str) -> Profile:
+        experimental = _profiler._ExperimentalConfig(**switches)  # type: ignore[arg-type]  # torch: an old stub
+        return _KinetoProfile(
+            activities=activities.values(),
+            record_shapes=config.record_shapes,
+            profile_memory=memory,
+            with_stack=config.with_stack,
+            with_flops=config.with_flops,
+            experimental_config=experimental,
+            custom_trace_id_callback=lambda: trace_id,
+        )
+
+    return Options(
+        make_profile=make_profile,
+        marker=getattr(_profiler, "_RecordFunctionFast", torch.profiler.record_function),
+        ignored=ignored,
+        recorded={
+            "activities": ",".join(activities),
+            "with_stack": config.with_stack,
+            "record_shapes": config.record_shapes,
+            "profile_memory": memory,
+            "with_flops": config.with_flops,
+            "all_threads": all_threads,
+        },
+        versions={"torch": str(torch.__version__)},
+    )
+
+
+def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:
+    """Those of this machine by name, and why the others are ignored."""
+    import torch
+
+    supported: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch
+    here = {activity.name.lower(): activity for activity in supported}
+    if not torch.cuda.is_available():
+        here.pop("cuda", None)  # a CUDA build lists it on a machine without a GPU too
+    asked = dict.fromkeys(config.activities)
+    known = ", ".join(sorted(here))
+    ignored = {
+        f"torch.activities.{name}": f"torch {torch.__version__} records {known} on this machine"
+        for name in asked
+        if name not in here
+    }
+    if len(ignored) == len(asked):
+        raise BackendError(
+            f"torch.activities is {list(asked)}, and torch {torch.__version__} on this machine records "
+            f"{known}. Fix: torch.activities: [{known}]"
+        )
+    return {name: here[name] for name in asked if name in here}, ignored
+
+
+def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
+    """torch's switches for what is not in its stable interface."""
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+
+    known = _ExperimentalConfig.__init__.__doc__ or ""  # pybind: the signature stands in the first line
+    if all_threads and "profile_all_threads" not in known:
+        raise BackendError(
+            f"torch {torch.__version__} cannot record all threads, which a capture that is not started on "
+            "the main thread needs. Fix: torch >= 2.6, or start the capture on the main thread"
+        )
+    # trace_only: no Python objects for the events, which nobody reads here. stop() takes 0.65 of the time.
+    wanted = {"profile_all_threads": all_threads, "trace_only": not with_stack}
+    return {name: True for name, want in wanted.items() if want and name in known}

@@ -1,0 +1,271 @@
+"""One window of torch.profiler, from start to the results that wait to be written.
+
+`begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so nothing here
+locks. Phases follow the schedule, off -> warmup -> active -> off and around again; without one, a window is
+active from start to end.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stepscope.backends import libc, user_profilers
+from stepscope.backends.mini_batches import Phase, first_active, place
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.torch_options import Options
+from stepscope.backends.window_thread import WindowThread
+from stepscope.config import ScheduleConfig
+from stepscope.errors import BackendError, ProfilerBusyError
+
+if TYPE_CHECKING:
+    from torch.profiler.profiler import _KinetoProfile as Profile
+
+current: TorchWindow | None = None
+"""The window that holds this process. One writer: this module."""
+
+_parents: list[object] = []
+"""In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
+
+
+@dataclass
+class Recorded:
+    """What one active phase recorded."""
+
+    profile: Profile | None
+    """None once it was written or discarded."""
+    cycle: int
+    truncated: str | None
+
+    def drop(self) -> None:
+        """Frees it. Destructing 200k events takes some 0.1 s."""
+        self.profile = None
+        libc.give_memory_back()
+
+
+class TorchWindow:
+    """`about` goes into the trace, as its key `stepscope`."""
+
+    def __init__(
+        self,
+        name: str,
+        thread: WindowThread,
+        options: Options,
+        *,
+        schedule: ScheduleConfig | None,
+        trace_id: str,
+        about: Mapping[str, object],
+    ) -> None:
+        self.name = name
+        self.thread = thread
+        self.options = options
+        self.phase: Phase = "off"
+        self.over = False
+        self.only_thread = None if thread.all_threads else threading.main_thread().ident
+        """The one thread that is recorded; None: all are."""
+        self._schedule = schedule
+        self._trace_id = trace_id
+        self._about = about
+        self._profile: Profile | None = None
+        self._mini_batch = 0
+        self._cycle = 0
+        self._recorded: deque[Recorded] = deque()
+        self._lost: str | None = None
+
+    def records_here(self) -> bool:
+        """Whether the calling thread is being recorded at this moment."""
+        if self.phase != "active":
+            return False
+        return self.only_thread is None or self.only_thread == threading.get_ident()
+
+    def take(self) -> list[Recorded]:
+        """What is recorded and was not taken yet. From any thread.
+
+        Raises:
+            BackendError: nothing is, and this is why.
+        """
+        taken = []
+        while self._recorded:
+            taken.append(self._recorded.popleft())
+        lost, self._lost = self._lost, None
+        if lost is not None and not taken:
+            raise BackendError(f"{self.name} is lost: {lost}")
+        if lost is not None:
+            taken[-1].truncated = taken[-1].truncated or lost
+        return taken
+
+    def begin(self) -> None:
+        """Starts recording, or what the schedule has at mini-batch 0.
+
+        Raises:
+            ProfilerBusyError: somebody else's session, or a window of ours, has this process.
+            BackendError: torch does not start. Nothing is left running.
+        """
+        global current
+        PROCESS_LOCK.acquire(self.name)
+        current = self
+        try:
+            self._go_to(place(self._schedule, 0).phase)
+        except BaseException as error:
+            self.over = True
+            self._give_back()
+            if isinstance(error, Exception) and not isinstance(error, BackendError):
+                raise BackendError(f"{self.name} did not start: {error}") from error
+            raise
+
+    def advance(self) -> None:
+        """One mini-batch is done."""
+        if self.over:
+            return
+        self._mini_batch += 1
+        phase, cycle = place(self._schedule, self._mini_batch)
+        try:
+            if cycle != self._cycle:
+                self._go_to("off")
+                self._cycle = cycle
+            self._go_to(phase)
+        except Exception as error:
+            self._lost = f"after {self._mini_batch} mini-batches: {error}"
+            self.end()
+
+    def end(self, truncated: str | None = None) -> None:
+        """Ends recording for good. What was recorded by now is kept."""
+        if self.over:
+            return
+        self.over = True
+        try:
+            if self.phase == "active":
+                self._record(truncated or self._cut_short())
+            else:
+                self._lost = self._lost or truncated or self._never_active()
+                self._go_to("off")
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        global current
+        current = None
+        PROCESS_LOCK.release()
+
+    def _go_to(self, phase: Phase) -> None:
+        if phase == self.phase:
+            return
+        if phase != "off":
+            self._open(start=phase == "active")
+        elif self.phase == "active":
+            self._record(None)
+        else:
+            self._cancel_warmup()
+        self.phase = phase
+
+    def _open(self, *, start: bool) -> None:
+        if self._profile is None:
+            self._profile = self._prepare()
+        if not start:
+            return
+        try:
+            self._profile.start_trace()
+            self._profile.add_metadata_json("stepscope", json.dumps({**self._about, "cycle": self._cycle}))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _prepare(self) -> Profile:
+        others = user_profilers.busy()
+        if others is not None:
+            raise ProfilerBusyError(
+                f"{self.name} cannot start: {others}; a second one would crash this process. "
+                "Fix: end that session before the capture, or capture other steps"
+            )
+        profile = self.options.make_profile(f"{self._trace_id}_{self._cycle}")
+        with user_profilers.ours():
+            profile.prepare_trace()
+        return profile
+
+    def _record(self, truncated: str | None) -> None:
+        """Stops the profile and keeps it."""
+        self.phase = "off"  # first: whatever happens below, a profile is never stopped a second time
+        profile, self._profile = self._profile, None
+        if profile is None or not user_profilers.running(self.only_thread is not None):
+            self._lost = "its torch.profiler session was ended from outside stepscope"
+            return
+        self._lost = "interrupted while it was being stopped"
+        try:
+            trouble = _stop(profile)
+        except Exception as error:
+            self._lost = f"torch.profiler did not stop: {error}"
+            return
+        self._lost = None
+        self._recorded.append(Recorded(profile, self._cycle, truncated or trouble))
+
+    def _cancel_warmup(self) -> None:
+        try:
+            if self._profile is not None:
+                self._profile.start_trace()  # torch has no other way out of a warm-up
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Drops the profile, whether or not its start succeeded."""
+        self.phase = "off"
+        profile, self._profile = self._profile, None
+        if profile is not None and _started(profile):
+            _stop(profile)
+        else:
+            user_profilers.clear_flag()
+
+    def _cut_short(self) -> str | None:
+        """Why the recording under way is not whole: its mini-batches are not all there."""
+        if self._schedule is None:
+            return None
+        length = self._schedule.wait + self._schedule.warmup + self._schedule.active
+        done = (self._mini_batch - first_active(self._schedule)) % length
+        return f"torch.schedule: the window ended after {done} of {self._schedule.active} active mini-batches"
+
+    def _never_active(self) -> str | None:
+        if self._schedule is None or self._recorded:
+            return None
+        return (
+            f"torch.schedule records from mini-batch {first_active(self._schedule)} on (skip_first + wait + "
+            f"warmup), and stepscope.advance() was called {self._mini_batch} times. Fix: a shorter schedule, "
+            "or call advance() after each mini-batch"
+        )
+
+
+def forget() -> bool:
+    """In the child of a fork, where the session is the parent's. Whether there is one."""
+    global current
+    window, current = current, None
+    if window is None:
+        return False
+    _parents.append(window._profile)
+    window._profile = None
+    window.phase, window.over = "off", True
+    window._recorded.clear()
+    return True
+
+
+def _started(profile: Profile) -> bool:
+    """Whether torch has enabled it: a start may also fail after that, and then it has to be stopped."""
+    session = profile.profiler
+    return session is not None and session.profiling_start_time_ns != 0
+
+
+def _stop(profile: Profile) -> str | None:
+    """Stops it, also when the device no longer answers; then says so."""
+    try:
+        profile.stop_trace()
+    except Exception as error:
+        session = profile.profiler
+        if session is None or session.kineto_results is not None:
+            raise
+        # torch synchronises the device before it stops, and a broken device raises there for ever. Left
+        # running, the profiler would crash the process at exit.
+        session.use_device = None
+        profile.stop_trace()
+        return f"the device did not synchronize: {error}"
+    return None

@@ -1,0 +1,240 @@
+"""Recordings become files here, off the critical path: on one daemon thread, in the order they were
+submitted.
+
+torch holds the GIL while it writes a trace (3 us an event), so a job may be *deferred* to a moment when the
+process waits anyway; compression (igzip, which releases the GIL) is then most of the rest.
+
+On disk: a job works in a hidden folder beside its target. The finished file is renamed into place first, its
+sidecar second, so that whoever finds a sidecar finds its file. Neither is ever half there, and a name that is
+taken is not used again. Files are not fsynced: a machine that loses power may lose its last trace, and in
+exchange no export waits for a network disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stepscope.backends.protocol import PendingArtifact
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.recording import guard
+
+BLOCK = 1 << 20
+"""Bytes of one compression call: 0.7 ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """Either the artifact, whole and in place, or why it is not there."""
+
+    artifact: Artifact | None
+    error: str | None
+    cost_ns: int
+    """What the job took in its thread."""
+    stall_ns: int = 0
+    """The part of it that `PendingArtifact.write` took, which may have held the GIL."""
+
+
+@dataclass(kw_only=True)
+class _Job:
+    pending: PendingArtifact
+    target: Path
+    describe: Callable[[int, Path], Sidecar]
+    on_done: Callable[[ExportResult], None]
+    deferred: bool
+
+
+class Exporter:
+    """Of one process. Submitting never raises for a disk's trouble: that comes back in the result."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._written: Counter[int] = Counter()
+        self._changed = (
+            threading.Condition()
+        )  # of an RLock: a SIGTERM handler may drain in the middle of submit()
+
+    def submit(
+        self,
+        pending: PendingArtifact,
+        *,
+        target: Path,
+        describe: Callable[[int, Path], Sidecar],
+        on_done: Callable[[ExportResult], None],
+        deferred: bool,
+    ) -> None:
+        """Queues one recording.
+
+        Args:
+            target: Its path, without `.gz`. Folders are created; a name that is taken gets a number.
+            describe: (size in bytes, final path) -> what to write beside it.
+            on_done: Called once, on the exporter's thread.
+            deferred: Wait for `flush` or `drain`.
+        """
+        job = _Job(pending=pending, target=target, describe=describe, on_done=on_done, deferred=deferred)
+        with self._changed:
+            self._jobs.append(job)
+            self._start_thread()  # now, also for a deferred job: at exit Python 3.12 starts no more
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Deferred jobs begin now. Returns at once."""
+        with self._changed:
+            for job in self._jobs:
+                job.deferred = False
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> list[str]:
+        """Waits until all is written, deferred jobs too.
+
+        Returns:
+            File names of what is unfinished after `timeout_s`; it goes on in the background.
+        """
+        self.flush()
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while self._unfinished() and time.monotonic() < until:
+                if self._thread is None:
+                    self._do_next()  # no thread could be started: the process is exiting
+                else:
+                    self._changed.wait(until - time.monotonic())
+            return [job.target.name for job in self._unfinished()]
+
+    def bytes_written(self, step: int) -> int:
+        """Size of the files that are in place, of one step."""
+        return self._written[step]
+
+    def _unfinished(self) -> list[_Job]:
+        return [*([] if self._running is None else [self._running]), *self._jobs]
+
+    def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="stepscope-export", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # the interpreter is exiting: drain() does the work
+        self._thread = thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._has_work)
+                self._do_next()
+        finally:
+            self._thread = None
+
+    def _has_work(self) -> bool:
+        return any(not job.deferred for job in self._jobs)
+
+    def _do_next(self) -> None:
+        with self._changed:
+            job = next((job for job in self._jobs if not job.deferred), None)
+            if job is None:
+                return
+            self._jobs.remove(job)
+            self._running = job
+        try:
+            result, step = _export(job)
+            if result.artifact is not None:
+                self._written[step] += result.artifact.size_bytes
+            job.on_done(result)
+        except Exception as error:
+            guard.note("reporting an export", error)
+        finally:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+
+
+def _export(job: _Job) -> tuple[ExportResult, int]:
+    """The result, and the step that its sidecar names."""
+    began = time.monotonic_ns()
+    stall_ns = 0
+    folder: Path | None = None
+    try:
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".export-", dir=job.target.parent))  # mode 0700
+        file = folder / job.target.name
+        writing = time.monotonic_ns()
+        try:
+            job.pending.write(file)
+        finally:
+            stall_ns = time.monotonic_ns() - writing
+        if job.pending.compress:
+            file = _compress(file)
+        sidecar = _put(job, file)
+    except Exception as error:
+        job.pending.discard()
+        took = time.monotonic_ns() - began
+        reason = f"{type(error).__name__}: {error}"
+        return ExportResult(artifact=None, error=reason, cost_ns=took, stall_ns=stall_ns), 0
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    took = time.monotonic_ns() - began
+    return ExportResult(artifact=sidecar.artifact, error=None, cost_ns=took, stall_ns=stall_ns), sidecar.step
+
+
+def _put(job: _Job, file: Path) -> Sidecar:
+    """Renames the finished file into place, then its sidecar. What a disk may refuse comes before that."""
+    final = _free(job.target.parent, job.target.name.removesuffix(job.pending.suffix), file.name)
+    sidecar = job.describe(file.stat().st_size, final)
+    beside = file.with_name("sidecar")
+    beside.write_bytes(msgspec.json.encode(sidecar))
+    for each in (file, beside):
+        each.chmod(0o600)  # what a trace holds is the user's own
+    file.rename(final)
+    beside.rename(sidecar_of(final))
+    return sidecar
+
+
+def _compress(file: Path) -> Path:
+    from isal import igzip  # 9 ms, paid in this thread
+
+    compressed = file.with_name(file.name + ".gz")
+    sink = igzip.open(compressed, "wb", compresslevel=1)  # type: ignore[no-untyped-call]  # isal
+    with file.open("rb") as source, sink:
+        shutil.copyfileobj(source, sink, BLOCK)
+    file.unlink()
+    return compressed
+
+
+def _free(folder: Path, stem: str, name: str) -> Path:
+    """`name` in `folder`, or with a number after its `stem` where that is taken."""
+    suffix = name.removeprefix(stem)
+    tried = (folder / (f"{stem}-{number}{suffix}" if number > 1 else name) for number in itertools.count(1))
+    return next(path for path in tried if not path.exists() and not sidecar_of(path).exists())
+
+
+_exporter = Exporter()
+"""One writer: this module."""
+
+
+def exporter() -> Exporter:
+    """The exporter of this process."""
+    return _exporter
+
+
+def _in_child() -> None:
+    # The parent's jobs are the parent's to write, and its thread is not here.
+    global _exporter
+    _exporter = Exporter()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,66 @@
+"""A profiler that exists only in memory: it records the markers of its window, and can be told to fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from stepscope.backends import PendingArtifact, SpanInfo, Window
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError, ProfilerBusyError
+
+
+class FakeBackend:
+    """Passes `BackendConformance`. Its traces are JSON: {"step": 2, "stage": null, "events": [...]}."""
+
+    name = "fake"
+
+    def __init__(self, config: ProfileConfig | None = None) -> None:
+        self.fails_to_start = False
+        """The next start raises, after it has taken the process."""
+        self._window: Window | None = None
+        self._events: list[str] = []
+
+    def check(self) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+    def start(self, window: Window) -> None:
+        if self._window is not None:
+            raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
+        PROCESS_LOCK.acquire(f"the fake trace of step {window.step}")
+        if self.fails_to_start:
+            PROCESS_LOCK.release()
+            raise BackendError("the fake profiler cannot start")
+        self._window, self._events = window, []
+
+    def advance(self) -> None:
+        if self._window is not None:
+            self._events.append("mini-batch")
+
+    def range(self, span: SpanInfo) -> AbstractContextManager[None]:
+        return nullcontext() if self._window is None or span.is_async else self._mark(span, self._events)
+
+    @contextmanager
+    def _mark(self, span: SpanInfo, events: list[str]) -> Iterator[None]:
+        events.append(f"{span.role}.{span.stage}")
+        yield
+
+    def stop(self) -> list[PendingArtifact]:
+        window, self._window = self._window, None
+        if window is None:
+            return []
+        if PROCESS_LOCK.holder is None:
+            return []  # the child of a fork: the window is the parent's
+        PROCESS_LOCK.release()
+        trace = {"step": window.step, "stage": window.stage, "events": self._events}
+
+        def write(path: Path) -> None:
+            path.write_text(json.dumps(trace))
+
+        return [PendingArtifact(kind="fake_trace", suffix=".json", write=write, compress=True)]

@@ -1,0 +1,318 @@
+"""The torch backend where plain torch.profiler is a segmentation fault: each case in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import TypeAlias
+
+import pytest
+
+pytest.importorskip("torch")
+
+SERVER = """
+import json, os, signal, sys
+import torch, torch._inductor.config, torch.profiler  # the seconds that every case would pay
+from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.testing import backend_conformance
+
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os.chdir(job["folder"])
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv[1:] = job["arguments"]
+        exec(job["script"])
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Forks a process for each case, before torch has run an operator or Kineto was initialised."""
+
+PRELUDE = """
+import atexit, threading
+from pathlib import Path
+from torch.profiler import ProfilerActivity, profile
+from stepscope.backends.window_thread import MAIN
+from stepscope.config import ProfileConfig, TorchConfig
+from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.testing.backend_conformance import a_window, in_thread
+
+backend = TorchBackend(ProfileConfig(torch=TorchConfig(all_threads="--all-threads" in sys.argv)))
+
+def work(name):
+    with torch.profiler.record_function(name):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+
+def names(path):
+    return {event["name"] for event in json.loads(Path(path).read_text())["traceEvents"]}
+
+def write(pending):
+    [one] = pending
+    one.write(Path("ours.json"))
+    return names("ours.json")
+
+def start():
+    backend.start(a_window())
+    work("ours")
+
+def theirs(name="theirs"):
+    with profile(activities=[ProfilerActivity.CPU]) as session:
+        work(name)
+    session.export_chrome_trace(name + ".json")
+    assert name in names(name + ".json")
+"""
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run: TypeAlias = "Callable[..., Done]"
+both = pytest.mark.parametrize("flags", [(), ("--all-threads",)], ids=["main-thread", "all-threads"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """`run(script, *arguments)` in a process and a folder of its own, with the names of `PRELUDE`."""
+
+    def run(script: str, *arguments: str) -> Done:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        job = {"folder": str(tmp_path), "arguments": arguments, "script": PRELUDE + dedent(script)}
+        print(json.dumps(job), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return Done(status, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text())
+
+    return run
+
+
+@both
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("", 0), ("raise KeyError('the user')", 1), ("sys.exit(3)", 3)],
+    ids=["end", "error", "exit"],
+)
+def test_a_process_may_exit_with_the_window_open(
+    run: Run, flags: tuple[str, ...], ending: str, status: int
+) -> None:
+    done = run(f"start()\n{ending}", *flags)
+    assert done.returncode == status, done.stderr
+
+
+@both
+def test_a_stop_at_exit_gets_the_trace_whoever_registered_first(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        early = lambda: print("early", "ours" in write(backend.stop()))
+        atexit.register(early)  # runs after the backend's own end of the window
+        start()
+        """,
+        *flags,
+    )
+    assert done.stdout == "early True\n", done.stderr
+    assert done.returncode == 0
+
+
+def test_sigterm_kills_as_it_would_without_us(run: Run) -> None:
+    done = run("start(); os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == -signal.SIGTERM, done.stderr
+
+
+@both
+def test_a_sigterm_handler_can_stop_and_write(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        def on_term(*_):
+            print("ours" in write(backend.stop()))
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, on_term)
+        start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        """,
+        *flags,
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 7), done.stderr
+
+
+def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(run: Run) -> None:
+    done = run(
+        """
+        from stepscope.backends import torch_window
+        original = torch_window._stop
+        def stop_interrupted(profile):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return original(profile)
+        torch_window._stop = stop_interrupted
+        def handler(*_):
+            try:
+                backend.stop()
+            except BackendError as error:
+                print(error)
+        signal.signal(signal.SIGUSR1, handler)
+        start()
+        print("ours" in write(backend.stop()))
+        """
+    )
+    assert "beneath this signal handler\nTrue\n" in done.stdout, done.stderr
+
+
+@both
+def test_a_user_profiler_inside_ours_ends_ours_and_both_are_whole(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        start()
+        theirs()
+        work("later")
+        pending = backend.stop()
+        print(pending[0].truncated)
+        found = write(pending)
+        assert "ours" in found and not {"theirs", "later"} & found, found
+        start()
+        assert "ours" in write(backend.stop())
+        """,
+        *flags,
+    )
+    assert done.stdout == "other code started torch.profiler on thread MainThread\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@both
+def test_a_user_profiler_of_another_thread_ends_ours_and_both_are_whole(
+    run: Run, flags: tuple[str, ...]
+) -> None:
+    done = run(
+        """
+        start()
+        in_thread(lambda: [theirs()])
+        pending = backend.stop()
+        print(pending[0].truncated)
+        assert "ours" in write(pending)
+        """,
+        *flags,
+    )
+    assert done.stdout == "other code started torch.profiler on thread test-thread\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_user_profiler_that_would_crash_the_process_is_refused(run: Run) -> None:
+    """Ours belongs to the main thread, which does not answer: it can neither be ended nor survive theirs."""
+    done = run(
+        """
+        def refused():
+            try:
+                theirs()
+            except ProfilerBusyError as error:
+                print(error)
+        start()
+        thread = threading.Thread(target=refused)
+        MAIN.submit(lambda: (thread.start(), thread.join()))
+        pending = backend.stop()
+        print(pending[0].truncated)
+        assert "ours" in write(pending)
+        theirs()
+        """
+    )
+    assert "torch.profiler cannot start on thread" in done.stdout, done.stderr
+    assert done.stdout.endswith("None\n")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_user_profiler_that_encloses_ours_is_left_alone(run: Run) -> None:
+    done = run(
+        """
+        with profile(activities=[ProfilerActivity.CPU]) as session:
+            work("theirs")
+            backend.prepare()
+            try:
+                start()
+            except ProfilerBusyError:
+                print("refused")
+            backend.stop()
+            work("more")
+        session.export_chrome_trace("theirs.json")
+        print({"theirs", "more"} <= names("theirs.json"))
+        """
+    )
+    assert done.stdout == "refused\nTrue\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@both
+def test_a_backend_dropped_while_recording_lets_the_next_one_start(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        import warnings
+        start()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del backend
+        print(caught[0].category.__name__, caught[0].message)
+        backend = TorchBackend(ProfileConfig())
+        start()
+        assert "ours" in write(backend.stop())
+        """,
+        *flags,
+    )
+    assert "ResourceWarning a TorchBackend was dropped while recording" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@both
+def test_a_forked_child_exits_by_itself_and_the_parent_records_on(run: Run, flags: tuple[str, ...]) -> None:
+    """Plain torch: the child hangs in exit(), in a destructor that waits for a thread it does not have."""
+    done = run(
+        """
+        start()
+        child = os.fork()
+        if child == 0:
+            assert backend.stop() == []
+            work("child")
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        work("parent")
+        found = write(backend.stop())
+        print({"ours", "parent"} <= found, "child" in found)
+        """,
+        *flags,
+    )
+    assert done.stdout == "5\nTrue False\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
+    done = run(
+        """
+        import resource
+        start()
+        for _ in range(200):
+            work("more")
+        pending = backend.stop()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # as a full disk: writing beyond it fails
+        try:
+            write(pending)
+        except BackendError as error:
+            print(error)
+        """
+    )
+    assert "ends early" in done.stdout or "wrote no trace" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
