@@ -1,8 +1,8 @@
 """Defects found by reading verl's DistProfiler, each as a test that stepscope does not have it.
 
 V1 to V16 are our numbers for them. V3, V8 and V9 (configuration) stand in test_config_values.py and
-test_config_page.py; V10 in test_fleet_ray.py. V11 (nsys reports moved before they are complete), V13 (traces of
-replicas on other nodes) and V14 (two Ascend formats in one step) concern parts that are not here yet.
+test_config_page.py; V10 in test_fleet_ray.py. V11 (nsys reports moved before they are complete), V13 (traces
+of replicas on other nodes) and V14 (two Ascend formats in one step) concern parts that are not here yet.
 """
 
 from __future__ import annotations

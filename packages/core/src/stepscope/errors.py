@@ -31,7 +31,8 @@ class ConfigError(StepscopeError, ValueError):
         super().__init__(f"{field} is {value!r}; allowed: {allowed}. Fix: {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
-        # Exceptions unpickle from .args by default: that would call __init__ with one argument (Ray ships errors).
+        # Exceptions unpickle from .args by default: that would call __init__ with one argument (Ray ships
+        # errors).
         return type(self), (self.field, self.value, self.allowed, self.fix)
 
 
