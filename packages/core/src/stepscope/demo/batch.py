@@ -1,0 +1,85 @@
+"""Trajectories, their advantages, and the padded tensors that they are trained as."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from stepscope.demo import task
+from stepscope.demo.calculator import evaluate
+
+
+@dataclass
+class Trajectory:
+    """One attempt at one problem."""
+
+    name: str
+    problem: task.Problem
+    tokens: list[int] = field(default_factory=list)
+    actions: list[bool] = field(default_factory=list)
+    """For each token: whether the model wrote it."""
+    turns: list[str] = field(default_factory=list)
+    reward: float = 0.0
+
+    def hear(self, text: str) -> None:
+        self._add(task.encode(text), action=False)
+
+    def say(self, tokens: list[int]) -> str:
+        """Adds a turn of the model; returns it as text."""
+        self._add(tokens, action=True)
+        self.turns.append(task.decode(tokens))
+        return self.turns[-1]
+
+    def _add(self, tokens: list[int], *, action: bool) -> None:
+        self.tokens += tokens
+        self.actions += [action] * len(tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n trajectories. What is per predicted token is [n, time - 1]: column i belongs to token i + 1."""
+
+    tokens: Tensor
+    """[n, time]"""
+    actions: Tensor
+    """1.0 where the model wrote the token, else 0.0."""
+    advantages: Tensor
+    """[n, 1]"""
+    old_log_probs: Tensor
+    """Under the policy that generated."""
+    ref_log_probs: Tensor
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return Batch(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+
+
+def pad(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """`tokens` and `actions` as in a `Batch`."""
+    tokens = [torch.tensor(each.tokens) for each in trajectories]
+    actions = [torch.tensor(each.actions, dtype=torch.float)[1:] for each in trajectories]
+    return pad_sequence(tokens, True, task.PADDING), pad_sequence(actions, True)
+
+
+def group_advantages(rewards: Sequence[float], group: int) -> Tensor:
+    """GRPO: each reward against the mean and spread of its group, `group` attempts at one problem. [n, 1]"""
+    grouped = torch.tensor(rewards).view(-1, group)
+    spread = grouped.std(dim=1, keepdim=True) + 1e-4
+    return ((grouped - grouped.mean(dim=1, keepdim=True)) / spread).view(-1, 1)
+
+
+def solved(rng: random.Random) -> Trajectory:
+    """A perfect trajectory of a random chain of 1 to 3 operations."""
+    problem = task.make_problem(rng, rng.randint(1, 3))
+    trajectory, left = Trajectory("solved", problem), problem
+    trajectory.hear("^" + left.text)
+    for turn in problem.solution():
+        trajectory.say(task.encode(turn))
+        if turn.endswith(">"):
+            left = left.after(evaluate(turn[1:-1]))
+            trajectory.hear(left.text)
+    return trajectory

@@ -1,0 +1,75 @@
+"""The tool: a calculator in a process of its own, spoken to over pipes, one line each way.
+
+Run as a script it is the calculator; `Calculator` is its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from types import TracebackType
+
+_EXPRESSION = re.compile(r"(\d+)([+-])(\d+)", re.ASCII)
+
+
+def evaluate(expression: str) -> str:
+    """The value of `number + number` or `number - number`; `!` for anything else."""
+    match = _EXPRESSION.fullmatch(expression)
+    if match is None:
+        return "!"
+    return str(int(match[1]) + int(match[2] + match[3]))
+
+
+class Calculator:
+    """An async context manager: the process runs inside it."""
+
+    async def __aenter__(self) -> Calculator:
+        self._one_at_a_time = asyncio.Lock()
+        # -I -S: the standard library and nothing of this process' environment.
+        command = (sys.executable, "-I", "-S", __file__)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # the end of its input is the end of it
+        await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, expression: str) -> str:
+        """The value of `expression`, or `!`.
+
+        Raises:
+            RuntimeError: the process is gone.
+        """
+        async with self._one_at_a_time:
+            answer = await self._exchange(expression.encode() + b"\n")
+        if not answer:
+            raise RuntimeError(f"the calculator (pid {self.pid}) is gone")
+        return answer.decode().rstrip()
+
+    async def _exchange(self, line: bytes) -> bytes:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None or stdin.is_closing():
+            return b""
+        stdin.write(line)
+        try:
+            return await stdout.readline()
+        except asyncio.CancelledError:
+            stdin.close()  # its answer would be taken for that of the next question
+            raise
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for its client, and it ends with that
+    for line in sys.stdin:
+        sys.stdout.write(evaluate(line.rstrip("\n")) + "\n")
+        sys.stdout.flush()

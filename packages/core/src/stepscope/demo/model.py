@@ -1,0 +1,112 @@
+"""A decoder-only transformer of 0.1 M parameters: one forward that trains, and decodes with a KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.demo.task import MAX_TOKENS, VOCABULARY
+
+LAYERS = 2
+HEADS = 4
+HEAD_DIM = 16
+WIDTH = HEADS * HEAD_DIM
+
+
+class KVCache:
+    """Keys and values of up to `slots` sequences, each [layers, slots, heads, MAX_TOKENS, head_dim]."""
+
+    def __init__(self, slots: int) -> None:
+        shape = (LAYERS, slots, HEADS, MAX_TOKENS, HEAD_DIM)
+        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+
+
+class View:
+    """The part of a cache that one batch continues: row i is in slot `slots[i]`, at `positions[i]`."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, positions: Tensor) -> None:
+        self.positions = positions
+        self._cache = cache
+        self._slots = slots
+        self._end = int(positions.max()) + 1
+        self.seen = torch.arange(self._end) <= positions[:, None, :, None]
+        """What each token may attend to: [batch, 1, time, end]."""
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores [batch, heads, time, head_dim]; returns all up to these: [batch, heads, end, head_dim]."""
+        keys, values, rows = self._cache.keys[layer], self._cache.values[layer], self._slots[:, None]
+        keys[rows, :, self.positions] = key.transpose(1, 2)
+        values[rows, :, self.positions] = value.transpose(1, 2)
+        return keys[self._slots, :, : self._end], values[self._slots, :, : self._end]
+
+
+class Attention(nn.Module):
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor, cached: View | None) -> Tensor:
+        batch, time, _ = x.shape
+        query, key, value = self.qkv(x).view(batch, time, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        query, key = rotate(query, positions), rotate(key, positions)
+        if cached is None:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            key, value = cached.update(self.layer, key, value)
+            mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=cached.seen)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(layer)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor, cached: View | None) -> Tensor:
+        x = x + self.attention(self.norm1(x), positions, cached)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(VOCABULARY), WIDTH)
+        self.blocks = nn.ModuleList(Block(layer) for layer in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
+
+    def forward(self, tokens: Tensor, cached: View | None = None) -> Tensor:
+        """Logits [batch, time, vocabulary] for `tokens` [batch, time], the start or the next of sequences.
+
+        Padding on the right is harmless: no token before it attends to it, and in a cache it is overwritten
+        before anything does.
+        """
+        positions = torch.arange(tokens.shape[1])[None] if cached is None else cached.positions
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, positions, cached)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding of `x` [batch, heads, time, head_dim] at `positions` [batch or 1, time]."""
+    half = HEAD_DIM // 2
+    frequency = 1000.0 ** (-torch.arange(half) / half)
+    angle = positions[:, None, :, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def token_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Log-probability [batch, time - 1] of each token but the first, given those before it."""
+    logits: Tensor = model(tokens)[:, :-1]
+    return -functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")

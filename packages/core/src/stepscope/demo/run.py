@@ -1,0 +1,121 @@
+"""`stepscope demo`: starts Ray and the trainer, runs a few steps, and captures some of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from stepscope import Capture, ProfileConfig, capture
+from stepscope.errors import StepscopeError
+
+WARM_UP = 30
+"""Supervised updates before the first step: enough to call the calculator, not enough to do so right."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    save_path: Path
+    """Absolute."""
+    rewards: tuple[float, ...]
+    """Mean of each step, between 0 and 1."""
+    captured: tuple[int, ...]
+    """The steps that were captured."""
+    seconds: float
+    """All of it, the start of Ray included."""
+
+
+def run_demo(
+    save_path: Path,
+    *,
+    steps: int = 4,
+    captured: Sequence[int] = (1, 3),
+    seed: int = 0,
+    on_progress: Callable[[str], None] = print,
+) -> DemoResult:
+    """Trains for `steps` steps, of which those in `captured` are profiled into `save_path`.
+
+    Ray is started for it and shut down at its end, on every path, unless it runs in this process already.
+
+    Raises:
+        StepscopeError: torch or Ray is not installed.
+        ConfigError: `save_path` cannot be written.
+    """
+    missing = [name for name in ("torch", "ray") if find_spec(name) is None]
+    if missing:
+        raise StepscopeError(
+            f"the demo trains a model with torch on Ray; not installed: {', '.join(missing)}. "
+            "Fix: pip install torch 'stepscope[ray]'"
+        )
+    import ray
+
+    began = time.perf_counter()
+    config = profile(save_path.resolve(), [step for step in captured if 0 <= step < steps])
+    ours = not ray.is_initialized()
+    try:
+        if ours:
+            on_progress("starting Ray on this machine")
+            start_ray()
+        rewards = asyncio.run(train(config, steps, seed, on_progress))
+    finally:
+        if ours:
+            ray.shutdown()
+    selected = tuple(step for step in range(steps) if config.selects(step))
+    return DemoResult(Path(config.save_path), tuple(rewards), selected, time.perf_counter() - began)
+
+
+def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
+    """All actors, the reference, and the first 200 forward passes of each replica."""
+    return ProfileConfig(
+        save_path=save_path,
+        steps=captured,
+        roles={
+            "actor": {"ranks": "all"},
+            "ref": {"ranks": "all"},
+            "rollout": {"ranks": "all", "engine": {"iterations": {"count": 200}}},
+        },
+    )
+
+
+def start_ray() -> None:
+    """A Ray of this process alone: no dashboard, no usage report, little shared memory."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        num_cpus=8,  # counted, not pinned: the actors share what cores there are
+        include_dashboard=False,
+        object_store_memory=128 * 1024**2,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+
+
+async def train(
+    config: ProfileConfig, steps: int, seed: int, on_progress: Callable[[str], None]
+) -> list[float]:
+    """The loop; returns the mean reward of each step."""
+    from stepscope.demo.calculator import Calculator
+    from stepscope.demo.trainer import Trainer
+
+    rewards = []
+    captures: list[Capture] = []
+    async with Calculator() as calculator:
+        on_progress("placing 2 actor workers, 1 reference worker and 2 rollout replicas")
+        trainer = Trainer(calculator, seed)
+        loss = await trainer.set_up(WARM_UP)
+        on_progress(f"warmed the policy up with {WARM_UP} supervised updates: loss {loss:.2f}")
+        for step in range(steps):
+            async with capture(step, workers=trainer.workers, engines=trainer.engines, config=config) as cap:
+                result = await trainer.step(step)
+            on_progress(f"step {step}: {result}{', captured' if cap.selected else ''}")
+            rewards.append(result.reward)
+            captures.append(cap)
+        for cap in captures:
+            await asyncio.to_thread(cap.result.wait)  # for the traces, which are written in the background
+    return rewards

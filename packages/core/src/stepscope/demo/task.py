@@ -1,0 +1,88 @@
+"""The task: work a chain like `8+5-3` out with a calculator, one operation a turn.
+
+A trajectory is one string. The model writes what follows a `=`: up to `>`, a call, or up to `.`, its answer.
+The rest is told to it: the first operation is the prompt, and each call's result comes with the operation
+that is next:
+
+    ^8+5=<8+5>13-3=<13-3>10=10.
+
+So it has to copy an operation into a call as long as there is one, and else the result into an answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+VOCABULARY = " ^0123456789+-=<>.!"
+PADDING = VOCABULARY.index(" ")
+END_OF_TURN = frozenset(VOCABULARY.index(char) for char in ">.")
+TURN_TOKENS = 8
+"""A turn is cut off here. The longest right one is `<99+9>`."""
+OPERATIONS = (1,) * 5 + (2,) * 4 + (3,) * 3 + (5, 5, 8, 12)
+"""Of the problems of one step: most are short, and a few outlast the rest by far."""
+REFUSED = "!"
+"""What the calculator answers to what it cannot compute."""
+EXTRA_TURNS = 2
+"""For calls that were refused."""
+MAX_TOKENS = 6 + (max(OPERATIONS) + 1 + EXTRA_TURNS) * (TURN_TOKENS + 9)
+"""Of a trajectory: at most 6 tokens of prompt, and after each turn at most 9 like `!-9998+9=`."""
+
+
+def encode(text: str) -> list[int]:
+    return [VOCABULARY.index(char) for char in text]
+
+
+def decode(tokens: Iterable[int]) -> str:
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is left of a chain: `8 + 5 - 3` as terms."""
+
+    terms: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """What the model is told: the next operation, or the last result."""
+        return "".join(self.terms[:3]) + "="
+
+    @property
+    def max_turns(self) -> int:
+        return len(self.terms) // 2 + 1 + EXTRA_TURNS
+
+    def after(self, result: str) -> Problem:
+        """What is left after a call. One that was refused changes nothing."""
+        return self if result == REFUSED else Problem((result, *self.terms[3:]))
+
+    def solution(self) -> list[str]:
+        """The turns of a perfect trajectory: each call, then the answer."""
+        turns, left = [], self
+        while len(left.terms) > 1:
+            first, sign, second = left.terms[:3]
+            turns.append(f"<{first}{sign}{second}>")
+            left = left.after(str(int(first) + int(sign + second)))
+        return [*turns, f"{left.terms[0]}."]
+
+
+def make_problem(rng: random.Random, operations: int) -> Problem:
+    """A random chain whose results all lie in 0..99."""
+    value = rng.randint(1, 9)
+    terms = [str(value)]
+    for _ in range(operations):
+        number = rng.randint(1, 9)
+        add = value < number or (value + number < 100 and rng.random() < 0.5)
+        terms += ["+" if add else "-", str(number)]
+        value += number if add else -number
+    return Problem(tuple(terms))
+
+
+def reward(problem: Problem, turns: Sequence[str]) -> float:
+    """The share of the solution's turns that were taken, in their order; 1.0: the chain was worked out."""
+    expected, taken = problem.solution(), 0
+    for turn in turns:
+        if taken < len(expected) and turn == expected[taken]:
+            taken += 1
+    return taken / len(expected)

@@ -1,0 +1,138 @@
+"""The trainer: GRPO over the actors of one cluster, a step at a time, from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from stepscope import span
+from stepscope.demo import task
+from stepscope.demo.agent_loop import play
+from stepscope.demo.batch import Batch, Trajectory, group_advantages, pad
+from stepscope.demo.calculator import Calculator
+from stepscope.demo.rollout import RolloutReplica
+from stepscope.demo.worker import ActorWorker, ReferenceWorker
+from stepscope.engines.ray import RayRollout
+
+ACTORS = 2
+REPLICAS = 2
+GROUP = 8
+"""Attempts at each problem."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    reward: float
+    solved: float
+    """Share of the trajectories with the full reward."""
+    tokens: int
+    """Written by the model."""
+    kl: float
+    seconds: float
+
+    def __str__(self) -> str:
+        quality = f"reward {self.reward:.3f}, {self.solved:.0%} solved, KL {self.kl:.3f}"
+        return f"{quality}, {self.tokens:,} tokens, {self.seconds:.1f} s"
+
+
+class Trainer:
+    """Places the actors on construction; `set_up` before the first `step`."""
+
+    def __init__(self, calculator: Calculator, seed: int) -> None:
+        self.calculator = calculator
+        self.rng = random.Random(seed)
+        self.policy_version = 0
+        self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
+        self.reference = _place(ReferenceWorker)
+        self.replicas = [_place(RolloutReplica, seed) for _ in range(REPLICAS)]
+        self.engines = [RayRollout(replica) for replica in self.replicas]
+
+    @property
+    def workers(self) -> dict[str, list[ActorHandle[Any]]]:
+        """Whose processes a capture records, by role.
+
+        The replicas for their spans only: no pattern of the demo's `roles` matches `replica`. Their forward
+        passes are recorded by the profilers in `engines`, which are of the role `rollout`.
+        """
+        return {"actor": self.actors, "ref": [self.reference], "replica": self.replicas}
+
+    async def set_up(self, warm_up: int) -> float:
+        """Joins the actors, warms the policy up and gives it to the others. Returns the supervised loss."""
+        port = await self.actors[0].serve.remote()
+        await asyncio.gather(*(actor.join.remote(port) for actor in self.actors))
+        losses = await asyncio.gather(*(actor.warm_up.remote(warm_up) for actor in self.actors))
+        weights = self.actors[0].sync_weights.remote()
+        others = [self.reference, *self.replicas]
+        await asyncio.gather(*(other.load_weights.remote(weights) for other in others))
+        return fmean(losses)
+
+    async def step(self, step: int) -> StepResult:
+        began = time.perf_counter()
+        with span("rollout", role="agent_loop"):
+            played = await self._rollout(step)
+        with span("advantages"):
+            advantages = group_advantages([each.reward for each in played], GROUP)
+        with span("log_probs"):
+            batch = await self._log_probs(played, advantages)
+        with span("update"):
+            ranks = enumerate(self.actors)
+            metrics = await asyncio.gather(*(a.update_policy.remote(batch[r::ACTORS]) for r, a in ranks))
+        with span("weight_sync"):
+            await self._sync_weights()
+        return StepResult(
+            reward=fmean(each.reward for each in played),
+            solved=fmean(each.reward == 1 for each in played),
+            tokens=sum(sum(each.actions) for each in played),
+            kl=metrics[0]["kl"],
+            seconds=time.perf_counter() - began,
+        )
+
+    async def _rollout(self, step: int) -> list[Trajectory]:
+        """GROUP attempts at each problem of the step, all at once, in turn on each replica."""
+        problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
+        attempts = [(index, attempt) for index in range(len(problems)) for attempt in range(GROUP)]
+        return await asyncio.gather(
+            *(
+                play(
+                    f"step{step}-problem{index}-{attempt}",
+                    problems[index],
+                    self.replicas[attempt % REPLICAS],
+                    self.calculator,
+                    self.policy_version,
+                )
+                for index, attempt in attempts
+            )
+        )
+
+    async def _log_probs(self, played: list[Trajectory], advantages: Tensor) -> Batch:
+        """The actors, each on its share, and the reference on all of them, at the same time."""
+        tokens, actions = pad(played)
+        *shares, reference = await asyncio.gather(
+            *(actor.compute_log_prob.remote(tokens[rank::ACTORS]) for rank, actor in enumerate(self.actors)),
+            self.reference.compute_ref_log_prob.remote(tokens),
+        )
+        policy = torch.empty_like(reference)
+        for rank, share in enumerate(shares):
+            policy[rank::ACTORS] = share
+        return Batch(tokens, actions, advantages, policy, reference)
+
+    async def _sync_weights(self) -> None:
+        # An object reference: the weights go from the actor straight to the replicas.
+        weights = self.actors[0].sync_weights.remote()
+        await asyncio.gather(*(replica.load_weights.remote(weights) for replica in self.replicas))
+        self.policy_version += 1
+
+
+def _place(cls: type, *args: object) -> ActorHandle[Any]:
+    actor_class: Any = ray.remote(cls)
+    handle: ActorHandle[Any] = actor_class.remote(*args)
+    return handle
