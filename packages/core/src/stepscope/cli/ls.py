@@ -85,7 +85,7 @@ def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[st
 
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
-    columns = (">step", "run", "state", "opened", ">wall", ">processes", ">artifacts", ">size", ">problems")
+    columns = (">step", "run", "state", "opened", ">wall", ">processes", ">artifacts", ">size")
     yield table(str(run), columns, map(_cells, rows))
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     if problems:
@@ -102,5 +102,4 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         str(row.processes),
         str(row.artifacts),
         size(row.bytes),
-        str(len(row.problems) or ""),
     )

@@ -42,9 +42,7 @@ def _overview(report: StepReport) -> tuple[str, ...]:
     other = {
         line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True) if line.kind != "stage"
     }
-    most = [
-        f"{line.role} {line.stage} {share} %" for line, share in zip(lines, shares, strict=True) if line.role
-    ]
+    most = [f"{line.stage} {share} %" for line, share in zip(lines, shares, strict=True) if line.role]
     return (
         str(report.step), report.run_id, duration(total), other["unaccounted"], other["profiler"],
         ", ".join(most[:2]), "yes" if report.health.complete else "no",
