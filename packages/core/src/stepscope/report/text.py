@@ -29,24 +29,19 @@ def render(report: StepReport) -> Group:
 
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
     """One line for each of several steps."""
-    return table(
-        "Steps",
-        (">step", "run", ">wall", ">unaccounted", ">profiler", "most of it", "complete"),
-        map(_overview, reports),
-    )
+    runs = len({report.run_id for report in reports}) > 1
+    columns = (">step", *(["run"] * runs), ">wall", ">unaccounted", ">profiler", "most of it", "complete")
+    return table("Steps", columns, [_overview(report, runs) for report in reports])
 
 
-def _overview(report: StepReport) -> tuple[str, ...]:
+def _overview(report: StepReport, runs: bool) -> list[str]:
     lines, total = report.breakdown.lines, report.breakdown.total_ns
-    shares = percents([line.wall_ns for line in lines], total)
-    other = {
-        line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True) if line.kind != "stage"
-    }
-    most = [f"{line.stage} {share} %" for line, share in zip(lines, shares, strict=True) if line.role]
-    return (
-        str(report.step), report.run_id, duration(total), other["unaccounted"], other["profiler"],
-        ", ".join(most[:2]), "yes" if report.health.complete else "no",
-    )  # fmt: skip
+    shares = list(zip(lines, percents([line.wall_ns for line in lines], total), strict=True))
+    other = {line.kind: f"{share} %" for line, share in shares if line.kind != "stage"}
+    most = ", ".join(f"{line.stage} {share} %" for line, share in shares[:2] if line.kind == "stage")
+    complete = "yes" if report.health.complete else "no"
+    run = [report.run_id] * runs
+    return [str(report.step), *run, duration(total), other["unaccounted"], other["profiler"], most, complete]
 
 
 def _sections(report: StepReport) -> Iterator[RenderableType]:
@@ -63,7 +58,8 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
 
 
 def _head(report: StepReport) -> Text:
-    took = duration(report.breakdown.total_ns)
+    total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
+    took = f"{duration(window_ns)}, and {duration(total_ns - window_ns)} to open and close the capture"
     said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:
