@@ -172,7 +172,7 @@ def test_a_folder_without_anything_of_a_capture_is_an_error(tmp_path: Path, make
         load_step(step)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_no_damage_to_the_files_is_an_exception(tmp_path: Path, seed: int) -> None:
     path, actor = folder_of(tmp_path)
     chance = random.Random(seed)
