@@ -7,7 +7,7 @@ threaded actor  on a thread of its pool, in no fixed order
 async actor     on a thread of Ray's, never on the actor's loop, once the loop has a moment to decode the
                 arguments. While we are there no other call of the actor begins: nothing of ours may wait
 
-What belongs on an async actor's loop is handed over to it, and the caller asks again until it is done.
+In an async actor everything is therefore handed over to its loop, and the caller asks again until it is done.
 Exceptions travel as text: those of an engine's library may not unpickle on the caller's side.
 """
 
@@ -65,8 +65,9 @@ class ActorLine:
         """Runs `fn(instance, *args)` in the actor and returns what it returns.
 
         Args:
-            fn: A plain function runs where the actor's methods run (the loop's thread, in an async actor).
-                A coroutine function runs on the actor's loop, or on one of ours where it has none.
+            fn: A plain function runs where the actor's methods run; in an async actor it may take its time,
+                so it runs on a thread beside the loop. A coroutine function runs on the actor's loop, or on
+                one of ours where it has none.
             args: Travel by pickle, like the result.
             keep: Whether it goes on in the actor when the call is cancelled here; else it is cancelled there.
 
@@ -137,13 +138,14 @@ def present(instance: object) -> None:
 
 def begin(instance: object, ticket: str, fn: Callable[..., object], args: tuple[object, ...]) -> Reply:
     loop = _actors_loop()
-    if loop is None and not inspect.iscoroutinefunction(fn):
-        return _attempt(fn, instance, *args)
     with _lock:
         if ticket in _abandoned:
             return "failed", "the caller gave up before its call began"
-        job = asyncio.run_coroutine_threadsafe(_run(fn, instance, args), loop or _private_loop())
-        _jobs[ticket] = job
+        job = None if _runs_here(loop, fn) else _submit(loop, fn, instance, args)
+        if job is not None:
+            _jobs[ticket] = job
+    if job is None:
+        return _attempt(fn, instance, *args)
     if loop is None:
         wait([job], timeout=_HOLD_S)
     return poll(instance, ticket)
@@ -161,10 +163,10 @@ def poll(instance: object, ticket: str) -> Reply:
 
 def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]) -> None:
     loop = _actors_loop()
-    if fn is abandon or (loop is None and not inspect.iscoroutinefunction(fn)):
+    if _runs_here(loop, fn):
         fn(instance, *args)
     else:
-        asyncio.run_coroutine_threadsafe(_run(fn, instance, args), loop or _private_loop())
+        _submit(loop, fn, instance, args)
 
 
 def abandon(instance: object, ticket: str, cancel: bool) -> None:
@@ -177,9 +179,16 @@ def abandon(instance: object, ticket: str, cancel: bool) -> None:
         job.cancel()
 
 
-async def _run(fn: Callable[..., object], instance: object, args: tuple[object, ...]) -> object:
-    result = fn(instance, *args)
-    return await result if inspect.isawaitable(result) else result
+def _runs_here(loop: asyncio.AbstractEventLoop | None, fn: Callable[..., object]) -> bool:
+    return fn is abandon or (loop is None and not inspect.iscoroutinefunction(fn))
+
+
+def _submit(
+    loop: asyncio.AbstractEventLoop | None, fn: Callable[..., Any], instance: object, args: tuple[object, ...]
+) -> Future[object]:
+    coroutine = inspect.iscoroutinefunction(fn)
+    work = fn(instance, *args) if coroutine else asyncio.to_thread(fn, instance, *args)
+    return asyncio.run_coroutine_threadsafe(work, loop or _private_loop())
 
 
 def _attempt(fn: Callable[..., object], *args: object) -> Reply:

@@ -1,0 +1,299 @@
+"""Captures fanned out to Ray actors, whose classes stay as they are.
+
+All workers are asked at once, and each has its own deadline. First it is asked whether it is there: one that
+is busy past the deadline has then not been sent anything that could happen late. Its answer also says how its
+clock stands, so the start that follows expires at the deadline as the worker's own clock shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
+from stepscope.errors import ConfigError, EngineError
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest import State
+from stepscope.recording.clock import Exchange, estimate_offset
+from stepscope.recording.fleet_port import WorkerOutcome
+from stepscope.recording.worker import (
+    StartAnswer,
+    StartRequest,
+    StopAnswer,
+    StopRequest,
+    drain_worker,
+    start_worker,
+    stop_worker,
+)
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_LISTS = ("workers", "_workers", "actors", "_actors")
+"""Where worker groups keep their handles (verl's RayWorkerGroup: `workers`)."""
+_EXCHANGES = 3
+"""Small exchanges after a start or stop, for the clocks: of a few, one is short."""
+_CLOCK_S = 0.1
+"""For all of them: a worker that is busy again has said enough."""
+
+
+def fleet_of(workers: object) -> RayFleet | None:
+    """The fleet of `workers`; None when they are not Ray's.
+
+    Args:
+        workers: An actor handle, a sequence of them in rank order, an object that keeps one in `workers`, or
+            {role: any of these}. An actor that is given twice takes part once, in its first place.
+
+    Raises:
+        ConfigError: only some of a sequence are actor handles, or one is the actor that asks.
+    """
+    if "ray" not in sys.modules:
+        return None
+    groups = workers if isinstance(workers, Mapping) else {None: workers}
+    members: dict[str, Worker] = {}
+    for role, group in groups.items():
+        handles = _handles(group)
+        if not handles:
+            return None
+        for position, handle in enumerate(handles):
+            worker = Worker(handle, None if role is None else str(role), position, len(handles))
+            members.setdefault(worker.actor_id, worker)
+    _refuse_oneself(members)
+    return RayFleet(list(members.values()))
+
+
+class RayFleet:
+    """The Ray actors of one capture."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Opens the capture on all workers at once; one outcome each. Cancelled, it is taken back."""
+        try:
+            return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
+        except BaseException:
+            for worker in self.workers:
+                worker.take_back(request.capture_id, "opening the capture was given up")
+            raise
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Closes it on the workers that began; one outcome each. Of the others, `start` has told."""
+        return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in self._begun()))
+
+    async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        """Waits until the workers that began have written their files; one outcome each."""
+        return await asyncio.gather(*(worker.drain(timeout_s) for worker in self._begun()))
+
+    def _begun(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.begun is not None]
+
+
+class Begun(NamedTuple):
+    """What a worker said when it began."""
+
+    process: str
+    """`ProcessInfo.key`."""
+    where: Where
+
+
+class Worker:
+    """One actor of a capture. What goes wrong with it is an outcome; only a cancellation is raised."""
+
+    def __init__(self, actor: ActorHandle[Any], role: str | None, position: int, world_size: int) -> None:
+        self.actor_id: str = actor._actor_id.hex()
+        self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
+        self.begun: Begun | None = None
+        self._role = role
+        self._position = position
+        self._world_size = world_size
+        self._line = ActorLine(actor)
+
+    async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
+        request = msgspec.structs.replace(
+            request,
+            role=self._role or request.role,
+            position=self._position,
+            world_size=self._world_size,
+        )
+        until_s = time.monotonic() + deadline_s
+        outcome = await self._within(deadline_s, "start", self._start(request, until_s))
+        if outcome.reason is not None:
+            self.take_back(request.capture_id, outcome.reason)
+        return await self._with_clock(outcome)
+
+    def take_back(self, capture_id: str, reason: str) -> None:
+        """Ends what the worker began, or is yet to begin."""
+        self.begun = None
+        self._line.tell(stop_here, StopRequest(capture_id=capture_id, discard=reason))
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> WorkerOutcome:
+        if self.begun is None:
+            return self._outcome("skipped", "it had not begun")
+        outcome = await self._within(deadline_s, "stop", self._stop(request, self.begun))
+        return await self._with_clock(outcome)
+
+    async def drain(self, timeout_s: float) -> WorkerOutcome:
+        # The worker itself keeps to the time; the second is for its answer.
+        return await self._within(timeout_s + 1, "the wait for its files", self._drain(timeout_s))
+
+    async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
+        await self._line.ask(present)
+        left_ns = int((until_s - time.monotonic()) * 1e9)
+        expires_ns = self._line.stamps[-1].answered_ns + left_ns
+        answer, where = await self._line.call(start_here, request, expires_ns)
+        if answer.refused is not None:
+            return self._outcome("failed", answer.refused)
+        self.begun = Begun(answer.process.key, where)
+        return self._outcome("ok")
+
+    async def _stop(self, request: StopRequest, begun: Begun) -> WorkerOutcome:
+        # Given up here, it goes on there: a late stop still closes.
+        answer, where = await self._line.call(stop_here, request, keep=True)
+        if answer.process is None and where.pid != begun.where.pid:
+            return self._outcome("missing", "the actor restarted: what it had recorded is lost")
+        return self._outcome("ok")
+
+    async def _drain(self, timeout_s: float) -> WorkerOutcome:
+        unfinished = await self._line.call(drain_here, timeout_s)
+        if unfinished:
+            return self._outcome("failed", f"not written within {timeout_s:g} s: {', '.join(unfinished)}")
+        return self._outcome("ok")
+
+    async def _within(
+        self, deadline_s: float, what: str, work: Coroutine[Any, Any, WorkerOutcome]
+    ) -> WorkerOutcome:
+        try:
+            return await asyncio.wait_for(work, deadline_s)
+        except asyncio.TimeoutError:
+            reason = f"timeout: {what} had no answer within {deadline_s:g} s (is the actor busy?)"
+            return self._outcome("failed", reason)
+        except ActorGoneError as error:
+            return self._outcome("missing", str(error))
+        except EngineError as error:
+            return self._outcome("failed", f"{what}: {error}")
+
+    async def _with_clock(self, outcome: WorkerOutcome) -> WorkerOutcome:
+        """After the deadline's business: a worker that answered in time is not failed for its clock."""
+        if self.begun is None or outcome.state != "ok":
+            return outcome
+        found: tuple[int, int] | None = (0, 0)
+        if self.begun.where.machine is None or self.begun.where.machine != machine():
+            with suppress(asyncio.TimeoutError, EngineError):
+                await asyncio.wait_for(self._exchange(), _CLOCK_S)
+            found = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
+        self._line.stamps.clear()  # the next comparison is of its own time
+        if found is None:
+            return outcome
+        clock = ClockOffset(
+            process=self.begun.process,
+            offset_ns=found[0],
+            uncertainty_ns=found[1],
+            at_mono_ns=time.monotonic_ns(),
+        )
+        return dataclasses.replace(outcome, clock=clock)
+
+    async def _exchange(self) -> None:
+        for _ in range(_EXCHANGES):
+            await self._line.ask(present)
+
+    def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
+        process = None if self.begun is None else self.begun.process
+        return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
+
+
+# In the actor's process.
+
+
+class Where(NamedTuple):
+    """The process that answers."""
+
+    pid: int
+    machine: str | None
+
+
+_turn = threading.Lock()
+"""Starts and stops one at a time: threaded and async actors run them side by side, and in any order."""
+
+
+def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, Where]:
+    """Args: expires_ns: On this machine's wall clock; nobody waits for a start that comes later."""
+    with _turn:
+        if time.time_ns() > expires_ns:
+            raise EngineError("it came too late: the worker was busy past the deadline")
+        return start_worker(request, instance), _where()
+
+
+def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:
+    with _turn:
+        return stop_worker(request), _where()
+
+
+async def drain_here(instance: object, timeout_s: float) -> list[str]:
+    return await asyncio.to_thread(drain_worker, timeout_s)
+
+
+def _where() -> Where:
+    return Where(os.getpid(), machine())
+
+
+@functools.cache
+def machine() -> str | None:
+    """Names the running kernel, whose processes all read one wall clock; None where nothing does."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+# In the process that opens the capture.
+
+
+def _handles(group: object) -> list[ActorHandle[Any]] | None:
+    """The actor handles in `group`, in order; None when it is something else."""
+    from ray.actor import ActorHandle
+
+    if isinstance(group, ActorHandle):
+        return [group]
+    if isinstance(group, str) or not isinstance(group, Sequence):
+        lists = (getattr(group, name, None) for name in _LISTS)
+        return next((_handles(each) for each in lists if isinstance(each, Sequence)), None)
+    strange = [index for index, each in enumerate(group) if not isinstance(each, ActorHandle)]
+    if strange and len(strange) < len(group):
+        raise ConfigError(
+            f"capture(workers=)[{strange[0]}]",
+            group[strange[0]],
+            "a Ray actor handle, like the others",
+            "pass what `Class.remote(...)` returned",
+        )
+    return None if strange else list(group)
+
+
+def _refuse_oneself(members: Mapping[str, Worker]) -> None:
+    import ray
+
+    own = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    if own is not None and own in members:
+        raise ConfigError(
+            "capture(workers=)",
+            members[own].name,
+            "other actors than the one that opens the capture: it would wait for itself",
+            "leave it out; the process that opens a capture is recorded anyway",
+        )
+
+
+def _brief(actor: ActorHandle[Any]) -> str:
+    """`Actor(ClassName, 0123abcd)`."""
+    kind, _, number = repr(actor).rstrip(")").partition(", ")
+    return f"{kind}, {number[:8]})"

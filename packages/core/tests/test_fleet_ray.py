@@ -1,0 +1,393 @@
+"""Captures that reach Ray actors of every kind, and what becomes of actors that are dead, busy or new."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, profile_step
+from stepscope.errors import ConfigError, EngineError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.spans import Line, Open
+from stepscope.fleet import ray as fleet_module
+from stepscope.fleet.ray import RayFleet, fleet_of, start_here
+from stepscope.recording import runtime
+from stepscope.recording.fleet_port import WorkerOutcome, load_fleet
+from stepscope.recording.worker import StartRequest, StopRequest
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Trainer:
+    """A sync actor; with max_concurrency a threaded one."""
+
+    @profile_step(role="actor")
+    def update(self) -> int:
+        return os.getpid()
+
+    @profile_step(role="actor")
+    def update_until(self, path: str) -> None:
+        self.busy_until(path)
+
+    def busy_until(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)  # the only way to wait in a sync actor for something from outside
+
+    def captured(self) -> bool:
+        return runtime.active is not None
+
+    def fleet_of_itself(self, handle: Any) -> str:
+        try:
+            fleet_of([handle])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+class AsyncTrainer:
+    @profile_step(role="actor")
+    async def update(self) -> int:
+        return os.getpid()
+
+    async def captured(self) -> bool:
+        return runtime.active is not None
+
+
+def make(kind: type = Trainer, **options: Any) -> Any:
+    return ray.remote(kind).options(**options).remote()
+
+
+@pytest.fixture(scope="module")
+def crew(ray_cluster: None) -> Iterator[dict[str, list[Any]]]:
+    """Two actors of each kind, which no test may hurt."""
+    made = {
+        "sync": [make(), make()],
+        "threaded": [make(max_concurrency=4), make(max_concurrency=4)],
+        "async": [make(AsyncTrainer), make(AsyncTrainer)],
+    }
+    ray.get([actor.update.remote() for actors in made.values() for actor in actors])
+    yield made
+    for actors in made.values():
+        for actor in actors:
+            ray.kill(actor)
+
+
+@pytest.fixture
+def victim() -> Iterator[Any]:
+    """An actor that may be killed, and comes back once."""
+    actor = make(max_restarts=1)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    """Every step; no role is profiled, so that only spans are recorded."""
+    return ProfileConfig(
+        save_path=str(tmp_path / "run"),
+        steps=["every:1"],
+        roles={"nobody": {"ranks": "all"}},
+        budget={"fanout_seconds": 20},
+    )
+
+
+@pytest.fixture
+def request_1(config: ProfileConfig) -> StartRequest:
+    return StartRequest(capture_id=secrets.token_hex(8), run_id="run", step=1, config=config)
+
+
+def stop_of(request: StartRequest) -> StopRequest:
+    return StopRequest(capture_id=request.capture_id)
+
+
+def step_of(config: ProfileConfig, step: int) -> StepLayout:
+    return RunLayout(config.save_path).step(step)
+
+
+def manifest_of(config: ProfileConfig, step: int) -> Manifest:
+    return msgspec.json.decode(step_of(config, step).manifest.read_bytes(), type=Manifest)
+
+
+def workers_of(config: ProfileConfig, step: int) -> list[ProcessPart]:
+    return [part for part in manifest_of(config, step).processes if not part.owner]
+
+
+def spans_below(config: ProfileConfig, step: int) -> list[str]:
+    """The stages of all spans in the workers' files, open ones included."""
+    read = msgspec.json.Decoder(Line).decode_lines
+    files = step_of(config, step).spans.glob("actor_*.jsonl")
+    return [line.stage for file in files for line in read(file.read_bytes()) if isinstance(line, Open)]
+
+
+# All is well.
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded", "async"])
+def test_actors_of_every_kind_record_without_a_change_to_their_class(
+    crew: dict[str, list[Any]], config: ProfileConfig, kind: str
+) -> None:
+    with capture(1, workers=crew[kind], config=config) as cap:
+        ray.get([actor.update.remote() for actor in crew[kind]])
+    ray.get([actor.update.remote() for actor in crew[kind]])
+    assert cap.result.problems() == []
+    assert spans_below(config, 1) == ["update", "update"]
+    parts = workers_of(config, 1)
+    assert {(part.process.role, part.process.rank, part.process.rank_source) for part in parts} == {
+        ("actor", 0, "position"),
+        ("actor", 1, "position"),
+    }
+    assert {part.process.actor_id for part in parts} == {actor._actor_id.hex() for actor in crew[kind]}
+
+
+async def test_a_capture_in_a_coroutine_reaches_them_too(
+    crew: dict[str, list[Any]], config: ProfileConfig
+) -> None:
+    everyone = [*crew["sync"], *crew["threaded"], *crew["async"]]
+    async with capture(1, workers=everyone, config=config) as cap:
+        await asyncio.gather(*(actor.update.remote() for actor in everyone))
+    assert await asyncio.to_thread(cap.result.problems) == []
+    assert len(workers_of(config, 1)) == 6
+
+
+def test_a_mapping_names_the_roles(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
+    with capture(1, workers={"critic": crew["sync"], "reward": crew["async"][0]}, config=config):
+        pass
+    assert sorted((part.process.role, part.process.rank) for part in workers_of(config, 1)) == [
+        ("critic", 0),
+        ("critic", 1),
+        ("reward", 0),
+    ]
+
+
+def test_an_actor_with_several_handles_takes_part_once(ray_cluster: None, config: ProfileConfig) -> None:
+    actor = make(name="shared")
+    group = SimpleNamespace(workers=[actor, ray.get_actor("shared")])
+    fleet = load_fleet({"actor": group, "ref": [actor]})
+    assert isinstance(fleet, RayFleet)
+    assert [worker.name for worker in fleet.workers] == [
+        f"actor[0] Actor(Trainer, {actor._actor_id.hex()[:8]})"
+    ]
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize("workers", [[], "actor", 3, [object()], {"actor": []}, SimpleNamespace(workers=[1])])
+def test_what_is_not_rays_is_left_to_other_fleets(ray_cluster: None, workers: object) -> None:
+    assert fleet_of(workers) is None
+    with pytest.raises(ConfigError, match="Ray actor handles"):
+        load_fleet(workers)
+
+
+def test_a_stranger_among_the_handles_is_an_error(crew: dict[str, list[Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\[1\].*Ray actor handle"):
+        fleet_of([crew["sync"][0], None])
+
+
+def test_an_actor_cannot_be_a_worker_of_its_own_capture(crew: dict[str, list[Any]]) -> None:
+    actor = crew["sync"][0]
+    assert "it would wait for itself" in ray.get(actor.fleet_of_itself.remote(actor))
+
+
+# Trouble.
+
+
+def outcome_of(outcomes: list[WorkerOutcome], actor: Any) -> WorkerOutcome:
+    (found,) = [each for each in outcomes if actor._actor_id.hex()[:8] in each.name]
+    return found
+
+
+def fleet(*actors: Any) -> RayFleet:
+    found = fleet_of(list(actors))
+    assert found is not None
+    return found
+
+
+async def test_a_dead_actor_is_missing_and_the_others_are_recorded(
+    crew: dict[str, list[Any]], config: ProfileConfig
+) -> None:
+    dead, alive = make(), crew["sync"][0]
+    ray.kill(dead)
+    async with capture(1, workers=[dead, alive], config=config) as cap:
+        await alive.update.remote()
+    (problem,) = await asyncio.to_thread(cap.result.problems)
+    assert "worker[0] Actor(Trainer" in problem
+    assert "missing: actor died: The actor is dead because it was killed by `ray.kill`" in problem
+    assert spans_below(config, 1) == ["update"]
+
+
+async def test_a_worker_killed_during_a_capture_is_missing_and_its_spans_are_readable(
+    crew: dict[str, list[Any]], config: ProfileConfig, tmp_path: Path
+) -> None:
+    dead, alive = make(), crew["sync"][0]
+    pid = await dead.update.remote()
+    async with capture(1, workers=[dead, alive], config=config) as cap:
+        hanging = dead.update_until.remote(str(tmp_path / "never"))
+        await asyncio.to_thread(_await_span, config, "update_until")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError):
+            await hanging
+    problems = await asyncio.to_thread(cap.result.problems)
+    assert any("worker[0]" in problem and "missing: actor died" in problem for problem in problems)
+    assert "update_until" in spans_below(config, 1)
+    async with capture(2, workers=[alive], config=config) as cap:
+        await alive.update.remote()
+    assert await asyncio.to_thread(cap.result.problems) == []
+
+
+def _await_span(config: ProfileConfig, stage: str) -> None:
+    until = time.monotonic() + 20
+    while stage not in spans_below(config, 1):
+        assert time.monotonic() < until
+        time.sleep(0.02)  # another process writes the file
+
+
+async def test_an_actor_that_restarted_is_missing_and_takes_part_again(
+    victim: Any, config: ProfileConfig
+) -> None:
+    async with capture(1, workers=[victim], config=config) as cap:
+        os.kill(await victim.update.remote(), signal.SIGKILL)
+        while not await _answers(victim):  # noqa: ASYNC110  (Ray has no event for a restart)
+            await asyncio.sleep(0.05)
+    problems = await asyncio.to_thread(cap.result.problems)
+    assert any("missing: the actor restarted" in problem for problem in problems)
+    async with capture(2, workers=[victim], config=config):
+        await victim.update.remote()
+    assert spans_below(config, 2) == ["update"]
+
+
+async def _answers(actor: Any) -> bool:
+    try:
+        await actor.captured.remote()
+    except ray.exceptions.RayActorError:
+        return False
+    return True
+
+
+async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
+    crew: dict[str, list[Any]], request_1: StartRequest, config: ProfileConfig, tmp_path: Path
+) -> None:
+    busy, idle = crew["sync"]
+    free = tmp_path / "free"
+    held = busy.busy_until.remote(str(free))
+    both = fleet(busy, idle)
+    done: list[str] = []
+
+    async def noted(worker: fleet_module.Worker) -> WorkerOutcome:
+        outcome = await worker.start(request_1, 0.5)
+        done.append(outcome.state)
+        return outcome
+
+    outcomes = await asyncio.gather(*map(noted, both.workers))
+    assert done == ["ok", "failed"], "the idle one was through before the busy one's deadline"
+    assert (
+        outcome_of(outcomes, busy).reason == "timeout: start had no answer within 0.5 s (is the actor busy?)"
+    )
+    free.touch()
+    await held
+    assert not await busy.captured.remote()
+    stopped = await both.stop(stop_of(request_1), 20)
+    assert [outcome.state for outcome in stopped] == ["ok"]
+    assert len(list(step_of(config, 1).processes.glob("*.json"))) == 1
+
+
+async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
+    crew: dict[str, list[Any]], request_1: StartRequest, config: ProfileConfig, tmp_path: Path
+) -> None:
+    busy, free = crew["sync"][0], tmp_path / "free"
+    alone = fleet(busy)
+    await alone.start(request_1, 20)
+    held = busy.update_until.remote(str(free))
+    (outcome,) = await alone.stop(stop_of(request_1), 0.3)
+    assert outcome.state == "failed"
+    assert outcome.reason == "timeout: stop had no answer within 0.3 s (is the actor busy?)"
+    free.touch()
+    await held
+    assert not await busy.captured.remote()
+    assert "update_until" in spans_below(config, 1)
+
+
+def test_a_start_that_comes_too_late_is_refused(request_1: StartRequest) -> None:
+    with pytest.raises(EngineError, match="too late"):
+        start_here(None, request_1, time.time_ns() - 1)
+    assert runtime.active is None
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded", "async"])
+async def test_a_cancelled_start_leaves_no_worker_recording(
+    crew: dict[str, list[Any]], request_1: StartRequest, kind: str
+) -> None:
+    for step, pause_s in enumerate((0, 0, 0.001, 0.002, 0.004, 0.008, 0.016), start=2):
+        request = msgspec.structs.replace(request_1, capture_id=f"{kind}-{step}", step=step)
+        cut_short = fleet(*crew[kind])
+        starting = asyncio.create_task(cut_short.start(request, 20))
+        await asyncio.sleep(pause_s)  # wherever it is by then
+        starting.cancel()
+        await asyncio.wait([starting])
+        if not starting.cancelled():
+            await cut_short.stop(stop_of(request), 20)
+        await asyncio.wait_for(_idle(crew[kind]), 20)
+    later = fleet(*crew[kind])
+    outcomes = await later.start(request_1, 20)
+    assert [outcome.reason for outcome in outcomes] == [None, None]
+    await later.stop(stop_of(request_1), 20)
+
+
+async def _idle(actors: list[Any]) -> None:
+    while any(await asyncio.gather(*(actor.captured.remote() for actor in actors))):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # taking back is not waited for
+
+
+async def test_two_captures_at_once_in_one_worker_are_refused(
+    crew: dict[str, list[Any]], request_1: StartRequest
+) -> None:
+    first, second = fleet(crew["async"][0]), fleet(crew["async"][0])
+    await first.start(request_1, 20)
+    (outcome,) = await second.start(msgspec.structs.replace(request_1, capture_id="capture-2", step=2), 20)
+    assert outcome.state == "failed"
+    assert "step 1 is open" in str(outcome.reason)
+    assert await second.stop(StopRequest(capture_id="capture-2"), 20) == []
+    assert await crew["async"][0].captured.remote()
+    await first.stop(stop_of(request_1), 20)
+    assert not await crew["async"][0].captured.remote()
+
+
+# Clocks.
+
+
+async def test_processes_of_one_machine_share_its_clock(
+    crew: dict[str, list[Any]], request_1: StartRequest
+) -> None:
+    crewed = fleet(*crew["sync"])
+    for outcomes in (
+        await crewed.start(request_1, 20),
+        await crewed.stop(stop_of(request_1), 20),
+    ):
+        clocks = [outcome.clock for outcome in outcomes]
+        assert [(clock.offset_ns, clock.uncertainty_ns) for clock in clocks if clock] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded", "async"])
+async def test_between_machines_the_true_offset_lies_within_the_stated_uncertainty(
+    crew: dict[str, list[Any]], request_1: StartRequest, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(fleet_module, "machine", lambda: "another machine")
+    crewed = fleet(*crew[kind])
+    started = await crewed.start(request_1, 20)
+    stopped = await crewed.stop(stop_of(request_1), 20)
+    for clock in [outcome.clock for outcome in [*started, *stopped]]:
+        assert clock is not None
+        assert clock.process.startswith("actor_rank")
+        assert abs(clock.offset_ns) <= clock.uncertainty_ns, "both sides read one clock: the true offset is 0"
+        assert clock.uncertainty_ns < 100_000_000
+        assert clock.at_mono_ns <= time.monotonic_ns()
