@@ -25,7 +25,8 @@ def profile_step(*, role: str, stage: str | None = None, attrs: Attrs | None = N
     same signature and metadata. On methods, and above or below @classmethod and @staticmethod; below
     whatever else makes something that is no plain function (@ray.remote, @property). A generator is timed
     per resumption. A plain function that returns a coroutine is timed until it returns: decorate the
-    `async def` itself.
+    `async def` itself. Code that torch.compile compiles has no spans inside: put @profile_step above
+    @torch.compile.
 
     Args:
         role: Who does the work: `actor`, `rollout`, `env`...

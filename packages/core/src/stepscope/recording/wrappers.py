@@ -93,6 +93,18 @@ class Declared(msgspec.Struct, frozen=True):
             sys.set_asyncgen_hooks(firstiter=hear)
 
 
+def _begin_in_compiled_code(
+    self: Declared, session: Session, attrs: Mapping[str, AttrValue] | None, resumption: int | None = None
+) -> OpenSpan:
+    return None
+
+
+# What torch.compile traces in the place of a function that has this attribute. A span cannot be part of a
+# graph: tracing one would break the graph, and raise under fullgraph=True in the middle of a run.
+INLINED = "_torchdynamo_inline"
+setattr(Declared.begin, INLINED, _begin_in_compiled_code)
+
+
 # The function is called at one place in each branch, and nothing of ours can fail around it: it runs
 # exactly once.
 _CALL = """
@@ -179,6 +191,7 @@ def wrap(fn: FunctionType, *, role: str, stage: str | None, attrs: Attrs | None)
     wrapper = _build(source, fn, declared)
     functools.update_wrapper(wrapper, fn)
     vars(wrapper)["__stepscope__"] = declared
+    vars(wrapper).setdefault(INLINED, fn)  # already there, if `fn` is what torch.compile returned
     return wrapper
 
 
