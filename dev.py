@@ -384,7 +384,7 @@ def typed_paths() -> list[list[str]]:
     `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
     to mypy: the tests of each package are a run of their own.
     """
-    others = ("tests", "benchmarks", "examples", "dev.py")
+    others = ("tests", "benchmarks", "examples", "conftest.py", "dev.py")
     sources = [f"packages/{name}/src" for name in PACKAGES]
     tests = [f"packages/{name}/tests" for name in PACKAGES]
     everything = [*sources, *(path for path in others if (ROOT / path).exists())]
