@@ -38,6 +38,8 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """Opening the capture here: backends started."""
     stop_ns: int = 0
     """Closing it: backends stopped."""
+    inside_ns: int = 0
+    """The part of the two above between `opened` and `closed`: the windows of stages (discrete mode)."""
     export_ns: int = 0
     """Writing traces (in the background unless said otherwise)."""
     spans_ns: int = 0

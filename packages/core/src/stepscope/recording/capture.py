@@ -116,12 +116,13 @@ class Capture:
         self._refuse_to_block_a_loop()
         session = self._claim()
         try:
-            session.open_files()
-            if self._others is not None:
-                from stepscope.recording import loop
+            with session.ledger.opening():
+                session.open_files()
+                if self._others is not None:
+                    from stepscope.recording import loop
 
-                loop.run(self._start_others(self._others, session))
-            self._begin(session)
+                    loop.run(self._start_others(self._others, session))
+                self._begin(session)
         except BaseException as error:
             self._roll_back(error)
             raise
@@ -137,10 +138,11 @@ class Capture:
 
         session = self._claim()
         try:
-            await asyncio.to_thread(session.open_files)
-            if self._others is not None:
-                await self._start_others(self._others, session)
-            self._begin(session)
+            with session.ledger.opening():
+                await asyncio.to_thread(session.open_files)
+                if self._others is not None:
+                    await self._start_others(self._others, session)
+                self._begin(session)
         except BaseException as error:
             reason = f"opening failed: {describe(error)}"
             await loop.uninterrupted(self._close_async(reason, discard=reason))
@@ -230,11 +232,12 @@ class Capture:
         if session is None:
             return
         try:
-            session.close(error=error, discard=discard)
-            if self._others is not None:
-                from stepscope.recording import loop
+            with session.ledger.closing():
+                session.close(error=error, discard=discard)
+                if self._others is not None:
+                    from stepscope.recording import loop
 
-                loop.run(self._stop_others(self._others, session, error, deadline_s, discard))
+                    loop.run(self._stop_others(self._others, session, error, deadline_s, discard))
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
@@ -247,19 +250,17 @@ class Capture:
         if session is None:
             return
         try:
-            if self._others is None:
-                session.close(error=error, discard=discard)
-            else:
-                stopping = asyncio.ensure_future(
-                    self._stop_others(self._others, session, error, None, discard)
-                )
-                await asyncio.sleep(0)  # the others are told before this process pays for its own stop
-                session.close(error=error, discard=discard)
-                await stopping
+            with session.ledger.closing():
+                if self._others is not None:
+                    stop = self._stop_others(self._others, session, error, None, discard)
+                    stopping = asyncio.ensure_future(stop)
+                    await asyncio.sleep(0)  # the others are told before this process pays for its own stop
+                    session.close(error=error, discard=discard)
+                    await stopping
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
-            session.close(error=error, discard=discard)  # not yet, if the loop is shutting down under us
+            session.close(error=error, discard=discard)  # if nothing did: no others, or a loop shutting down
             self._finish(session)
 
     def _roll_back(self, error: BaseException) -> None:

@@ -7,7 +7,10 @@ that a process that dies leaves the truth behind.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -63,17 +66,46 @@ class Ledger:
         with self._lock:
             return self._items[name].state if name in self._items else None
 
-    def spend(self, *, start_ns: int = 0, stop_ns: int = 0, export_ns: int = 0, spans_ns: int = 0) -> None:
+    def spend(
+        self,
+        *,
+        start_ns: int = 0,
+        stop_ns: int = 0,
+        inside_ns: int = 0,
+        export_ns: int = 0,
+        spans_ns: int = 0,
+    ) -> None:
         """Adds to what profiling itself cost this process."""
         with self._lock:
             cost = self._part.cost
             total = OwnCost(
                 start_ns=cost.start_ns + start_ns,
                 stop_ns=cost.stop_ns + stop_ns,
+                inside_ns=cost.inside_ns + inside_ns,
                 export_ns=cost.export_ns + export_ns,
                 spans_ns=cost.spans_ns + spans_ns,
             )
             self.update(cost=total)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """All the time in the block is a cost of opening, waiting for others included."""
+        began, before = time.monotonic_ns(), self._part.cost.start_ns
+        try:
+            yield
+        finally:
+            known = self._part.cost.start_ns - before
+            self.spend(start_ns=max(0, time.monotonic_ns() - began - known))
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """All the time in the block is a cost of closing, waiting for others included."""
+        began, before = time.monotonic_ns(), self._part.cost.stop_ns
+        try:
+            yield
+        finally:
+            known = self._part.cost.stop_ns - before
+            self.spend(stop_ns=max(0, time.monotonic_ns() - began - known))
 
     def expect(self, item: Expectation) -> None:
         """Promises something, or replaces what was said of it."""

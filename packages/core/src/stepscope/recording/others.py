@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from stepscope.config import ProfileConfig
 from stepscope.files.layout import StepLayout
@@ -42,9 +41,7 @@ class Others:
     async def start(self, request: StartRequest, deadline_s: float) -> None:
         """Returns when every one has begun, failed, or used up its deadline."""
         ledger, group = self._joined()
-        began = time.monotonic_ns()
         await asyncio.gather(self._start_workers(ledger, request, deadline_s), group.start(deadline_s))
-        ledger.spend(start_ns=time.monotonic_ns() - began)
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
         """Stops those that began, those that may have, and those that answered too late."""

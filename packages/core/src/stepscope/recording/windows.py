@@ -84,7 +84,8 @@ class Windows:
             if self._indices[stage] == 1:
                 self._ledger.expect(Expectation(name=name, state="missing", reason=NOT_CLOSED))
             self._opened = clock.read_anchor()
-            self._ledger.spend(start_ns=time.monotonic_ns() - began)
+            took = time.monotonic_ns() - began
+            self._ledger.spend(start_ns=took, inside_ns=took if stage is not None else 0)
             return True
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
@@ -103,7 +104,8 @@ class Windows:
                 guard.note(f"stopping the {self._backend.name} profiler", error)
                 return
             finally:
-                self._ledger.spend(stop_ns=time.monotonic_ns() - began)
+                took = time.monotonic_ns() - began
+                self._ledger.spend(stop_ns=took, inside_ns=took if self._off is None and self.discrete else 0)
             if discard is not None:
                 for artifact in pending:
                     artifact.discard()

@@ -56,7 +56,7 @@ def break_down(timeline: Timeline) -> Breakdown:
     window = timeline.window
     shares = divide_spans(timeline, range(len(timeline.spans)), window.start_ns, window.end_ns)
     cost = timeline.processes[0].cost if window.opened else None
-    profiler_ns = 0 if cost is None else cost.start_ns + cost.stop_ns
+    profiler_ns = 0 if cost is None else cost.start_ns + cost.stop_ns - cost.inside_ns
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
