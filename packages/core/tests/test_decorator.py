@@ -245,6 +245,27 @@ def test_a_recursion_without_an_end_is_the_users_own_error(
     assert spans()[-1].parent is None
 
 
+def test_a_capture_takes_nothing_from_the_depth_that_recursion_has(config: ProfileConfig) -> None:
+    @profile_step(role="env")
+    def leaf() -> None: ...
+
+    def down(n: int) -> None:
+        leaf() if n == 0 else down(n - 1)
+
+    def deepest() -> int:
+        for n in range(sys.getrecursionlimit(), 0, -1):
+            try:
+                down(n)
+            except RecursionError:
+                continue
+            return n
+        raise AssertionError("no depth at all")
+
+    off = deepest()
+    with capture(1, config=config):
+        assert deepest() == off
+
+
 # Generators.
 
 
