@@ -126,7 +126,10 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
         if engine.replica is None:
             engine.replica = replica
         return engine
-    points = sorted(entry_points(group="stepscope.engines"), key=lambda point: point.name)
+    # `torch` last: it knows whatever holds a module, and an engine's own adapter knows more.
+    points = sorted(
+        entry_points(group="stepscope.engines"), key=lambda point: (point.name == "torch", point.name)
+    )
     for point in points:
         factory = cast(EngineFactory, point.load())
         if factory.recognises(engine):
