@@ -24,7 +24,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine profiler needs to know about one capture. Travels by pickle and by JSON."""
 
     step: int
-    run_id: str = ""
+    run_id: str
     """Of the run that captures; goes into the sidecars."""
     out_dir: str
     """Absolute; `<step>/traces/rollout/replica<n>`. Create it where you write: that may be another host."""

@@ -425,6 +425,7 @@ def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "captu
     layout = StepLayout(root / f"step_{step:06d}")
     return EngineCapture(
         step=step,
+        run_id="a-run",
         out_dir=str(layout.engine_dir(replica)),
         step_dir=str(layout.root),
         name=f"{name}-step{step}",
@@ -447,7 +448,7 @@ def assert_complete(artifact: Artifact, capture: EngineCapture) -> None:
     assert artifact.tool
     sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
     assert sidecar.artifact == artifact
-    assert sidecar.step == capture.step
+    assert (sidecar.step, sidecar.run_id) == (capture.step, capture.run_id)
 
 
 def files_below(folder: str) -> list[Path]:
