@@ -90,12 +90,12 @@ async def play(name: str, problem: task.Problem, replica: Any, calculator: Calcu
 async def main(rendezvous: str) -> None:
     actors: list[Any] = [ray.remote(Actor).remote(rank, rendezvous) for rank in range(RANKS)]
     replicas: list[Any] = [ray.remote(RolloutReplica).remote(seed=0) for _ in range(REPLICAS)]
-    workers, engines = {"actor": actors, "replica": replicas}, [RayRollout(r) for r in replicas]  # stepscope
+    engines = [RayRollout(replica) for replica in replicas]  # stepscope
     await asyncio.gather(*(a.warm_up.remote(50, random.Random(i)) for i, a in enumerate(actors)))
     rng = random.Random(0)
     async with Calculator() as calculator:
         for step in range(STEPS):
-            async with capture(step, workers=workers, engines=engines):  # stepscope
+            async with capture(step, workers={"actor": actors}, engines=engines):  # stepscope
                 weights = actors[0].sync_weights.remote()
                 await asyncio.gather(*(replica.load_weights.remote(weights) for replica in replicas))
                 problems = [task.make_problem(rng, operations) for operations in task.OPERATIONS]

@@ -61,7 +61,7 @@ def test_everything_that_was_promised_is_there(timeline: Timeline) -> None:
     assert timeline.manifest is not None
     assert timeline.manifest.problems() == []
     roles = Counter(process.info.role for process in timeline.processes)
-    assert roles == {"trainer": 1, "actor": ACTORS, "ref": 1, "replica": REPLICAS}
+    assert roles == {"trainer": 1, "actor": ACTORS, "ref": 1, "rollout": REPLICAS}
 
 
 def test_every_actor_and_replica_has_a_trace(ran: tuple[DemoResult, list[str]]) -> None:

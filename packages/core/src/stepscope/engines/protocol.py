@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Protocol, cast, runtime_checkable
 
@@ -61,6 +61,12 @@ class EngineProfiler(Protocol):
     def world_size(self) -> int | None:
         """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
         None where nothing says."""
+        ...
+
+    @property
+    def workers(self) -> Sequence[object]:
+        """Handles of the worker processes (Ray actors) that this profiler records: there a capture records
+        spans and starts no profiler of its own. Empty for engines in this process or behind HTTP."""
         ...
 
     def check(self) -> None:

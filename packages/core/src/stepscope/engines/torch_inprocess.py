@@ -8,7 +8,7 @@ all its guards: one torch.profiler session per process, never nested, never left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -76,6 +76,10 @@ class TorchRolloutProfiler:
     @property
     def world_size(self) -> int | None:
         return self._world_size
+
+    @property
+    def workers(self) -> Sequence[object]:
+        return ()
 
     @property
     def ignored(self) -> Mapping[str, str]:
