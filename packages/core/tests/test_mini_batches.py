@@ -27,12 +27,14 @@ def test_a_schedule_walks_through_its_cycles() -> None:
     assert [number for number in range(12) if place(schedule, number).cycle == 1] == [5, 6, 7, 8]
 
 
+@pytest.mark.needs("torch")
 @settings(deadline=None)  # the first example imports torch
 @given(skip_first=few, wait=few, warmup=few, active=st.integers(1, 4), repeat=few, number=st.integers(0, 60))
 def test_it_agrees_with_torch(
     skip_first: int, wait: int, warmup: int, active: int, repeat: int, number: int
 ) -> None:
-    profiler = pytest.importorskip("torch.profiler")
+    from torch import profiler
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's advice to warm up
         theirs = profiler.schedule(

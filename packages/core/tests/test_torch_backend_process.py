@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import pytest
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.needs("torch")
 
 SERVER = """
 import json, os, signal, sys
