@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,54 @@ async def test_a_capture_of_this_process_with_the_torch_backend_keeps_the_proces
         await TorchRolloutProfiler(decoder.model).start(a_capture(tmp_path, step=2))
     for pending in backend.stop():
         pending.discard()
+
+
+async def test_a_recording_that_nobody_ends_is_cut_short_and_kept(decoder: Decoder, tmp_path: Path) -> None:
+    profiler = TorchRolloutProfiler(decoder.model)
+    capture = msgspec.structs.replace(a_capture(tmp_path), seconds=0.05)
+    await profiler.start(capture)
+    decoder.generate(1)
+    recording = profiler._recording
+    assert recording is not None
+    watchdog = recording._watchdog
+    assert watchdog is not None
+    await asyncio.to_thread(watchdog.join)
+    decoder.generate(1)
+    (artifact,) = await profiler.stop()
+    assert artifact.truncated == "open for more than 0.05 s"
+    assert iterations_in([artifact], capture) == [0]
+
+
+async def test_generation_that_goes_on_during_start_and_stop_is_left_alone(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+
+    def generate() -> int:
+        while not stop.is_set():
+            decoder.generate(1)
+        return decoder.done
+
+    profiler = TorchRolloutProfiler(decoder.model)
+    await asyncio.to_thread(profiler.check)
+    generating = asyncio.create_task(asyncio.to_thread(generate))
+    try:
+        for step in range(1, 6):
+            capture = msgspec.structs.replace(a_capture(tmp_path, step=step), iterations=Iterations(count=3))
+            await profiler.start(capture)
+            await _seen(profiler, 3)
+            # The range of the one under way at the beginning is not there, or that of the next one is.
+            assert 2 <= len(iterations_in(await profiler.stop(), capture)) <= 4
+    finally:
+        stop.set()
+    assert await generating == decoder.done
+
+
+async def _seen(profiler: TorchRolloutProfiler, iterations: int) -> None:
+    recording = profiler._recording
+    assert recording is not None
+    while recording.seen < iterations:  # noqa: ASYNC110  (the module's hook has no event, and needs none)
+        await asyncio.sleep(0.001)
 
 
 async def test_a_second_capture_of_the_same_name_overwrites_nothing(decoder: Decoder, tmp_path: Path) -> None:

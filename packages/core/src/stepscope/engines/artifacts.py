@@ -30,7 +30,6 @@ def publish(
     world_size: int | None = None,
     topology: Mapping[str, int] | None = None,
     pid: int | None = None,
-    process: str | None = None,
     truncated: str | None = None,
     ignored: Mapping[str, str] | None = None,
     opened: ClockAnchor | None = None,
@@ -63,7 +62,7 @@ def publish(
         step=capture.step,
         run_id=capture.run_id,
         artifact=artifact,
-        process=process,
+        process=None,  # whatever role it has is said where the host and the pid are the same
         opened=opened,
         closed=closed,
         versions=dict(versions or {}),

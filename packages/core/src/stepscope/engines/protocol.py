@@ -40,6 +40,8 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     iterations: Iterations = Iterations()
     by_stage: bool = False
     merge: bool = False
+    seconds: float | None = None
+    """A profiler that can ends the recording by itself after this long: who opened it may be gone by then."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}

@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,8 +55,10 @@ class Recording:
         self._pending: list[PendingArtifact] = []
         self._opened: ClockAnchor | None = None
         self._closed: ClockAnchor | None = None
+        self._truncated: str | None = None
         self._trouble: Exception | None = None
-        self._lock = threading.Lock()
+        self._watchdog: threading.Timer | None = None
+        self._lock = threading.RLock()
 
     @property
     def seen(self) -> int:
@@ -72,14 +74,15 @@ class Recording:
         self._backend.check()
         self._backend.prepare()
         window = self.capture.iterations
-        if self._module is not None and (window.start or window.count is not None):
-            self._hook = self._module.register_forward_hook(self._on_forward)
-        try:
-            if window.start == 0:
-                self._begin()
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:  # the first iteration may be over before the next line
+            if self._module is not None and (window.start or window.count is not None):
+                self._hook = self._module.register_forward_hook(self._on_forward)
+            try:
+                if window.start == 0:
+                    self._begin()
+            except BaseException:
+                self.close()
+                raise
 
     def tick(self, *, by_hand: bool) -> None:
         """One iteration is over. Raises nothing: it runs in the user's code."""
@@ -88,10 +91,7 @@ class Recording:
                 self._by_hand += 1
             else:
                 self._by_module += 1
-            try:
-                self._follow()
-            except Exception as error:
-                self._state, self._trouble = "over", error
+            self._attempt(self._follow)
 
     def close(self) -> None:
         """Ends recording. What was recorded by now is kept."""
@@ -150,11 +150,30 @@ class Recording:
         self._backend.start(window)
         self._opened = read_anchor()
         self._state = "recording"
+        if self.capture.seconds is not None:
+            self._watchdog = threading.Timer(self.capture.seconds, self._out_of_time)
+            self._watchdog.daemon = True
+            self._watchdog.start()
 
     def _end(self) -> None:
         self._state = "over"
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._closed = read_anchor()
         self._pending = self._backend.stop()
+
+    def _out_of_time(self) -> None:
+        with self._lock:
+            if self._state == "recording":
+                self._truncated = f"open for more than {self.capture.seconds:g} s"
+                self._attempt(self._end)
+
+    def _attempt(self, change: Callable[[], None]) -> None:
+        """In the user's code or on a timer: what goes wrong is for `write` to raise."""
+        try:
+            change()
+        except Exception as error:
+            self._state, self._trouble = "over", error
 
     def _nothing(self) -> str:
         window = self.capture.iterations
@@ -183,8 +202,7 @@ class Recording:
             rank=self._process.rank,
             world_size=self._process.world_size,
             pid=self._process.pid,
-            process=self._process.key,
-            truncated=pending.truncated,
+            truncated=pending.truncated or self._truncated,
             ignored=ignored,
             opened=self._opened,
             closed=self._closed,
