@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from stepscope.config import ProfileConfig
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
@@ -28,6 +27,7 @@ from stepscope.files.manifest import State
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.worker import (
+    PrepareRequest,
     StartAnswer,
     StartRequest,
     StopAnswer,
@@ -87,9 +87,9 @@ class RayFleet:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
 
-    async def prepare(self, config: ProfileConfig, deadline_s: float) -> list[WorkerOutcome]:
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
         """Pays the profiler's one-off costs on all workers at once; one outcome each."""
-        return await asyncio.gather(*(worker.prepare(config, deadline_s) for worker in self.workers))
+        return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
         """Opens the capture on all workers at once; one outcome each. Cancelled, it is taken back."""
@@ -133,10 +133,13 @@ class Worker:
         self._world_size = world_size
         self._line = ActorLine(actor)
 
-    async def prepare(self, config: ProfileConfig, deadline_s: float) -> WorkerOutcome:
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
         if self.spans_only is not None:
             return self._outcome("ok")  # its engine's own check does it
-        return await self._within(deadline_s, "prepare", self._prepare(config))
+        request = msgspec.structs.replace(
+            request, role=self._role or request.role, position=self._position, world_size=self._world_size
+        )
+        return await self._within(deadline_s, "prepare", self._prepare(request))
 
     async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
         request = msgspec.structs.replace(
@@ -177,8 +180,8 @@ class Worker:
         self.begun = Begun(answer.process.key, where)
         return self._outcome("ok")
 
-    async def _prepare(self, config: ProfileConfig) -> WorkerOutcome:
-        problems = await self._line.call(prepare_here, config)
+    async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
+        problems = await self._line.call(prepare_here, request)
         return self._outcome("failed", "; ".join(problems)) if problems else self._outcome("ok")
 
     async def _stop(self, request: StopRequest, begun: Begun) -> WorkerOutcome:
@@ -258,8 +261,8 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
         return start_worker(request, instance), _where()
 
 
-def prepare_here(instance: object, config: ProfileConfig) -> list[str]:
-    return prepare_worker(config)
+def prepare_here(instance: object, request: PrepareRequest) -> list[str]:
+    return prepare_worker(request, instance)
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
-from stepscope.recording.worker import StartRequest, StopRequest
+from stepscope.recording.worker import PrepareRequest, StartRequest, StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,7 @@ class WorkerOutcome:
 class Fleet(Protocol):
     """The workers of one capture. One instance per capture."""
 
-    async def prepare(self, config: ProfileConfig, deadline_s: float) -> list[WorkerOutcome]:
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
         """Pays the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
         ...
 

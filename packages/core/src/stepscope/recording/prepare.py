@@ -11,7 +11,13 @@ from stepscope.errors import CaptureError
 from stepscope.recording import run
 
 
-def prepare(*, workers: object = None, engines: object = None, config: ProfileConfig | None = None) -> None:
+def prepare(
+    *,
+    workers: object = None,
+    engines: object = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+) -> None:
     """Checks this process, its workers and its engines, and starts each one's profiler once for nothing.
 
     Call it once, after the workers are placed. It takes what `capture` takes, and does nothing when the
@@ -27,15 +33,19 @@ def prepare(*, workers: object = None, engines: object = None, config: ProfileCo
 
     if loop.in_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
-    loop.run(aprepare(workers=workers, engines=engines, config=config))
+    loop.run(aprepare(workers=workers, engines=engines, config=config, role=role))
 
 
 async def aprepare(
-    *, workers: object = None, engines: object = None, config: ProfileConfig | None = None
+    *,
+    workers: object = None,
+    engines: object = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
 ) -> None:
     """As `prepare`, without blocking the event loop."""
     config = run.current() if config is None else config
     if config.steps:
         from stepscope.recording.readiness import make_ready
 
-        await make_ready(config, workers, engines)
+        await make_ready(config, workers, engines, role)

@@ -13,17 +13,17 @@ from stepscope.recording import run
 from stepscope.recording.loop import within
 from stepscope.recording.others import Others
 from stepscope.recording.spans import describe
-from stepscope.recording.worker import prepare_worker
+from stepscope.recording.worker import PrepareRequest, prepare_worker
 
 
-async def make_ready(config: ProfileConfig, workers: object, engines: object) -> None:
+async def make_ready(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
     """Raises ConfigError or EngineError as a capture would on opening; CaptureError with all that is
     wrong.
     """
     others = Others(workers, engines)
     run.check(config, on_ray=others.fleet is not None)
     found = await asyncio.gather(
-        asyncio.to_thread(prepare_worker, config),
+        asyncio.to_thread(prepare_worker, PrepareRequest(config=config, role=role)),
         _workers(others, config),
         *(_engine(engine, config) for engine in others.profilers),
     )
@@ -36,7 +36,7 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object) ->
 async def _workers(others: Others, config: ProfileConfig) -> list[str]:
     if others.fleet is None:
         return []
-    outcomes = await others.fleet.prepare(config, config.budget.fanout_seconds)
+    outcomes = await others.fleet.prepare(PrepareRequest(config=config), config.budget.fanout_seconds)
     return [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
 
 

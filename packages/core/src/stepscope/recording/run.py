@@ -17,7 +17,8 @@ from stepscope.recording import guard
 
 _configured: ProfileConfig | None = None
 """What `configure` set, or what the environment says once it was asked. One writer: this module."""
-_checked: set[tuple[int, bool]] = set()
+_checked: dict[tuple[int, bool], ProfileConfig] = {}
+"""By identity. The configurations are kept: an identity is reused once its object is gone."""
 _recorded: set[str] = set()
 _id: str | None = None
 
@@ -72,7 +73,7 @@ def check(config: ProfileConfig, *, on_ray: bool) -> None:
         return
     check_tool(config)
     check_save_path(config, on_ray=on_ray)
-    _checked.add((id(config), on_ray))
+    _checked[id(config), on_ray] = config
 
 
 def run_id() -> str:

@@ -18,6 +18,7 @@ from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording import capture, export, runtime
 from stepscope.recording.identity import identify
+from stepscope.recording.schedule import decide_process
 from stepscope.recording.session import Session, library_loaded
 from stepscope.recording.spans import describe
 
@@ -67,12 +68,8 @@ _stopped: set[str] = set()
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
-    """Opens the capture in this process. Runs in the worker; never raises for what is wrong in the worker
-    itself.
-    """
-    roles = decorated_roles(type(instance)) if instance is not None else ()
-    role = request.role or next(iter(roles), "worker")
-    process = identify(role, position=request.position, world_size=request.world_size, actor_id=_actor_id())
+    """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    process, roles = _who(instance, request.role, request.position, request.world_size)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
         return StartAnswer(
@@ -90,7 +87,7 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         config=request.config,
         step=request.step,
         process=process,
-        roles=(role, *(other for other in roles if other != role)),
+        roles=roles,
         run_id=request.run_id,
         capture_id=request.capture_id,
         owner=False,
@@ -111,9 +108,26 @@ def stop_worker(request: StopRequest) -> StopAnswer:
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 
 
-def prepare_worker(config: ProfileConfig) -> list[str]:
-    """Pays the profiler's one-off costs in this process; returns why it cannot work here, if it cannot."""
-    if not library_loaded(config.tool):
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Makes a worker ready for captures to come. Fields as in `StartRequest`."""
+
+    config: ProfileConfig
+    role: str | None = None
+    position: int | None = None
+    world_size: int | None = None
+
+
+def prepare_worker(request: PrepareRequest, instance: object = None) -> list[str]:
+    """Pays the profiler's one-off costs, if it is to record this process.
+
+    Returns:
+        Why it cannot work here, if it cannot.
+    """
+    config = request.config
+    process, roles = _who(instance, request.role, request.position, request.world_size)
+    step = config.steps[0].start  # every captured step records the same ranks
+    chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
+    if not library_loaded(config.tool) or not (chosen.record or config.mode == "discrete"):
         return []
     try:
         backend = load_backend(config.tool, config)
@@ -134,6 +148,16 @@ def drain_worker(timeout_s: float) -> list[str]:
 def clock_stamp() -> tuple[int, int]:
     """(wall, monotonic) of this process, in ns."""
     return time.time_ns(), time.monotonic_ns()
+
+
+def _who(
+    instance: object, role: str | None, position: int | None, world_size: int | None
+) -> tuple[ProcessInfo, tuple[str, ...]]:
+    """This process, and all the roles it does the work of, its own first."""
+    found = decorated_roles(type(instance)) if instance is not None else ()
+    role = role or next(iter(found), "worker")
+    process = identify(role, position=position, world_size=world_size, actor_id=_actor_id())
+    return process, (role, *(other for other in found if other != role))
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
