@@ -59,13 +59,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: st
 
 
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
-    """A titled list, folded away where it is long."""
-    items = tag("ul", *(tag("li", line) for line in lines), class_=kind or None)
-    if len(lines) <= ROWS // 2:
-        return join(tag("h3", title), items)
-    return tag("details", tag("summary", f"{title}: {len(lines):,}"), items)
+    """A titled list. Of many lines the rest is folded away, and a printed page only counts it."""
+    seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
+    made = join(tag("h3", title), _bullets(seen, kind))
+    if not rest:
+        return made
+    return join(made, tag("details", tag("summary", f"and {len(rest):,} more"), _bullets(rest, kind)))
+
+
+def _bullets(lines: Sequence[str], kind: str) -> Html:
+    return tag("ul", *(tag("li", line) for line in lines), class_=kind or None)
 
 
 def percent(part: float, whole: float) -> str:
     """A CSS length, to a thousandth of a pixel on a laptop's screen."""
-    return f"{100 * part / whole:.4g}%" if whole else "0%"
+    return f"{100 * part / whole:.6g}%" if whole else "0%"
