@@ -45,7 +45,9 @@ def defined_in(source: Path, module: str) -> set[str]:
     body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     imported = {alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return defined | {alias.asname or alias.name for alias in imported}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return defined | {alias.asname or alias.name for alias in imported} | set(map(ast.unparse, targets))
 
 
 @pytest.mark.parametrize("package", [path for path in PACKAGES if path != CORE], ids=lambda path: path.name)

@@ -226,7 +226,7 @@ def test_a_long_recursion_is_a_chain_of_spans(config: ProfileConfig, spans: Span
 
 
 def test_a_recursion_without_an_end_is_the_users_own_error(
-    config: ProfileConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch
+    config: ProfileConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
 
@@ -236,11 +236,34 @@ def test_a_recursion_without_an_end_is_the_users_own_error(
 
     with capture(1, config=config):
         before = context.current.get()
+        guard.take()
         with pytest.raises(RecursionError):
             down()
         assert context.current.get() is before
+        assert (guard.take(), caplog.text) == ({}, "")
         assert Worker().update(1) == 2
     assert spans()[-1].parent is None
+
+
+def test_a_capture_takes_nothing_from_the_depth_that_recursion_has(config: ProfileConfig) -> None:
+    @profile_step(role="env")
+    def leaf() -> None: ...
+
+    def down(n: int) -> None:
+        leaf() if n == 0 else down(n - 1)
+
+    def deepest() -> int:
+        for n in range(sys.getrecursionlimit(), 0, -1):
+            try:
+                down(n)
+            except RecursionError:
+                continue
+            return n
+        raise AssertionError("no depth at all")
+
+    off = deepest()
+    with capture(1, config=config):
+        assert deepest() == off
 
 
 # Generators.
@@ -484,7 +507,7 @@ def test_an_abandoned_async_generator_is_finalised_by_its_loop(config: ProfileCo
     assert len(spans()) == 2
 
 
-def test_the_end_of_the_loop_closes_an_async_generator_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_the_loop_closes_an_async_generator_once(caplog: pytest.LogCaptureFixture) -> None:
     log: list[str] = []
     kept = []
 
@@ -494,7 +517,7 @@ def test_the_end_of_the_loop_closes_an_async_generator_once(capfd: pytest.Captur
 
     asyncio.run(main())  # its shutdown closes every generator it knows of, concurrently
     assert log == ["finally"]
-    assert capfd.readouterr().err == ""
+    assert caplog.text == ""
 
 
 # Errors of the user.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -23,27 +22,25 @@ class TestFakeEngine(EngineConformance):
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
         await _engine(profiler).generate(iterations)
 
-    def recording(self, profiler: EngineProfiler) -> bool:
+    async def recording(self, profiler: EngineProfiler) -> bool:
         return bool(_engine(profiler).recordings)
 
-    def die(self, profiler: EngineProfiler) -> None:
+    async def die(self, profiler: EngineProfiler) -> None:
         _engine(profiler).dead = True
 
-    def fail_halfway(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "fails_to_start")
+    async def fail_halfway(self, profiler: EngineProfiler) -> None:
+        _engine(profiler).fails_to_start = 1
 
-    def hang_on_start(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "hangs_on_start")
+    async def hang_on_start(self, profiler: EngineProfiler) -> None:
+        _engine(profiler).hangs_on_start = 1
 
-    def hang_on_stop(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "hangs_on_stop")
+    async def hang_on_stop(self, profiler: EngineProfiler) -> None:
+        _engine(profiler).hangs_on_stop = 1
+
+    async def repair(self, profiler: EngineProfiler) -> None:
+        engine = _engine(profiler)
+        engine.fails_to_start = engine.hangs_on_start = engine.hangs_on_stop = None
 
 
 def _engine(profiler: EngineProfiler) -> FakeEngine:
     return cast(FakeEngineProfiler, profiler).engine
-
-
-def _fault(profiler: EngineProfiler, name: str) -> Callable[[], None]:
-    engine = _engine(profiler)
-    setattr(engine, name, 1)
-    return lambda: setattr(engine, name, None)

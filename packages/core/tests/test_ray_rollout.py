@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from stepscope.engines.protocol import EngineCapture, EngineProfiler
+from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import (
@@ -82,6 +85,22 @@ class AsyncRollout:
         return id(asyncio.get_running_loop())
 
 
+class TorchReplica:
+    """An async actor that decodes with a module of its own; nothing in it knows of us."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.model = torch.nn.Linear(4, 4)
+
+    async def generate(self, iterations: int) -> None:
+        import torch
+
+        for _ in range(iterations):
+            self.model(torch.ones(1, 4))
+            await asyncio.sleep(0)
+
+
 def fake(engine: object, replica: int) -> EngineProfiler:
     return FakeEngineProfiler(cast(FakeEngine, engine), replica)
 
@@ -112,27 +131,25 @@ class TestRayRollout(EngineConformance):
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
         await _actor(profiler).generate.remote(iterations)
 
-    def die(self, profiler: EngineProfiler) -> None:
-        _actor(profiler).spoil.remote("dead", True)
+    async def die(self, profiler: EngineProfiler) -> None:
+        await _actor(profiler).spoil.remote("dead", True)
 
-    def fail_halfway(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "fails_to_start")
+    async def fail_halfway(self, profiler: EngineProfiler) -> None:
+        await _actor(profiler).spoil.remote("fails_to_start", 1)
 
-    def hang_on_start(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "hangs_on_start")
+    async def hang_on_start(self, profiler: EngineProfiler) -> None:
+        await _actor(profiler).spoil.remote("hangs_on_start", 1)
 
-    def hang_on_stop(self, profiler: EngineProfiler) -> Callable[[], None]:
-        return _fault(profiler, "hangs_on_stop")
+    async def hang_on_stop(self, profiler: EngineProfiler) -> None:
+        await _actor(profiler).spoil.remote("hangs_on_stop", 1)
+
+    async def repair(self, profiler: EngineProfiler) -> None:
+        for fault in ("fails_to_start", "hangs_on_start", "hangs_on_stop"):
+            await _actor(profiler).spoil.remote(fault, None)
 
 
 def _actor(profiler: EngineProfiler) -> Any:
     return cast(RayRollout, profiler)._line.actor
-
-
-def _fault(profiler: EngineProfiler, name: str) -> Callable[[], None]:
-    actor = _actor(profiler)
-    actor.spoil.remote(name, 1)
-    return lambda: actor.spoil.remote(name, None)
 
 
 class LoopNoting(FakeEngineProfiler):
@@ -301,6 +318,23 @@ async def test_the_actors_environment_is_left_alone_v12(actor: Any, tmp_path: Pa
 def test_importing_it_loads_no_ray() -> None:
     code = "import sys, stepscope.engines.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_torch_replica_in_an_async_actor_is_recorded_by_default(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    actor = make(TorchReplica)
+    replica = RayRollout(actor)
+    await asyncio.to_thread(replica.check)
+    capture = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=1, count=3))
+    await replica.start(capture)
+    await actor.generate.remote(6)
+    (artifact,) = await replica.stop()
+    ray.kill(actor)
+    assert_complete(artifact, capture)
+    assert replica.ignored == {}
+    with gzip.open(Path(capture.step_dir) / artifact.path) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    assert names.count("aten::linear") == 3
 
 
 async def kill_and_await_restart(actor: Any) -> None:

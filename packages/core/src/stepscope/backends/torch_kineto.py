@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from stepscope.backends import torch_process
+from stepscope.backends import torch_process, torch_window
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.backends.torch_options import Options, resolve
 from stepscope.backends.torch_window import Recorded, TorchWindow
@@ -45,7 +45,6 @@ class TorchBackend:
         self._window: TorchWindow | None = None
         self._when_dropped: weakref.finalize[[TorchWindow], TorchBackend] | None = None
         self._resolved: dict[bool, Options] = {}
-        self._prepared = False
 
     def check(self) -> None:
         """Raises `BackendError`: torch is absent, or too old, or records none of the activities asked for."""
@@ -55,7 +54,7 @@ class TorchBackend:
         """Pays for Kineto's first start (1.2 to 2.5 s) with an empty window, unless somebody profiles
         already.
         """
-        if self._prepared:
+        if torch_window.kineto_has_started:
             return
         window = self._make("the first start of torch.profiler", all_threads=False)
         try:
@@ -63,7 +62,6 @@ class TorchBackend:
         except ProfilerBusyError:
             return  # Kineto has started, or is about to, on somebody else's account
         run_on(window.thread, window.end)
-        self._prepared = True
 
     def start(self, window: Window) -> None:
         """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another."""

@@ -109,7 +109,7 @@ def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
     if all_threads and "profile_all_threads" not in known:
         raise BackendError(
             f"torch {torch.__version__} cannot record all threads, which a capture that is not started on "
-            "the main thread needs. Fix: torch >= 2.6, or start the capture on the main thread"
+            "the main thread needs. Fix: torch >= 2.7, or start the capture on the main thread"
         )
     # trace_only: no Python objects for the events, which nobody reads here. stop() takes 0.65 of the time.
     wanted = {"profile_all_threads": all_threads, "trace_only": not with_stack}

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 current: TorchWindow | None = None
 """The window that holds this process. One writer: this module."""
 
+kineto_has_started = False
+"""Whether the seconds of the first start in this process are paid. One writer: this module."""
 _parents: list[object] = []
 """In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
 
@@ -167,8 +169,10 @@ class TorchWindow:
             self._profile = self._prepare()
         if not start:
             return
+        global kineto_has_started
         try:
             self._profile.start_trace()
+            kineto_has_started = True
             self._profile.add_metadata_json("stepscope", json.dumps({**self._about, "cycle": self._cycle}))
         except BaseException:
             self._abandon()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stepscope import attach, span
+from stepscope import attach, profile_step, span
 from stepscope.demo import task
 from stepscope.demo.model import KVCache, Transformer, View
 from stepscope.demo.worker import Weights
@@ -60,9 +60,9 @@ class RolloutReplica:
         self.running: list[Request] = []
         self.serving: asyncio.Task[None] | None = None
 
+    @profile_step(role="rollout")
     async def load_weights(self, weights: Weights) -> None:
-        with span("load_weights", role="rollout"):
-            self.model.load_state_dict(weights)
+        self.model.load_state_dict(weights)
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
         """The tokens of one turn of the model.

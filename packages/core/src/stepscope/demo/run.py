@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepscope import Capture, ProfileConfig, capture
 from stepscope.errors import StepscopeError
+from stepscope.recording.run import check
 
 WARM_UP = 30
 """Supervised updates before the first step: enough to call the calculator, not enough to do so right."""
@@ -55,7 +56,8 @@ def run_demo(
     import ray
 
     began = time.perf_counter()
-    config = profile(save_path.resolve(), [step for step in captured if 0 <= step < steps])
+    config = profile(save_path.resolve(), [step for step in captured if step < steps])
+    check(config, on_ray=True)  # before anything is started
     ours = not ray.is_initialized()
     try:
         if ours:
@@ -83,16 +85,17 @@ def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
 
 
 def start_ray() -> None:
-    """A Ray of this process alone: no dashboard, no usage report, little shared memory."""
+    """A Ray of this process alone, whatever RAY_ADDRESS says: no dashboard, no usage report."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
+        address="local",
         num_cpus=8,  # counted, not pinned: the actors share what cores there are
         include_dashboard=False,
         object_store_memory=128 * 1024**2,
         logging_level=logging.ERROR,
-        log_to_driver=False,
+        log_to_driver=False,  # what goes wrong in a worker comes back as an exception, or is in the manifest
     )
 
 

@@ -58,12 +58,8 @@ class Trainer:
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
-        """Whose processes a capture records, by role.
-
-        The replicas for their spans only: no pattern of the demo's `roles` matches `replica`. Their forward
-        passes are recorded by the profilers in `engines`, which are of the role `rollout`.
-        """
-        return {"actor": self.actors, "ref": [self.reference], "replica": self.replicas}
+        """Whose processes a capture records, by role. The replicas take part through `engines`."""
+        return {"actor": self.actors, "ref": [self.reference]}
 
     async def set_up(self, warm_up: int) -> float:
         """Joins the actors, warms the policy up and gives it to the others. Returns the supervised loss."""

@@ -98,7 +98,8 @@ class ActorLine:
         try:
             answer = self.actor.__ray_call__.remote(stamped, fn, args)
         except Exception as error:
-            raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {error}") from error
+            said = str(error).partition("\n")[0][:300]
+            raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {said}") from error
         try:
             heard, answered, value = await answer
         except ray.exceptions.RayActorError as error:
@@ -118,8 +119,8 @@ class ActorLine:
 
 _jobs: dict[str, Future[object]] = {}
 """Ticket -> what runs for it on a loop. Entered by `begin`, removed by `poll` when done and by `abandon`."""
-_abandoned: deque[str] = deque(maxlen=1000)
-"""Tickets given up before their call arrived: threaded and async actors begin calls in any order."""
+_abandoned: deque[tuple[str, bool]] = deque(maxlen=1000)
+"""(ticket, cancel) of calls given up before they came: threaded and async actors begin calls in any order."""
 _lock = threading.RLock()
 _own_loop: asyncio.AbstractEventLoop | None = None
 """For coroutines in actors that have no loop. One writer: `_private_loop`."""
@@ -139,10 +140,10 @@ def present(instance: object) -> None:
 def begin(instance: object, ticket: str, fn: Callable[..., object], args: tuple[object, ...]) -> Reply:
     loop = _actors_loop()
     with _lock:
-        if ticket in _abandoned:
+        if (ticket, True) in _abandoned:
             return "failed", "the caller gave up before its call began"
         job = None if _runs_here(loop, fn) else _submit(loop, fn, instance, args)
-        if job is not None:
+        if job is not None and (ticket, False) not in _abandoned:
             _jobs[ticket] = job
     if job is None:
         return _attempt(fn, instance, *args)
@@ -164,7 +165,7 @@ def poll(instance: object, ticket: str) -> Reply:
 def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]) -> None:
     loop = _actors_loop()
     if _runs_here(loop, fn):
-        fn(instance, *args)
+        _attempt(fn, instance, *args)  # raised here, Ray would print it on the caller's side as unhandled
     else:
         _submit(loop, fn, instance, args)
 
@@ -173,8 +174,8 @@ def abandon(instance: object, ticket: str, cancel: bool) -> None:
     """Nobody asks for the ticket any more. `cancel` ends what runs for it, or what has yet to begin."""
     with _lock:
         job = _jobs.pop(ticket, None)
-        if cancel and job is None:
-            _abandoned.append(ticket)
+        if job is None:
+            _abandoned.append((ticket, cancel))
     if cancel and job is not None:
         job.cancel()
 

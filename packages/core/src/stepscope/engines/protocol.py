@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Protocol, cast, runtime_checkable
 
@@ -24,7 +24,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine profiler needs to know about one capture. Travels by pickle and by JSON."""
 
     step: int
-    run_id: str = ""
+    run_id: str
     """Of the run that captures; goes into the sidecars."""
     out_dir: str
     """Absolute; `<step>/traces/rollout/replica<n>`. Create it where you write: that may be another host."""
@@ -61,6 +61,12 @@ class EngineProfiler(Protocol):
     def world_size(self) -> int | None:
         """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
         None where nothing says."""
+        ...
+
+    @property
+    def workers(self) -> Sequence[object]:
+        """Handles of the worker processes (Ray actors) that this profiler records: there a capture records
+        spans and starts no profiler of its own. Empty for engines in this process or behind HTTP."""
         ...
 
     def check(self) -> None:
@@ -126,7 +132,10 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
         if engine.replica is None:
             engine.replica = replica
         return engine
-    points = sorted(entry_points(group="stepscope.engines"), key=lambda point: point.name)
+    # `torch` last: it knows whatever holds a module, and an engine's own adapter knows more.
+    points = sorted(
+        entry_points(group="stepscope.engines"), key=lambda point: (point.name == "torch", point.name)
+    )
     for point in points:
         factory = cast(EngineFactory, point.load())
         if factory.recognises(engine):

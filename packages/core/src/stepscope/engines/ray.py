@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -60,6 +60,7 @@ class RayRollout:
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         self.replica = replica
+        self._actor = actor
         self._line = ActorLine(actor)
         self._engine = engine
         self._attribute = attribute
@@ -73,6 +74,10 @@ class RayRollout:
     @property
     def world_size(self) -> int | None:
         return None
+
+    @property
+    def workers(self) -> Sequence[object]:
+        return (self._actor,)
 
     @property
     def ignored(self) -> Mapping[str, str]:

@@ -41,25 +41,29 @@ if TYPE_CHECKING:
 
 _LISTS = ("workers", "_workers", "actors", "_actors")
 """Where worker groups keep their handles (verl's RayWorkerGroup: `workers`)."""
+_BY_ITS_ENGINE = "the profiler of the engine in it records this process"
 _EXCHANGES = 3
 """Small exchanges after a start or stop, for the clocks: of a few, one is short."""
 _CLOCK_S = 0.1
 """For all of them: a worker that is busy again has said enough."""
 
 
-def fleet_of(workers: object) -> RayFleet | None:
-    """The fleet of `workers`; None when they are not Ray's.
+def fleet_of(workers: object, engine_workers: Sequence[object] = ()) -> RayFleet | None:
+    """The fleet of `workers` and `engine_workers`; None when they are not Ray's.
 
     Args:
         workers: An actor handle, a sequence of them in rank order, an object that keeps one in `workers`, or
-            {role: any of these}. An actor that is given twice takes part once, in its first place.
+            {role: any of these}; None for nothing. An actor that is given twice takes part once, in its first
+            place.
+        engine_workers: Actors that an engine's own profiler records: they record spans only, under the role
+            they have in `workers`, or else `rollout`.
 
     Raises:
         ConfigError: only some of a sequence are actor handles, or one is the actor that asks.
     """
     if "ray" not in sys.modules:
         return None
-    groups = workers if isinstance(workers, Mapping) else {None: workers}
+    groups = dict(workers) if isinstance(workers, Mapping) else {} if workers is None else {None: workers}
     members: dict[str, Worker] = {}
     for role, group in groups.items():
         handles = _handles(group)
@@ -68,6 +72,9 @@ def fleet_of(workers: object) -> RayFleet | None:
         for position, handle in enumerate(handles):
             worker = Worker(handle, None if role is None else str(role), position, len(handles))
             members.setdefault(worker.actor_id, worker)
+    for position, handle in enumerate(_handles(engine_workers) or ()):
+        worker = Worker(handle, "rollout", position, len(engine_workers))
+        members.setdefault(worker.actor_id, worker).spans_only = _BY_ITS_ENGINE
     _refuse_oneself(members)
     return RayFleet(list(members.values()))
 
@@ -114,6 +121,7 @@ class Worker:
         self.actor_id: str = actor._actor_id.hex()
         self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
         self.begun: Begun | None = None
+        self.spans_only: str | None = None
         self._role = role
         self._position = position
         self._world_size = world_size
@@ -125,6 +133,7 @@ class Worker:
             role=self._role or request.role,
             position=self._position,
             world_size=self._world_size,
+            spans_only=self.spans_only,
         )
         until_s = time.monotonic() + deadline_s
         outcome = await self._within(deadline_s, "start", self._start(request, until_s))

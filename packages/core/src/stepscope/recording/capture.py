@@ -154,11 +154,12 @@ class Capture:
         global _open
         self._refuse_unless_free()
         workers, engines = self._given
-        run.check(self.config, on_ray=workers is not None)
         if workers is not None or engines is not None:
             from stepscope.recording.others import Others
 
             self._others = Others(workers, engines)
+        fleet = None if self._others is None else self._others.fleet
+        run.check(self.config, on_ray=fleet is not None)
         session = Session(
             config=self.config,
             step=self.step,
@@ -171,7 +172,6 @@ class Capture:
         if self._others is not None:
             self._others.join(session.ledger, session.layout, self.config)
         self._state, self._session, _open = "opening", session, self
-        fleet = None if self._others is None else self._others.fleet
         self.result = CaptureResult(step=self.step, session=session, fleet=fleet)
         return session
 

@@ -5,7 +5,7 @@ Found through the entry points `stepscope.fleets`, so that recording knows no cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -51,8 +51,12 @@ class Fleet(Protocol):
         ...
 
 
-def load_fleet(workers: object) -> Fleet:
+def load_fleet(workers: object, engine_workers: Sequence[object] = ()) -> Fleet:
     """The fleet that knows what `workers` is.
+
+    Args:
+        workers: What was given to `capture(workers=)`; None for nothing.
+        engine_workers: Workers that an engine's own profiler records: they record spans only.
 
     Raises:
         ConfigError: no installed fleet knows it.
@@ -62,8 +66,8 @@ def load_fleet(workers: object) -> Fleet:
     names = []
     for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
         names.append(point.name)
-        make = cast(Callable[[object], "Fleet | None"], point.load())
-        fleet = make(workers)
+        make = cast(Callable[[object, Sequence[object]], "Fleet | None"], point.load())
+        fleet = make(workers, engine_workers)
         if fleet is not None:
             return fleet
     kind = f"{type(workers).__module__}.{type(workers).__qualname__}"

@@ -21,7 +21,10 @@ class Others:
     def __init__(self, workers: object, engines: object) -> None:
         """Raises ConfigError or EngineError for workers or engines that nothing installed knows."""
         self._profilers = [] if engines is None else profilers_of(engines)
-        self.fleet: Fleet | None = None if workers is None else load_fleet(workers)
+        recorded = [worker for profiler in self._profilers for worker in profiler.workers]
+        self.fleet: Fleet | None = None
+        if workers is not None or recorded:
+            self.fleet = load_fleet(workers, recorded)
         self._group: EngineGroup | None = None
         self._ledger: Ledger | None = None
 

@@ -46,7 +46,9 @@ class Session:
         run_id: str,
         capture_id: str,
         owner: bool,
+        spans_only: str | None = None,
     ) -> None:
+        """Args: spans_only: why no profiler of ours is to start here; None: the configuration decides."""
         self.config = config
         self.step = step
         self.process = process
@@ -57,6 +59,9 @@ class Session:
         self.decision = schedule.decide_process(
             config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
         )
+        if spans_only is not None:
+            self.decision = schedule.Decision(record=False, reason=spans_only, spans=True)
+        self._spans_only = spans_only
         part = ProcessPart(
             run_id=run_id,
             step=step,
@@ -110,6 +115,8 @@ class Session:
 
     def _no_profiler(self) -> str | None:
         """Why no profiler runs here; None when one does."""
+        if self._spans_only is not None:
+            return self._spans_only
         if not self.decision.record and self.config.mode == "continuous":
             return self.decision.reason  # in discrete mode each stage's own role decides
         library = _LIBRARY.get(self.config.tool)

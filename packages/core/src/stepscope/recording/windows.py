@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
+from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import ProfileConfig
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
@@ -155,6 +156,8 @@ class Windows:
             return self._off
         if self.running is not None:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
+        if PROCESS_LOCK.holder is not None:
+            return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
         allowed_mb = self._config.budget.trace_mb
         written_mb = export.exporter().bytes_written(self._step) >> 20
         if written_mb >= allowed_mb:

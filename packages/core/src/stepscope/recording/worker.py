@@ -32,6 +32,8 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     position: int | None = None
     """Index among the workers given: the rank, where nothing better says."""
     world_size: int | None = None
+    spans_only: str | None = None
+    """Why no profiler of ours starts there; None: the configuration decides."""
 
 
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,7 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         run_id=request.run_id,
         capture_id=request.capture_id,
         owner=False,
+        spans_only=request.spans_only,
     )
     session.open()
     capture.activate(session)

@@ -51,7 +51,7 @@ class Declared(msgspec.Struct, frozen=True):
             span = session.stage(self.role, self.stage, attrs, self.is_async, resumption)
             span.__enter__()
         except RecursionError:
-            return None  # the user's recursion is at its limit, as its own next call will say
+            return None  # near the limit of the user's recursion: the depth that is left is for the call
         except Exception as failure:
             guard.note(f"opening the span {self.role}/{self.stage}", failure)
             return None

@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import msgspec
 import pytest
@@ -72,25 +72,29 @@ class EngineConformance:
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
         """Makes the engine run this many iterations, so that there is something to record."""
 
-    def recording(self, profiler: EngineProfiler) -> bool | None:
+    async def recording(self, profiler: EngineProfiler) -> bool | None:
         """Whether any worker of the engine records at this moment; None when it cannot be told."""
         return None
 
-    def die(self, profiler: EngineProfiler) -> None:
+    async def die(self, profiler: EngineProfiler) -> None:
         """Kills the engine."""
-        _cannot("die")
+        raise NotImplementedError
 
-    def fail_halfway(self, profiler: EngineProfiler) -> Callable[[], None]:
-        """Makes the next start fail in one worker after others have begun. Returns what repairs it."""
-        _cannot("fail_halfway")
+    async def fail_halfway(self, profiler: EngineProfiler) -> None:
+        """Makes the next start fail in one worker after others have begun."""
+        raise NotImplementedError
 
-    def hang_on_start(self, profiler: EngineProfiler) -> Callable[[], None]:
-        """Makes the next start hang in one worker after others have begun. Returns what repairs it."""
-        _cannot("hang_on_start")
+    async def hang_on_start(self, profiler: EngineProfiler) -> None:
+        """Makes the next start hang in one worker after others have begun."""
+        raise NotImplementedError
 
-    def hang_on_stop(self, profiler: EngineProfiler) -> Callable[[], None]:
-        """Makes the next stop hang in one worker. Returns what repairs it."""
-        _cannot("hang_on_stop")
+    async def hang_on_stop(self, profiler: EngineProfiler) -> None:
+        """Makes the next stop hang in one worker."""
+        raise NotImplementedError
+
+    async def repair(self, profiler: EngineProfiler) -> None:
+        """Undoes `fail_halfway`, `hang_on_start` or `hang_on_stop`."""
+        raise NotImplementedError
 
     # The contract.
 
@@ -273,7 +277,7 @@ class EngineConformance:
                 said = str(error)
             assert "no_such_option" in said
             assert await profiler.stop() == []
-            assert not self.recording(profiler)
+            assert not await self.recording(profiler)
 
         self.run(scenario())
 
@@ -298,12 +302,14 @@ class EngineConformance:
     def test_a_start_that_fails_halfway_leaves_nothing_running(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
+        self._needs("fail_halfway")
+
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
-            repair = self.fail_halfway(profiler)
+            await self.fail_halfway(profiler)
             with pytest.raises(EngineError):
                 await profiler.start(a_capture(tmp_path, step=1))
-            repair()
+            await self.repair(profiler)
             await self._assert_idle_and_usable(profiler, tmp_path)
 
         self.run(scenario())
@@ -311,12 +317,14 @@ class EngineConformance:
     def test_a_start_that_hangs_ends_at_the_callers_deadline(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
+        self._needs("hang_on_start")
+
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
-            repair = self.hang_on_start(profiler)
+            await self.hang_on_start(profiler)
             with pytest.raises(asyncio.TimeoutError):
                 await self._quickly(asyncio.wait_for(profiler.start(a_capture(tmp_path, step=1)), 0.2))
-            repair()
+            await self.repair(profiler)
             await self._assert_idle_and_usable(profiler, tmp_path)
 
         self.run(scenario())
@@ -324,14 +332,16 @@ class EngineConformance:
     def test_a_stop_that_hangs_ends_at_the_callers_deadline(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
+        self._needs("hang_on_stop")
+
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
             await profiler.start(a_capture(tmp_path, step=1))
             await self.work(profiler, 2)
-            repair = self.hang_on_stop(profiler)
+            await self.hang_on_stop(profiler)
             with pytest.raises(asyncio.TimeoutError):
                 await self._quickly(asyncio.wait_for(profiler.stop(), 0.2))
-            repair()
+            await self.repair(profiler)
             await self._assert_idle_and_usable(profiler, tmp_path)
 
         self.run(scenario())
@@ -339,11 +349,13 @@ class EngineConformance:
     def test_stop_after_the_engine_died_is_an_error_at_once(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
+        self._needs("die")
+
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
             await profiler.start(a_capture(tmp_path))
             await self.work(profiler, 2)
-            self.die(profiler)
+            await self.die(profiler)
             with pytest.raises(EngineError):
                 await self._quickly(profiler.stop())
             assert await profiler.stop() == [], "a dead engine's capture is over"
@@ -353,9 +365,11 @@ class EngineConformance:
     def test_start_on_a_dead_engine_is_an_error_at_once(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:
+        self._needs("die")
+
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
-            self.die(profiler)
+            await self.die(profiler)
             with pytest.raises(EngineError):
                 await self._quickly(profiler.start(a_capture(tmp_path)))
             assert await profiler.stop() == []
@@ -379,6 +393,10 @@ class EngineConformance:
 
     # Steps that tests share.
 
+    def _needs(self, method: str) -> None:
+        if getattr(type(self), method) is getattr(EngineConformance, method):
+            pytest.skip(f"this engine has no `{method}`: override it in the subclass of EngineConformance")
+
     async def _record(self, profiler: EngineProfiler, capture: EngineCapture) -> list[Artifact]:
         await profiler.start(capture)
         await self.work(profiler, 4)
@@ -386,7 +404,7 @@ class EngineConformance:
 
     async def _assert_idle_and_usable(self, profiler: EngineProfiler, tmp_path: Path) -> None:
         assert await profiler.stop() == [], "a start that did not succeed left a capture to stop"
-        assert not self.recording(profiler), "a worker of the engine is still recording"
+        assert not await self.recording(profiler), "a worker of the engine is still recording"
         capture = a_capture(tmp_path, step=7, name="afterwards")
         artifacts = await self._record(profiler, capture)
         assert artifacts, "a later capture records nothing"
@@ -407,6 +425,7 @@ def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "captu
     layout = StepLayout(root / f"step_{step:06d}")
     return EngineCapture(
         step=step,
+        run_id="a-run",
         out_dir=str(layout.engine_dir(replica)),
         step_dir=str(layout.root),
         name=f"{name}-step{step}",
@@ -429,7 +448,7 @@ def assert_complete(artifact: Artifact, capture: EngineCapture) -> None:
     assert artifact.tool
     sidecar = msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
     assert sidecar.artifact == artifact
-    assert sidecar.step == capture.step
+    assert (sidecar.step, sidecar.run_id) == (capture.step, capture.run_id)
 
 
 def files_below(folder: str) -> list[Path]:
@@ -451,7 +470,3 @@ async def longest_gap_s() -> float:
             longest, last = max(longest, now - last), now
     except asyncio.CancelledError:
         return max(longest, time.monotonic() - last)
-
-
-def _cannot(method: str) -> NoReturn:
-    pytest.skip(f"this engine has no `{method}`: override it in the subclass of EngineConformance")

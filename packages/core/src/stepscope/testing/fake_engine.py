@@ -101,6 +101,10 @@ class FakeEngineProfiler:
         return self.engine.workers
 
     @property
+    def workers(self) -> Sequence[object]:
+        return ()
+
+    @property
     def ignored(self) -> Mapping[str, str]:
         return self._ignored
 

@@ -1,0 +1,158 @@
+"""Opening and closing a capture on 2, 8 and 32 Ray actors: all at once, as the fleet does it, or one by one.
+
+ms from the first request to the last answer. The actors record spans: each start and stop opens and closes
+their files. `idle` actors have nothing else to do. `slow` ones are 50 ms from the end of a method when they
+are asked: one by one these waits add up, all at once they do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from _measure import Measured, arguments, header, interleaved, table, verdict
+
+from stepscope import ProfileConfig
+from stepscope.fleet.ray import RayFleet, Worker, fleet_of
+from stepscope.recording.fleet_port import WorkerOutcome
+from stepscope.recording.worker import StartRequest, StopRequest
+
+SIZES = (2, 8, 32)
+ROUNDS = 9
+SLOW_S = 0.05
+DEADLINE_S = 60.0
+AT_ONCE, ONE_BY_ONE = "at once", "one by one"
+
+
+class Actor:
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)  # the method that is running when the capture asks
+
+
+class Bench:
+    """Every capture is a step of its own."""
+
+    def __init__(self, actors: Sequence[Any], config: ProfileConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.actors = actors
+        self.config = config
+        self.loop = loop
+        self.steps = itertools.count()
+        self.starts: dict[str, list[float]] = {}
+        """Contender -> ms of each start alone."""
+
+    def contender(self, size: int, slow_s: float, at_once: bool) -> Callable[[], float]:
+        name = name_of(size, slow_s, at_once)
+        self.starts[name] = []
+
+        def measured() -> float:
+            start_ms, stop_ms = self.loop.run_until_complete(self.capture(size, slow_s, at_once))
+            self.starts[name].append(start_ms)
+            return start_ms + stop_ms
+
+        return measured
+
+    async def capture(self, size: int, slow_s: float, at_once: bool) -> tuple[float, float]:
+        actors = self.actors[:size]
+        fleet = fleet_of(list(actors))
+        assert fleet is not None
+        start = StartRequest(
+            capture_id=secrets.token_hex(8), run_id="bench", step=next(self.steps), config=self.config
+        )
+        stop = StopRequest(capture_id=start.capture_id)
+        began = time.perf_counter()
+        await self.each(fleet, slow_s, at_once, lambda worker: worker.start(start, DEADLINE_S))
+        opened = time.perf_counter()
+        await self.each(fleet, slow_s, at_once, lambda worker: worker.stop(stop, DEADLINE_S))
+        closed = time.perf_counter()
+        return (opened - began) * 1e3, (closed - opened) * 1e3
+
+    async def each(
+        self, fleet: RayFleet, slow_s: float, at_once: bool, call: Callable[[Worker], Any]
+    ) -> None:
+        async def one(worker: Worker, actor: Any) -> WorkerOutcome:
+            if slow_s:
+                actor.work.remote(slow_s)
+            outcome: WorkerOutcome = await call(worker)
+            return outcome
+
+        pairs = zip(fleet.workers, self.actors, strict=False)
+        if at_once:
+            outcomes = await asyncio.gather(*(one(*pair) for pair in pairs))
+        else:
+            outcomes = [await one(*pair) for pair in pairs]
+        assert all(outcome.state == "ok" for outcome in outcomes), outcomes
+
+
+def name_of(size: int, slow_s: float, at_once: bool) -> str:
+    return f"{size} {'slow' if slow_s else 'idle'} {AT_ONCE if at_once else ONE_BY_ONE}"
+
+
+def report(found: Measured, starts: dict[str, list[float]], sizes: Sequence[int]) -> None:
+    rows = []
+    for slow_s, size in itertools.product((0.0, SLOW_S), sizes):
+        names = [name_of(size, slow_s, at_once) for at_once in (True, False)]
+        both = [statistics.median(found[name]) for name in names]
+        start = [statistics.median(starts[name]) for name in names]
+        rows.append(
+            [
+                f"{size} {'slow' if slow_s else 'idle'} actors",
+                *(
+                    f"{start_ms:.1f} + {total_ms - start_ms:.1f}"
+                    for start_ms, total_ms in zip(start, both, strict=True)
+                ),
+                f"{both[1] / both[0]:.1f}x",
+            ]
+        )
+    table(["start + stop, ms", AT_ONCE, ONE_BY_ONE, "less"], rows)
+    most, least = max(sizes), min(sizes)
+    total = {(s, a): statistics.median(found[name_of(s, SLOW_S, a)]) for s in sizes for a in (True, False)}
+    verdict(
+        f"{most} slow actors: less than one by one",
+        total[most, False] / total[most, True],
+        4,
+        "x",
+        at_least=True,
+    )
+    growth = total[most, True] / total[least, True]
+    verdict(f"from {least} to {most} slow actors the time grows by", growth, most / least / 4, "x")
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("capture start and stop on Ray actors", "stepscope", "ray")
+    sizes = SIZES[:2] if quick else SIZES
+    folder = tempfile.mkdtemp()
+    rays = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    loop = asyncio.new_event_loop()
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=rays
+    )
+    try:
+        remote: Any = ray.remote(Actor)
+        actors = [remote.remote() for _ in range(max(sizes))]
+        ray.get([actor.work.remote(0) for actor in actors])
+        config = ProfileConfig(save_path=folder, steps=["every:1"], roles={"nobody": {"ranks": "all"}})
+        bench = Bench(actors, config, loop)
+        contenders = {
+            name_of(size, slow_s, at_once): bench.contender(size, slow_s, at_once)
+            for size, slow_s, at_once in itertools.product(sizes, (0.0, SLOW_S), (True, False))
+        }
+        report(interleaved(contenders, 3 if quick else ROUNDS), bench.starts, sizes)
+    finally:
+        loop.close()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(rays, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""One capture of torch generation: when it records, and what becomes of what it recorded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepscope.backends import PendingArtifact, Window, load_backend
+from stepscope.config import ProfileConfig
+from stepscope.engines.artifacts import publish, read_anchor
+from stepscope.engines.protocol import EngineCapture
+from stepscope.errors import EngineError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import safe, sidecar_of
+from stepscope.files.sidecar import Artifact, ProcessInfo
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
+
+
+class Recording:
+    """States: waiting -> recording -> over. `tick` may come from any thread, at any time."""
+
+    def __init__(
+        self,
+        capture: EngineCapture,
+        config: ProfileConfig,
+        module: Module | None,
+        rank: int | None,
+        world_size: int | None,
+    ) -> None:
+        self.capture = capture
+        self._backend = load_backend("torch", config)
+        self._module = module
+        self._hook: RemovableHandle | None = None
+        self._process = ProcessInfo(
+            role="rollout",
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            replica=capture.replica,
+        )
+        self._state: Literal["waiting", "recording", "over"] = "waiting"
+        self._by_hand = 0
+        self._by_module = 0
+        self._pending: list[PendingArtifact] = []
+        self._opened: ClockAnchor | None = None
+        self._closed: ClockAnchor | None = None
+        self._trouble: Exception | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def seen(self) -> int:
+        """Engine iterations since the capture began. A loop that says them knows better than its module."""
+        return self._by_hand or self._by_module
+
+    def open(self) -> None:
+        """Begins to record, or to wait for the first iteration that is wanted.
+
+        Raises:
+            BackendError: torch.profiler cannot start, or something else holds this process.
+        """
+        self._backend.check()
+        self._backend.prepare()
+        window = self.capture.iterations
+        if self._module is not None and (window.start or window.count is not None):
+            self._hook = self._module.register_forward_hook(self._on_forward)
+        try:
+            if window.start == 0:
+                self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def tick(self, *, by_hand: bool) -> None:
+        """One iteration is over. Raises nothing: it runs in the user's code."""
+        with self._lock:
+            if by_hand:
+                self._by_hand += 1
+            else:
+                self._by_module += 1
+            try:
+                self._follow()
+            except Exception as error:
+                self._state, self._trouble = "over", error
+
+    def close(self) -> None:
+        """Ends recording. What was recorded by now is kept."""
+        if self._hook is not None:
+            self._hook.remove()
+        with self._lock:
+            if self._state == "recording":
+                self._end()
+            self._state = "over"
+
+    def discard(self) -> None:
+        for pending in self._pending:
+            pending.discard()
+        self._pending.clear()
+
+    def ignored(self) -> dict[str, str]:
+        """What of the capture's options did not happen, after `close`."""
+        reasons = {}
+        for pending in self._pending:
+            reasons.update({option.removeprefix("torch."): why for option, why in pending.ignored.items()})
+        if self.capture.ranks is not None and self._process.rank is None:
+            reasons["ranks"] = "nothing says which rank this process is. Fix: TorchRolloutProfiler(rank=...)"
+        if self.capture.iterations.count is not None and self._module is None and not self._by_hand:
+            reasons["iterations"] = (
+                "nothing counts them here. Fix: TorchRolloutProfiler(module), or call its iteration() after "
+                "each forward pass"
+            )
+        return reasons
+
+    def write(self, ignored: Mapping[str, str]) -> list[Artifact]:
+        """Writes what was recorded; returns when all of it is on disk.
+
+        Raises:
+            EngineError: nothing was recorded, and why.
+            BackendError: torch could not write.
+        """
+        if self._trouble is not None:
+            self.discard()
+            raise self._trouble
+        if not self._pending:
+            raise EngineError(self._nothing())
+        return [self._write(pending, ignored) for pending in self._pending]
+
+    def _on_forward(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        self.tick(by_hand=False)
+
+    def _follow(self) -> None:
+        first, length = self.capture.iterations.start, self.capture.iterations.count
+        if self._state == "waiting" and self.seen >= first:
+            self._begin()
+        elif self._state == "recording" and length is not None and self.seen >= first + length:
+            self._end()
+
+    def _begin(self) -> None:
+        window = Window(step=self.capture.step, process=self._process, stage=None, index=0)
+        self._backend.start(window)
+        self._opened = read_anchor()
+        self._state = "recording"
+
+    def _end(self) -> None:
+        self._state = "over"
+        self._closed = read_anchor()
+        self._pending = self._backend.stop()
+
+    def _nothing(self) -> str:
+        window = self.capture.iterations
+        return (
+            f"nothing was recorded: iterations.start is {window.start}, and the capture saw {self.seen} "
+            "engine iterations. Fix: a smaller start; they are counted when the profiler has the module "
+            "(TorchRolloutProfiler(module)), or when the decode loop calls iteration()"
+        )
+
+    def _write(self, pending: PendingArtifact, ignored: Mapping[str, str]) -> Artifact:
+        folder = Path(self.capture.out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{safe(self.capture.name)}_{safe(self._process.host)}_pid{self._process.pid}"
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as hidden:
+            file = Path(hidden, stem + pending.suffix)
+            pending.write(file)
+            if pending.compress:
+                file = _compress(file)
+            final = _free(folder, stem, file.name.removeprefix(stem))
+            file.rename(final)
+        return publish(
+            final,
+            self.capture,
+            kind=pending.kind,
+            tool=self._backend.name,
+            rank=self._process.rank,
+            world_size=self._process.world_size,
+            pid=self._process.pid,
+            process=self._process.key,
+            truncated=pending.truncated,
+            ignored=ignored,
+            opened=self._opened,
+            closed=self._closed,
+            versions=pending.versions,
+            options=pending.options,
+        )
+
+
+def _compress(file: Path) -> Path:
+    from isal import igzip  # 9 ms, paid on the profiler's thread; releases the GIL
+
+    compressed = file.with_name(file.name + ".gz")
+    with file.open("rb") as source, igzip.open(compressed, "wb", compresslevel=1) as sink:  # type: ignore[no-untyped-call]
+        shutil.copyfileobj(source, sink, 1 << 20)
+    return compressed
+
+
+def _free(folder: Path, stem: str, suffix: str) -> Path:
+    """A path that no earlier capture has taken."""
+    numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+    paths = (folder / (name + suffix) for name in numbered)
+    return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

@@ -1,0 +1,170 @@
+"""Calls into actors: which thread they run on, what they leave behind, what their failures say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.engines import actor_call
+from stepscope.engines.actor_call import ActorGoneError, ActorLine, CallFailedError, abandon, begin, present
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Sync:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Async:
+    async def thread(self) -> str:
+        return threading.current_thread().name
+
+    async def release(self, path: str) -> None:
+        Path(path).touch()  # noqa: ASYNC240
+
+
+KINDS: dict[str, tuple[type, dict[str, int]]] = {
+    "sync": (Sync, {}),
+    "threaded": (Sync, {"max_concurrency": 4}),
+    "async": (Async, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[dict[str, Any]]:
+    made = {name: ray.remote(kind).options(**options).remote() for name, (kind, options) in KINDS.items()}
+    yield made
+    for actor in made.values():
+        ray.kill(actor)
+
+
+def thread_here(instance: object) -> str:
+    main = threading.current_thread() is threading.main_thread()
+    return "main" if main else threading.current_thread().name
+
+
+async def thread_of_the_loop(instance: object) -> str:
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+def wait_for(instance: object, path: str) -> str:
+    until = time.monotonic() + 20
+    while not Path(path).exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)  # released by a call of another method of the actor
+    return "released"
+
+
+def fail(instance: object) -> None:
+    raise ValueError("no such luck")
+
+
+def give_a_lock(instance: object) -> Any:
+    return threading.Lock()
+
+
+def jobs_here(instance: object) -> int:
+    return len(actor_call._jobs)
+
+
+async def test_a_plain_function_runs_on_a_sync_actors_main_thread(actors: dict[str, Any]) -> None:
+    assert await ActorLine(actors["sync"]).call(thread_here) == "main"
+
+
+async def test_a_coroutine_function_runs_on_an_async_actors_own_loop(actors: dict[str, Any]) -> None:
+    found = await ActorLine(actors["async"]).call(thread_of_the_loop)
+    assert found == await actors["async"].thread.remote()
+
+
+@pytest.mark.parametrize("kind", ["sync", "threaded"])
+async def test_a_coroutine_function_has_a_loop_in_an_actor_without_one(
+    actors: dict[str, Any], kind: str
+) -> None:
+    assert await ActorLine(actors[kind]).call(thread_of_the_loop) == "stepscope-engine-loop"
+
+
+async def test_a_plain_function_that_waits_leaves_an_async_actor_at_work_v10(
+    actors: dict[str, Any], tmp_path: Path
+) -> None:
+    waiting = asyncio.create_task(ActorLine(actors["async"]).call(wait_for, str(tmp_path / "free")))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(actors["async"].release.remote(str(tmp_path / "free")), 20)
+    assert await waiting == "released"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_answer_is_stamped_on_both_sides(actors: dict[str, Any], kind: str) -> None:
+    line = ActorLine(actors[kind])
+    await line.ask(present)
+    (stamps,) = line.stamps
+    assert sorted(stamps) == list(stamps), "sent, heard, answered, received: both sides read one clock here"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_failure_arrives_as_text(actors: dict[str, Any], kind: str) -> None:
+    with pytest.raises(CallFailedError, match=r"^ValueError: no such luck$"):
+        await ActorLine(actors[kind]).call(fail)
+
+
+async def test_an_argument_that_cannot_be_pickled_is_an_error_of_one_line(actors: dict[str, Any]) -> None:
+    with pytest.raises(CallFailedError, match="the call cannot be sent: TypeError") as caught:
+        await ActorLine(actors["sync"]).call(present, threading.Lock())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+async def test_a_result_that_cannot_be_pickled_is_an_error(actors: dict[str, Any]) -> None:
+    with pytest.raises(CallFailedError, match=r"cannot pickle '_thread\.lock'"):
+        await ActorLine(actors["sync"]).call(give_a_lock)
+
+
+async def test_a_dead_actor_says_what_it_died_of() -> None:
+    actor = ray.remote(Sync).remote()
+    await actor.pid.remote()
+    ray.kill(actor)
+    line = ActorLine(actor)
+    line.tell(fail)
+    with pytest.raises(
+        ActorGoneError, match=r"actor died: The actor is dead because it was killed by `ray\.kill`"
+    ):
+        await line.ask(present)
+
+
+def test_a_call_that_was_given_up_before_it_came_does_not_begin() -> None:
+    abandon(None, "a ticket", True)
+    assert begin(None, "a ticket", fail, ()) == ("failed", "the caller gave up before its call began")
+
+
+async def note(instance: object, noted: threading.Event) -> None:
+    noted.set()
+
+
+def test_a_call_that_is_to_go_on_begins_though_nobody_waits_and_leaves_nothing_behind() -> None:
+    noted = threading.Event()
+    abandon(None, "another ticket", False)
+    begin(None, "another ticket", note, (noted,))
+    assert noted.wait(20)
+    assert "another ticket" not in actor_call._jobs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_calls_leave_nothing_behind_in_the_actor(actors: dict[str, Any], kind: str) -> None:
+    line = ActorLine(actors[kind])
+    await line.call(thread_of_the_loop)
+    for keep in (False, True):
+        given_up = asyncio.create_task(line.call(thread_of_the_loop, keep=keep))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+    until = time.monotonic() + 20
+    while await line.ask(jobs_here):
+        assert time.monotonic() < until

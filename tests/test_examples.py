@@ -1,0 +1,65 @@
+"""The examples run as they are, capture what they say, and are as short as they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.timeline import load_step
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+def run(name: str, folder: Path) -> list[float]:
+    """Runs an example, which writes below `folder`. Returns the mean rewards that it prints, by step."""
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+def stages(layout: StepLayout) -> set[tuple[str, str]]:
+    return {(span.role, span.stage) for span in load_step(layout.root).spans}
+
+
+@needs_torch
+def test_the_plain_loop_learns_and_two_of_its_steps_are_captured(tmp_path: Path) -> None:
+    rewards = run("existing_loop.py", tmp_path)
+    assert rewards[-1] > 3 * rewards[0]
+    steps = RunLayout(tmp_path / "outputs/existing_loop").steps()
+    assert list(steps) == [10, 20]
+    for layout in steps.values():
+        assert stages(layout) == {("rollout", "rollout"), ("reward", "reward"), ("actor", "update_policy")}
+        manifest = load_step(layout.root).manifest
+        assert manifest is not None
+        assert manifest.problems() == []
+
+
+@needs_torch
+@needs_ray
+def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: Path) -> None:
+    assert len(run("grpo_ray.py", tmp_path)) == 4
+    steps = RunLayout(tmp_path / "outputs/grpo_ray").steps()
+    assert list(steps) == [1, 3]
+    expected = {
+        ("actor", "update_policy"),
+        ("agent_loop", "trajectory"),
+        ("env", "tool"),
+        ("ref", "compute_log_prob"),
+        ("rollout", "decode"),
+    }
+    for layout in steps.values():
+        assert expected <= stages(layout)
+        assert len(list(layout.traces.glob("rollout/replica*/*.json.gz"))) == 2
+
+
+def test_the_example_to_copy_has_less_than_120_lines() -> None:
+    assert len((EXAMPLES / "grpo_ray.py").read_text().splitlines()) < 120
