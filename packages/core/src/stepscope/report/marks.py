@@ -28,6 +28,8 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """One of them never ended; it is drawn up to the process' last sign of life."""
     failed: int = 0
     """How many of them an exception left."""
+    gaps_ns: int = 0
+    """Time inside it in which none of them ran."""
 
 
 def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
@@ -122,14 +124,17 @@ def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
     time_ns: Counter[Label] = Counter()
     for mark in marks:
         time_ns[mark.label] += _wall_ns(mark)
+    start_ns, end_ns = min(mark.start_ns for mark in marks), max(mark.end_ns for mark in marks)
     return Mark(
         time_ns.most_common(1)[0][0],
-        min(mark.start_ns for mark in marks),
-        max(mark.end_ns for mark in marks),
+        start_ns,
+        end_ns,
         sum(mark.spans for mark in marks),
         max(at_once, *(mark.at_once for mark in marks)),
         any(mark.open for mark in marks),
         sum(mark.failed for mark in marks),
+        # Either they overlap or touch, and there is no gap; or they are apart, and their times add up.
+        max(0, end_ns - start_ns - sum(_wall_ns(mark) - mark.gaps_ns for mark in marks)),
     )
 
 

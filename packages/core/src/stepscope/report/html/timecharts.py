@@ -89,6 +89,8 @@ def _said(mark: Mark) -> str:
     said = f"{' '.join(mark.label)}, {duration(mark.end_ns - mark.start_ns)} from {duration(mark.start_ns)}"
     if mark.spans > 1:
         said += f"; {mark.spans:,} pieces"
+    if mark.gaps_ns:
+        said += f", {duration(mark.gaps_ns)} of it between them"
     if mark.at_once > 1:
         said += f", up to {mark.at_once:,} at once"
     return (
