@@ -1,4 +1,4 @@
-"""Leaves out test files that need torch or Ray where these are not installed; pytest's header names them."""
+"""Leaves out tests that need torch or Ray where these are not installed, and says which."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix == ".py" and needed_at_the_top(collection_path) & ABSENT:
         return True
     return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        if mark.args[0] in ABSENT:
+            pytest.skip(f"needs {mark.args[0]}")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

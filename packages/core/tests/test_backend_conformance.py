@@ -31,6 +31,7 @@ class TestFakeBackend(BackendConformance):
         return lambda: setattr(backend, "fails_to_start", False)
 
 
+@pytest.mark.needs("torch")
 class TorchConformance(BackendConformance):
     def work(self) -> None:
         import torch

@@ -367,3 +367,30 @@ async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: P
         await asyncio.sleep(0.02)
     beating.cancel()
     assert max(gaps) < 0.5
+
+
+# Before the first step
+
+
+async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
+    class Unprofiled(FakeEngineProfiler):
+        def check(self) -> None:
+            raise EngineError("profiling is off in this engine. Fix: pass profiler_config=...")
+
+    await stepscope.aprepare(engines=[FakeEngineProfiler(FakeEngine())], config=config)
+    with pytest.raises(CaptureError, match=r"in 1 place.*\n.*replica 1: EngineError: profiling is off"):
+        await stepscope.aprepare(
+            engines=[FakeEngineProfiler(FakeEngine()), Unprofiled(FakeEngine())], config=config
+        )
+
+
+def test_prepare_does_nothing_for_a_run_that_captures_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run")))
+    with pytest.raises(ConfigError, match="save_path"):
+        stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run"), steps=[1]))
+
+
+async def test_prepare_does_not_block_a_running_loop(config: ProfileConfig) -> None:
+    with pytest.raises(CaptureError, match="await aprepare"):
+        stepscope.prepare(config=config)

@@ -145,6 +145,7 @@ def test_the_interpreters_exit_closes_the_capture(tmp_path: Path, ending: str, c
     assert manifest(tmp_path).state == "ok"
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("ending", ["", "raise ValueError('mine')", "os.kill(os.getpid(), signal.SIGTERM)"])
 def test_a_torch_trace_left_open_at_exit_is_written(tmp_path: Path, ending: str) -> None:
     # Without stepscope, torch's profiler segfaults here.
@@ -177,7 +178,10 @@ except KeyboardInterrupt:
     assert manifest(tmp_path).state == "ok"
 
 
-@pytest.mark.parametrize("prelude", ["", TORCH], ids=["spans", "torch"])
+@pytest.mark.parametrize(
+    "prelude",
+    [pytest.param("", id="spans"), pytest.param(TORCH, id="torch", marks=pytest.mark.needs("torch"))],
+)
 def test_a_fork_during_a_capture_harms_neither_and_is_said(tmp_path: Path, prelude: str) -> None:
     run(
         prelude
@@ -229,6 +233,7 @@ if __name__ == "__main__":
     assert {part.run_id for part in parts(tmp_path)} == {"cafe0001"}
 
 
+@pytest.mark.needs("torch")
 def test_a_disk_that_fills_up_costs_the_trace_and_not_the_step(tmp_path: Path) -> None:
     # RLIMIT_FSIZE is the nearest thing to a full disk that a process can make for itself: writes fail midway.
     out = run(

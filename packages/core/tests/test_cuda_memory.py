@@ -6,17 +6,15 @@ import inspect
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from stepscope.backends import load_backend
 from stepscope.backends.cuda_memory import CudaMemoryBackend, history_options
 from stepscope.config import CudaMemoryConfig, ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.testing.backend_conformance import BackendConformance, MakeBackend, a_window, discard, written
-
-torch: Any = pytest.importorskip("torch")
 
 no_device = not torch.cuda.is_available()
 needs_device = pytest.mark.skipif(no_device, reason="needs a CUDA device")

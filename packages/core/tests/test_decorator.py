@@ -1,4 +1,7 @@
-"""profile_step: what is recorded of sync, async, generator and async-generator functions, and when."""
+"""profile_step: what is recorded of sync, async, generator and async-generator functions, and when.
+
+One file above 400 lines: each kind of function answers the same questions, side by side.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step
-from stepscope.engines.ray import RayRollout
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
@@ -392,46 +391,3 @@ async def test_between_machines_the_true_offset_lies_within_the_stated_uncertain
         assert abs(clock.offset_ns) <= clock.uncertainty_ns, "both sides read one clock: the true offset is 0"
         assert clock.uncertainty_ns < 100_000_000
         assert clock.at_mono_ns <= time.monotonic_ns()
-
-
-class Replica:
-    """An engine in an actor: an iteration is one product."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.model = torch.nn.Linear(8, 8)
-
-    @profile_step(role="rollout")
-    def generate(self) -> None:
-        import torch
-
-        self.model(torch.ones(1, 8))
-
-
-def test_an_engines_actor_records_spans_and_leaves_the_profiler_to_the_engine(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
-    config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"*": {"ranks": "all"}})
-    try:
-        # One of the two is also given as a worker; both are recorded once, and in the same way.
-        workers, engines = {"policy": handles[0]}, [RayRollout(handle) for handle in handles]
-        with capture(1, workers=workers, engines=engines, config=config) as cap:
-            ray.get([handle.generate.remote() for handle in handles])
-        cap.result.raise_for_missing()
-        manifest = cap.result.manifest()
-        assert manifest is not None
-        parts = {part.process.role: part for part in manifest.processes if not part.owner}
-        assert set(parts) == {"policy", "rollout"}
-        for part in parts.values():
-            assert part.spans >= 1
-            states = {item.name: item for item in part.expected}
-            assert states["torch trace"].state == "skipped"
-            assert states["torch trace"].reason == "the profiler of the engine in it records this process"
-        (owner,) = [part for part in manifest.processes if part.owner]
-        replicas = {item.name: item.state for item in owner.expected if item.name.startswith("replica")}
-        assert replicas == {"replica 0": "ok", "replica 1": "ok"}
-    finally:
-        for handle in handles:
-            ray.kill(handle)

@@ -1,4 +1,7 @@
-"""The torch backend, with real torch, where nothing can crash this process."""
+"""The torch backend, with real torch, where nothing can crash this process.
+
+One file above 400 lines, because starting Kineto is slow and its cases share one process.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stepscope.backends import PendingArtifact, SpanInfo
 from stepscope.backends.torch_kineto import TorchBackend
@@ -17,8 +21,6 @@ from stepscope.backends.window_thread import MAIN
 from stepscope.config import BudgetConfig, ProfileConfig, ScheduleConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, discard, in_thread, written
-
-torch = pytest.importorskip("torch")
 
 Event = dict[str, Any]
 UPDATE = SpanInfo(stage="update", role="actor", span=1, is_async=False)
@@ -162,7 +164,7 @@ def test_a_trace_without_python_events_holds_the_same_events(
         backend = make(profile_memory=True, record_shapes=True)
         for _ in range(2):  # the first time torch sets up autograd
             backend.start(a_window())
-            torch.ones(4, 4, requires_grad=True).sum().backward()
+            torch.autograd.backward(torch.ones(4, 4, requires_grad=True).sum())
             recorded = backend.stop()
         found.append(names(recorded[0], tmp_path / str(len(found))))
     assert found[0] == found[1]

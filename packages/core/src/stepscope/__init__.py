@@ -8,18 +8,21 @@ from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
 from stepscope.recording.hooks import advance, flush
 from stepscope.recording.patch import instrument
+from stepscope.recording.prepare import aprepare, prepare
 from stepscope.recording.run import configure
 
 __all__ = [
     "Capture",
     "ProfileConfig",
     "advance",
+    "aprepare",
     "attach",
     "capture",
     "carrier",
     "configure",
     "flush",
     "instrument",
+    "prepare",
     "profile_step",
     "span",
     "trajectory",

@@ -6,7 +6,7 @@ there:
 
 * `MAIN`: a window opened by the main thread stays there, as in ordinary use of torch.profiler. Calls from
   elsewhere (a watchdog) reach the main thread as a pending call, which the interpreter runs between two
-  bytecodes, within about 1 ms while it runs Python. While it is blocked in C, the call waits for it.
+  bytecodes, within 5 ms or so while it runs Python. While it is blocked in C, the call waits for it.
 * `OWNER`: a daemon thread of ours, for windows opened by any other thread. Threads of a pool come and go, and
   an event loop's thread is not there at exit; this one always answers.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from stepscope import Capture, ProfileConfig, capture
+from stepscope import Capture, ProfileConfig, aprepare, capture
 from stepscope.errors import StepscopeError
 from stepscope.recording.run import check
 
@@ -112,6 +112,7 @@ async def train(
         on_progress("placing 2 actor workers, 1 reference worker and 2 rollout replicas")
         trainer = Trainer(calculator, seed)
         loss = await trainer.set_up(WARM_UP)
+        await aprepare(workers=trainer.workers, engines=trainer.engines, config=config)
         on_progress(f"warmed the policy up with {WARM_UP} supervised updates: loss {loss:.2f}")
         for step in range(steps):
             async with capture(step, workers=trainer.workers, engines=trainer.engines, config=config) as cap:

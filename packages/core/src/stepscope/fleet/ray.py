@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stepscope.config import ProfileConfig
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
@@ -32,6 +33,7 @@ from stepscope.recording.worker import (
     StopAnswer,
     StopRequest,
     drain_worker,
+    prepare_worker,
     start_worker,
     stop_worker,
 )
@@ -85,6 +87,10 @@ class RayFleet:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
 
+    async def prepare(self, config: ProfileConfig, deadline_s: float) -> list[WorkerOutcome]:
+        """Pays the profiler's one-off costs on all workers at once; one outcome each."""
+        return await asyncio.gather(*(worker.prepare(config, deadline_s) for worker in self.workers))
+
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
         """Opens the capture on all workers at once; one outcome each. Cancelled, it is taken back."""
         try:
@@ -127,6 +133,11 @@ class Worker:
         self._world_size = world_size
         self._line = ActorLine(actor)
 
+    async def prepare(self, config: ProfileConfig, deadline_s: float) -> WorkerOutcome:
+        if self.spans_only is not None:
+            return self._outcome("ok")  # its engine's own check does it
+        return await self._within(deadline_s, "prepare", self._prepare(config))
+
     async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
         request = msgspec.structs.replace(
             request,
@@ -165,6 +176,10 @@ class Worker:
             return self._outcome("failed", answer.refused)
         self.begun = Begun(answer.process.key, where)
         return self._outcome("ok")
+
+    async def _prepare(self, config: ProfileConfig) -> WorkerOutcome:
+        problems = await self._line.call(prepare_here, config)
+        return self._outcome("failed", "; ".join(problems)) if problems else self._outcome("ok")
 
     async def _stop(self, request: StopRequest, begun: Begun) -> WorkerOutcome:
         # Given up here, it goes on there: a late stop still closes.
@@ -241,6 +256,10 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
         if time.time_ns() > expires_ns:
             raise EngineError("it came too late: the worker was busy past the deadline")
         return start_worker(request, instance), _where()
+
+
+def prepare_here(instance: object, config: ProfileConfig) -> list[str]:
+    return prepare_worker(config)
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:

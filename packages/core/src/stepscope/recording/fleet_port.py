@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
@@ -31,6 +32,10 @@ class WorkerOutcome:
 
 class Fleet(Protocol):
     """The workers of one capture. One instance per capture."""
+
+    async def prepare(self, config: ProfileConfig, deadline_s: float) -> list[WorkerOutcome]:
+        """Pays the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
+        ...
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
         """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an

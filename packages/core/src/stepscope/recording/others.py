@@ -20,8 +20,8 @@ class Others:
 
     def __init__(self, workers: object, engines: object) -> None:
         """Raises ConfigError or EngineError for workers or engines that nothing installed knows."""
-        self._profilers = [] if engines is None else profilers_of(engines)
-        recorded = [worker for profiler in self._profilers for worker in profiler.workers]
+        self.profilers = [] if engines is None else profilers_of(engines)
+        recorded = [worker for profiler in self.profilers for worker in profiler.workers]
         self.fleet: Fleet | None = None
         if workers is not None or recorded:
             self.fleet = load_fleet(workers, recorded)
@@ -33,7 +33,7 @@ class Others:
         part = ledger.part
         self._ledger = ledger
         self._group = EngineGroup(
-            self._profilers,
+            self.profilers,
             config=config,
             layout=layout,
             ledger=ledger,

@@ -33,6 +33,11 @@ _LIBRARY = {"torch": "torch", "cuda_memory": "torch"}
 """What a process must have imported for a tool to find anything in it."""
 
 
+def library_loaded(tool: str) -> bool:
+    """Whether this process has imported what `tool` records."""
+    return tool not in _LIBRARY or _LIBRARY[tool] in sys.modules
+
+
 class Session:
     """Made by `capture` (in the owner) or by `worker` (in a process that the owner's fleet reached)."""
 
@@ -119,10 +124,9 @@ class Session:
             return self._spans_only
         if not self.decision.record and self.config.mode == "continuous":
             return self.decision.reason  # in discrete mode each stage's own role decides
-        library = _LIBRARY.get(self.config.tool)
-        if library is not None and library not in sys.modules:
+        if not library_loaded(self.config.tool):
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
-            return f"{library} is not imported in this process: there is nothing to record"
+            return f"{_LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
         return None
 
     def _say_unreachable_ranks(self) -> None:

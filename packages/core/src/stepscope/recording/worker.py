@@ -13,11 +13,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording import capture, export, runtime
 from stepscope.recording.identity import identify
-from stepscope.recording.session import Session
+from stepscope.recording.session import Session, library_loaded
+from stepscope.recording.spans import describe
 
 
 class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +109,19 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         return StopAnswer(process=None)
     session.close(error=request.error, discard=request.discard)
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
+
+
+def prepare_worker(config: ProfileConfig) -> list[str]:
+    """Pays the profiler's one-off costs in this process; returns why it cannot work here, if it cannot."""
+    if not library_loaded(config.tool):
+        return []
+    try:
+        backend = load_backend(config.tool, config)
+        backend.check()
+        backend.prepare()
+    except Exception as error:
+        return [describe(error)]
+    return []
 
 
 def drain_worker(timeout_s: float) -> list[str]:

@@ -12,6 +12,8 @@
 
 The methods under "What an engine can be made to do" are optional: a test that needs one that is not
 overridden is skipped and says which. A skipped fact is not a passed one: a fake that breaks on demand helps.
+
+One file above 400 lines, because a suite that others subclass is read and copied as a whole.
 """
 
 from __future__ import annotations

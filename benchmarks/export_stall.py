@@ -1,0 +1,167 @@
+"""How long writing a trace of 200k events keeps the training thread from its work.
+
+The stall is what a fixed training loop takes longer because a trace is written: before it, by torch's own
+`export_chrome_trace("x.json.gz")`; beside it, by stepscope's exporter; or not before the loop is over, with
+`export.when: deferred`. torch's stop() comes before all of it and is not counted.
+
+Beside it, in CPU time, what explains it: how long the GIL was held to write the trace and to free it. That
+number holds on a busy machine too; the stall is one of wall-clock time and wants two idle cores, one for the
+compressor.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from _measure import Measured, arguments, header, interleaved, median_over, table, verdict
+
+from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.config import ProfileConfig
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.recording.export import Exporter, ExportResult
+from stepscope.testing.backend_conformance import a_window
+
+EVENTS = 200_000
+ROUNDS = 5
+NOTHING, TORCH = "no export", "torch .json.gz"
+BACKGROUND, DEFERRED = "stepscope, background", "stepscope, deferred"
+
+
+def record(events: int) -> None:
+    a = torch.ones(4, 4)
+    for _ in range(events):
+        torch.add(a, a)
+
+
+def training_loop(iterations: int) -> None:
+    """Steps of a model so small that Python is what takes the time."""
+    weight = torch.ones(8, 8)
+    for step in range(iterations):
+        weight = torch.tanh(weight @ weight)
+        sum(step % k for k in range(1, 20))
+
+
+class Bench:
+    def __init__(self, folder: Path, events: int, iterations: int) -> None:
+        self.folder = folder
+        self.events = events
+        self.iterations = iterations
+        self.backend = TorchBackend(ProfileConfig())
+        self.backend.prepare()
+        self.exporter = Exporter()
+        self.sizes: dict[str, int] = {}
+        self.held: dict[str, list[float]] = {TORCH: [], BACKGROUND: [], DEFERRED: []}
+        """CPU ms with the GIL held."""
+
+    def nothing(self) -> float:
+        """ms, as everywhere here."""
+        return self.loop()
+
+    def torch(self) -> float:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            record(self.events)
+        path = self.folder / "torch.json.gz"
+        began, cpu = time.perf_counter(), time.thread_time()
+        profile.export_chrome_trace(str(path))
+        self.held[TORCH].append((time.thread_time() - cpu) * 1e3)
+        exported = (time.perf_counter() - began) * 1e3
+        self.sizes[TORCH] = path.stat().st_size
+        return exported + self.loop()
+
+    def background(self) -> float:
+        return self.stepscope(deferred=False)
+
+    def deferred(self) -> float:
+        return self.stepscope(deferred=True)
+
+    def stepscope(self, *, deferred: bool) -> float:
+        self.backend.start(a_window())
+        record(self.events)
+        [pending] = self.backend.stop()
+        results: list[ExportResult] = []
+        name = DEFERRED if deferred else BACKGROUND
+
+        def write(path: Path) -> None:
+            cpu = time.thread_time()
+            pending.write(path)
+            self.held[name].append((time.thread_time() - cpu) * 1e3)
+
+        began = time.perf_counter()
+        self.exporter.submit(
+            replace(pending, write=write),
+            target=self.folder / "stepscope.json",
+            describe=describe,
+            on_done=results.append,
+            deferred=deferred,
+        )
+        submitted = (time.perf_counter() - began) * 1e3
+        took = submitted + self.loop()
+        if deferred is bool(results):
+            raise SystemExit(
+                "the loop has to outlast the export, and a deferred export the loop: more iterations"
+            )
+        self.exporter.drain(600)
+        assert results[0].artifact is not None, results[0].error
+        self.sizes[name] = results[0].artifact.size_bytes
+        return took
+
+    def loop(self) -> float:
+        began = time.perf_counter()
+        training_loop(self.iterations)
+        return (time.perf_counter() - began) * 1e3
+
+
+def describe(size_bytes: int, path: Path) -> Sidecar:
+    artifact = Artifact(
+        path=path.name, kind="torch_trace", tool="torch", role="actor", host="h", size_bytes=size_bytes
+    )
+    return Sidecar(step=2, run_id="bench", artifact=artifact, process=None, opened=None, closed=None)
+
+
+def report(found: Measured, bench: Bench) -> None:
+    stalls = {name: median_over(found, name, NOTHING) for name in (TORCH, BACKGROUND, DEFERRED)}
+    held = {name: statistics.median(each[1:]) for name, each in bench.held.items()}
+    rows = [
+        [
+            name,
+            f"{stall:.0f}",
+            f"{stalls[TORCH] / max(stall, 1):.1f}x",
+            f"{held[name]:.0f}",
+            f"{held[TORCH] / held[name]:.1f}x",
+            f"{bench.sizes[name] / 1e6:.1f}",
+        ]
+        for name, stall in stalls.items()
+    ]
+    table(["", "stall ms", "less by", "GIL held, CPU ms", "less by", "MB"], rows)
+    less = stalls[TORCH] / max(stalls[BACKGROUND], 1)
+    verdict("background: stalls less than torch's own", less, 10, "x", at_least=True)
+    spread = max(found[NOTHING]) - min(found[NOTHING])
+    verdict("deferred: inside the spread of the loop without an export", stalls[DEFERRED], spread, " ms")
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("the stall that export adds", "stepscope", "torch", "isal")
+    events, iterations = (20_000, 30_000) if quick else (EVENTS, 300_000)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        bench = Bench(folder, events, iterations)
+        contenders = {
+            NOTHING: bench.nothing,
+            TORCH: bench.torch,
+            BACKGROUND: bench.background,
+            DEFERRED: bench.deferred,
+        }
+        report(interleaved(contenders, 2 if quick else ROUNDS), bench)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
