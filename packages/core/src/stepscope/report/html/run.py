@@ -121,20 +121,26 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
     columns = ("stage", *(f">{report.step}" for report in reports), ">median")
     walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
     labels: list[Label] = [*colours.labels[:LINES], ("", "profiler"), ("", "unaccounted")]
-    rows = [_stage(label, [wall.get(label, 0) for wall in walls], colours) for label in labels]
-    note = f"The first {LINES} stages by their share of all steps." if len(colours.labels) > LINES else ""
+    least_ns = statistics.median_low(report.breakdown.total_ns for report in reports) // 100
+    rows = [_stage(label, [wall.get(label, 0) for wall in walls], least_ns, colours) for label in labels]
+    note = "Shaded where a stage is off its median by 1 % of the median step or more."
+    if len(colours.labels) > LINES:
+        note += f" The first {LINES} stages by their share of all steps."
     return section("stages", "By stage", table(columns, rows, "by-stage"), note=note)
 
 
-def _stage(label: Label, wall_ns: Sequence[int], colours: Colours) -> list[str | Html]:
+def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
     median_ns = statistics.median_low(wall_ns)
     swatch = colours.swatch(label) if label[0] else tag("i", class_=f"swatch {label[1]}")
-    cells = [tag("span", duration(ns), class_=_shade(ns, median_ns)) for ns in wall_ns]
+    cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
     return [join(swatch, tag("span", " ".join(filter(None, label)))), *cells, duration(median_ns)]
 
 
-def _shade(ns: int, median_ns: int) -> str:
-    ratio = ns / median_ns if median_ns else 1.0
+def _shade(ns: int, median_ns: int, least_ns: int) -> str:
+    """Of a cell: how far it is off the median, in steps of a tenth of that, if it is far enough to matter."""
+    if abs(ns - median_ns) < max(least_ns, 1):
+        return "shade"
+    ratio = ns / median_ns if median_ns else 2.0
     return f"shade h{max(-5, min(5, round((ratio - 1) * 10)))}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.report.accounting import Label
 from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
@@ -14,6 +15,7 @@ from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import page
 from stepscope.report.html.trust import StepFile
 from stepscope.report.lanes import pack_trajectories
+from stepscope.report.stages import Stage
 from stepscope.report.step import StepReport
 from stepscope.timeline import Timeline
 
@@ -30,13 +32,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
 
 
 def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
-    stages = [line for line in report.breakdown.lines if line.kind == "stage"]
-    # By how long they are seen in the charts, and not by what they are billed: much of that is shared.
-    stages.sort(key=lambda line: -line.active_ns)
-    colours = Colours(
-        [(line.role or "", line.stage or "") for line in stages]
-        + [(stage.role, stage.stage) for stage in report.stages]
-    )
+    colours = Colours(_by_sight(report.stages))
     yield _head(timeline, report)
     yield account.waterfall(report.breakdown, colours)
     yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
@@ -53,6 +49,12 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     yield trust.processes(report.health.processes)
     if files:
         yield trust.files(files)
+
+
+def _by_sight(stages: Sequence[Stage]) -> list[Label]:
+    """By how long a stage is seen in a row of the charts, and not by its share: much of that is split."""
+    seen = {(s.role, s.stage): max(share.busy_ns for share in s.processes) for s in stages}
+    return sorted(seen, key=lambda label: (-seen[label], label))
 
 
 def _head(timeline: Timeline, report: StepReport) -> Html:

@@ -81,8 +81,13 @@ def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, w
         inner = text(mark.label[1])
     return Html(
         f'<i class="{kind}" style="left:{percent(left_ns, window_ns)};width:{width};top:{top}px;'
-        f'height:{max(height - 1, 2)}px" data-t="{text(whose + _said(mark))}">{inner}</i>'
+        f'height:{_thick(height)}px" data-t="{text(whose + _said(mark))}">{inner}</i>'
     )
+
+
+def _thick(height: int) -> int:
+    """Pixels of a mark in a lane: with a line between lanes, where there is room for one."""
+    return height - 1 if height > 4 else height
 
 
 def _said(mark: Mark) -> str:
@@ -142,7 +147,7 @@ def _frame(flight: Flight, height: int, window_ns: int) -> Html:
         f"{flight.trajectory}: {duration(flight.end_ns - flight.start_ns)} from {duration(flight.start_ns)}"
     )
     kind = "frame open" if flight.open else "frame"
-    return tag("i", class_=kind, style=f"{place};height:{max(height - 1, 2)}px", data_t=said)
+    return tag("i", class_=kind, style=f"{place};height:{_thick(height)}px", data_t=said)
 
 
 def _in_flight(curve: Sequence[float]) -> Html:
@@ -152,7 +157,7 @@ def _in_flight(curve: Sequence[float]) -> Html:
         tag(
             "i",
             class_="m flight",
-            style=f"left:{at * width:.4g}%;width:{width:.4g}%;height:{100 * value / top:.3g}%",
+            style=f"left:{at * width:.4g}%;width:{1.1 * width:.4g}%;height:{100 * value / top:.3g}%",
             data_t=f"{value:.1f} trajectories in flight",
         )
         for at, value in enumerate(curve)
