@@ -63,9 +63,8 @@ class Exporter:
         self._running: _Job | None = None
         self._thread: threading.Thread | None = None
         self._written: Counter[int] = Counter()
-        self._changed = (
-            threading.Condition()
-        )  # of an RLock: a SIGTERM handler may drain in the middle of submit()
+        # Of an RLock: a SIGTERM handler may drain in the middle of submit().
+        self._changed = threading.Condition()
 
     def submit(
         self,
@@ -107,10 +106,10 @@ class Exporter:
         until = time.monotonic() + timeout_s
         with self._changed:
             while self._unfinished() and time.monotonic() < until:
-                if self._thread is None:
-                    self._do_next()  # no thread could be started: the process is exiting
-                else:
+                if self._thread is not None:
                     self._changed.wait(until - time.monotonic())
+                elif not self._do_next():  # no thread could be started: the process is exiting
+                    break
             return [job.target.name for job in self._unfinished()]
 
     def bytes_written(self, step: int) -> int:
@@ -142,11 +141,12 @@ class Exporter:
     def _has_work(self) -> bool:
         return any(not job.deferred for job in self._jobs)
 
-    def _do_next(self) -> None:
+    def _do_next(self) -> bool:
+        """Whether there was a job to do."""
         with self._changed:
             job = next((job for job in self._jobs if not job.deferred), None)
             if job is None:
-                return
+                return False
             self._jobs.remove(job)
             self._running = job
         try:
@@ -160,6 +160,7 @@ class Exporter:
             with self._changed:
                 self._running = None
                 self._changed.notify_all()
+        return True
 
 
 def _export(job: _Job) -> tuple[ExportResult, int]:
