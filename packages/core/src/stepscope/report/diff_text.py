@@ -14,7 +14,7 @@ from stepscope.report.tables import LISTED, table
 
 def render_diff(found: Diff) -> RenderableType:
     """The change of the whole, then of each line; the smallest of many are summed up."""
-    shown = found.changes[: 2 * LISTED]
+    shown = _worth_a_line(found)
     rest = found.changes[len(shown) :]
     rows = [_row(change, found.a.total_ns) for change in shown]
     if rest:
@@ -25,6 +25,14 @@ def render_diff(found: Diff) -> RenderableType:
     )  # fmt: skip
     columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
     return Group(_head(found), table("What changed", columns, rows, _note(found)))
+
+
+def _worth_a_line(found: Diff) -> Sequence[Change]:
+    """All of a few; of many those that would not be printed as 0.0 %."""
+    if len(found.changes) <= LISTED:
+        return found.changes
+    least_ns = max(found.a.total_ns, found.b.total_ns) / 2000
+    return [change for change in found.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
 
 
 def _head(found: Diff) -> Text:
@@ -67,7 +75,7 @@ def _row(change: Change, total_ns: int) -> tuple[str, ...]:
 def _rest(changes: Sequence[Change], total_ns: int) -> tuple[str, ...]:
     a_ns, b_ns = sum(change.a.wall_ns for change in changes), sum(change.b.wall_ns for change in changes)
     return (
-        "", f"{len(changes)} smaller changes", duration(a_ns), duration(b_ns), signed(b_ns - a_ns),
+        "", count(len(changes), "smaller change"), duration(a_ns), duration(b_ns), signed(b_ns - a_ns),
         percentage(b_ns - a_ns, total_ns), "", "",
     )  # fmt: skip
 
@@ -83,5 +91,8 @@ def signed(ns: int) -> str:
 
 
 def percentage(part: int, whole: int) -> str:
-    """`+12.3`, `-4.0`; `-` of nothing."""
-    return f"{100 * part / whole:+.1f}" if whole > 0 else "-"
+    """`+12.3`, `-4.0`, `0.0`; `-` of nothing."""
+    if whole <= 0:
+        return "-"
+    tenths = round(1000 * part / whole)
+    return f"{tenths / 10:+.1f}" if tenths else "0.0"
