@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import CORE, PACKAGES, project
+from tests.tree import CORE, PACKAGES, files, project
 
 
 @pytest.fixture(scope="module", params=PACKAGES, ids=lambda path: path.name)
@@ -28,6 +28,13 @@ def test_a_wheel_holds_one_typed_package_and_the_licence(wheel: zipfile.Path) ->
     assert (package / "py.typed").exists()
     assert (info / "licenses" / "LICENSE").exists()
     assert "Requires-Python: >=3.10" in (info / "METADATA").read_text()
+
+
+def test_a_wheel_holds_every_file_of_its_package(wheel: zipfile.Path) -> None:
+    [package] = [path for path in wheel.iterdir() if not path.name.endswith(".dist-info")]
+    [source] = [path / "src" for path in PACKAGES if (path / "src" / package.name).is_dir()]
+    inside = {str(file.relative_to(source)) for file in files() if file.is_relative_to(source)}
+    assert inside <= set(wheel.root.namelist())
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

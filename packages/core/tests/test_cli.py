@@ -48,7 +48,7 @@ def test_a_run_is_reported_step_by_step(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     for said in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
         assert said in printed.out
-    assert printed.err == ""
+    assert printed.err == f"Page: {tmp_path}/report.html and 2 for its steps\n"
 
 
 def test_one_step_is_reported_by_number_or_by_its_folder(
@@ -320,7 +320,7 @@ def test_names_that_the_terminals_encoding_lacks_are_escaped(tmp_path: Path) -> 
     folder.write()
     out, err = command("report", str(tmp_path), PYTHONIOENCODING="ascii").communicate()
     assert b"gr\\xf6\\xdfe \\u5927" in out
-    assert err == b""
+    assert err.startswith(b"Page: ")
 
 
 def test_the_command_starts_without_torch_and_ray() -> None:

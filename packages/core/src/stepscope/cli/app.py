@@ -13,6 +13,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.demo import demo
+from stepscope.cli.diff import diff
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
 from stepscope.cli.report import report
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(report)
+app.command()(diff)
 app.command()(ls)
 app.command()(validate)
 

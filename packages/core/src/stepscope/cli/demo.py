@@ -11,7 +11,9 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps
-from stepscope.cli.report import read_reports, show_reports
+from stepscope.cli.pages import Pages
+from stepscope.cli.report import read_reports, say_pages, show_reports
+from stepscope.files.layout import RunLayout
 
 
 def demo(
@@ -34,10 +36,12 @@ def demo(
     from stepscope.demo.run import run_demo
 
     result = run_demo(path, steps=steps, seed=seed, on_progress=screen.say)
-    reports = read_reports(
-        [layout for step in result.captured for layout in find_steps(result.save_path, step)]
-    )
+    pages = Pages()
+    captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]
+    reports = read_reports(captured, pages=pages)
+    pages.add_run(RunLayout(result.save_path), reports.steps, reports.unreadable)
     show_reports(reports)
+    say_pages(pages)
     rewards = ", ".join(f"{reward:.2f}" for reward in result.rewards)
     screen.say(f"\n{len(result.rewards)} steps in {result.seconds:.0f} s; mean rewards {rewards}")
     screen.say(f"Everything is in {result.save_path}; see it again with: stepscope report {result.save_path}")

@@ -11,9 +11,10 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_steps
+from stepscope.cli.find import find_steps, is_step
+from stepscope.cli.pages import Pages
 from stepscope.errors import RecordError
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, report_step
 from stepscope.report.text import render, render_overview
 from stepscope.timeline import load_step, span_bytes
@@ -37,25 +38,36 @@ def report(
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The tables as JSON; times in ns.")] = False,
+    html: Annotated[
+        bool | None,
+        typer.Option(
+            "--html/--no-html",
+            help="Write report.html into each step's folder and into the run's. Default: unless --json.",
+        ),
+    ] = None,
 ) -> None:
     """Where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
-    reports = read_reports(find_steps(path, step, run), run)
+    pages = Pages() if html or (html is None and not json) else None
+    reports = read_reports(find_steps(path, step, run), run, pages)
+    if pages is not None and step is None and not is_step(path):
+        pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
         screen.show_json(reports)
     else:
         show_reports(reports)
+    failed = False if pages is None else say_pages(pages)
     complete = all(found.health.complete for found in reports.steps)
-    raise typer.Exit(Exit.OK if complete and not reports.unreadable else Exit.INCOMPLETE)
+    raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
 
 
-def read_reports(steps: list[StepLayout], run: str | None = None) -> Reports:
-    """The reports of these steps. A bar shows how far the reading is.
+def read_reports(steps: list[StepLayout], run: str | None = None, pages: Pages | None = None) -> Reports:
+    """The reports of these steps, and their pages. A bar shows how far the reading is.
 
     Raises:
         CommandError: nothing could be made of any of them.
     """
     with screen.progress("reading spans", sum(span_bytes(step.root) for step in steps)) as done:
-        read = {step.root.name: _read(step, run, done) for step in steps}
+        read = {step.root.name: _read(step, run, done, pages) for step in steps}
     reports = [found for found in read.values() if isinstance(found, StepReport)]
     unreadable = {name: found for name, found in read.items() if isinstance(found, str)}
     if not reports:
@@ -63,11 +75,30 @@ def read_reports(steps: list[StepLayout], run: str | None = None) -> Reports:
     return Reports(steps=reports, unreadable=unreadable)
 
 
-def _read(step: StepLayout, run: str | None, done: Callable[[int], None]) -> StepReport | str:
+def _read(
+    step: StepLayout, run: str | None, done: Callable[[int], None], pages: Pages | None
+) -> StepReport | str:
     try:
-        return report_step(load_step(step.root, run_id=run, on_read=done))
+        timeline = load_step(step.root, run_id=run, on_read=done)
     except RecordError as error:
         return str(error)
+    found = report_step(timeline)
+    if pages is not None:
+        pages.add_step(step, timeline, found)
+    return found
+
+
+def say_pages(pages: Pages) -> bool:
+    """Says where the pages are, the run's first, and what could not be written: whether that was anything."""
+    if pages.written:
+        *others, first = pages.written
+        more = (
+            f" and {len(others)} for its steps" if len(others) > 1 else f" and {others[0]}" if others else ""
+        )
+        screen.say(f"Page: {first}{more}")
+    for failure in pages.failed:
+        screen.say(f"error: {failure}")
+    return bool(pages.failed)
 
 
 def show_reports(reports: Reports) -> None:

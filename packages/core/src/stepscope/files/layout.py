@@ -41,6 +41,11 @@ class RunLayout:
     def control(self) -> Path:
         return self.root / "control.json"
 
+    @property
+    def report(self) -> Path:
+        """The page of the whole run; each step has its own."""
+        return self.root / "report.html"
+
     def step(self, step: int) -> StepLayout:
         return StepLayout(self.root / f"step_{step:06d}")
 

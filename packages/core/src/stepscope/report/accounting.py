@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -93,24 +93,31 @@ def bits_of(mask: Mask) -> list[int]:
 
 def sweep(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Mapping[Mask, int]:
     """Time by the set of kinds that had a leaf; with the empty set it is `end_ns - start_ns`. O(n log n)."""
+    total = Counter[Mask]()
+    for from_ns, until_ns, mask in walk(intervals, start_ns, end_ns):
+        total[mask] += until_ns - from_ns
+    return total
+
+
+def walk(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[tuple[int, int, Mask]]:
+    """(start, end, kinds that have a leaf), in order and without gaps from `start_ns` to `end_ns`."""
     events: list[tuple[int, int]] = []
     for index, interval in enumerate(intervals):
         opens_ns, closes_ns = max(interval.start_ns, start_ns), min(interval.end_ns, end_ns)
         if opens_ns < closes_ns:
             events += ((opens_ns, index), (closes_ns, ~index))
     events.sort()
-    leaves, total, at_ns = _Leaves(intervals), Counter[Mask](), start_ns
+    leaves, at_ns = _Leaves(intervals), start_ns
     for time_ns, event in events:
         if time_ns > at_ns:
-            total[leaves.mask] += time_ns - at_ns
+            yield at_ns, time_ns, leaves.mask
             at_ns = time_ns
         if event >= 0:
             leaves.open(event)
         else:
             leaves.close(~event)
     if end_ns > at_ns:
-        total[leaves.mask] += end_ns - at_ns
-    return total
+        yield at_ns, end_ns, leaves.mask
 
 
 class _Leaves:

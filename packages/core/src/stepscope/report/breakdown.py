@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -85,8 +86,16 @@ def _other(kind: LineKind, ns: int) -> Line:
     return Line(kind=kind, wall_ns=ns, alone_ns=ns, active_ns=ns)
 
 
-def divide_spans(timeline: Timeline, indices: range | list[int], start_ns: int, end_ns: int) -> Shares:
-    """Divides a stretch of time among some of the spans: a worker's before the owner's, and waiting last."""
+class Work(NamedTuple):
+    """Spans as intervals, and by bit what they are."""
+
+    intervals: list[Interval]
+    labels: list[Label]
+    tiers: list[int]
+
+
+def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
+    """Some of the spans as intervals. Those of unaligned processes have no length: nobody knows where."""
     kinds: dict[tuple[Label, int], int] = {}
     places = {index: place for place, index in enumerate(indices)}
     intervals = []
@@ -96,13 +105,13 @@ def divide_spans(timeline: Timeline, indices: range | list[int], start_ns: int, 
         above = None if span.parent is None else places.get(span.parent)
         ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
         intervals.append(Interval(span.start_ns, ends_ns, above, bit))
-    return divide(
-        intervals,
-        start_ns,
-        end_ns,
-        labels=[label for label, _ in kinds],
-        tiers=[tier for _, tier in kinds],
-    )
+    return Work(intervals, [label for label, _ in kinds], [tier for _, tier in kinds])
+
+
+def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> Shares:
+    """Divides a stretch of time among some of the spans: a worker's before the owner's, and waiting last."""
+    intervals, labels, tiers = work_of(timeline, indices)
+    return divide(intervals, start_ns, end_ns, labels=labels, tiers=tiers)
 
 
 def _tier(timeline: Timeline, span: Span) -> int:

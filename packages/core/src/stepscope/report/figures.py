@@ -52,8 +52,8 @@ def turn(trajectory: str | None, index: int | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 span`, `2,345 spans`, `3 processes`."""
-    plural = noun + ("es" if noun.endswith("s") else "s")
+    """`1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
 

@@ -17,16 +17,16 @@ def trust(health: Health) -> Iterator[RenderableType]:
     yield _processes(health.processes)
     if health.complete and not health.errors:
         yield Text("\nComplete: nothing is missing, dropped or broken.")
-    doubts = [*health.missing, *_doubts(health)]
-    if doubts:
-        yield listing("Not complete", doubts)
+    found = list(doubts(health))
+    if found:
+        yield listing("Not complete", found)
     if health.open_spans:
-        yield listing("Never ended", [_row(row) for row in health.open_spans])
+        yield listing("Never ended", [say_span(row) for row in health.open_spans])
     if health.errors:
-        yield listing("Errors", [f"{_row(row)}: {row.error}" for row in health.errors])
+        yield listing("Errors", [f"{say_span(row)}: {row.error}" for row in health.errors])
     if health.other_steps:
         yield listing(
-            "Work of other steps, recorded in this one", [_other(step) for step in health.other_steps]
+            "Work of other steps, recorded in this one", [say_other(step) for step in health.other_steps]
         )
     if health.skipped:
         yield listing("Not recorded, on purpose", health.skipped)
@@ -35,7 +35,7 @@ def trust(health: Health) -> Iterator[RenderableType]:
 def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
     rows = [
         (
-            process.name, process.host, f"{process.spans:,}", _clock(process),
+            process.name, process.host, f"{process.spans:,}", clock(process),
             *(("-",) * 4 if process.cost is None else map(duration, (
                 process.cost.start_ns, process.cost.stop_ns, process.cost.export_ns, process.cost.spans_ns,
             ))),
@@ -51,15 +51,18 @@ def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
     return table("Processes", columns, rows, note)
 
 
-def _clock(process: ProcessRow) -> str:
-    clock = process.clock
-    if clock.uncertainty_ns is None:
+def clock(process: ProcessRow) -> str:
+    """How its times got onto the owner's clock, and within what."""
+    found = process.clock
+    if found.uncertainty_ns is None:
         return "unaligned"
-    how = f"moved {duration(-clock.offset_ns)}" if clock.alignment == "measured" else clock.alignment
-    return f"{how}, +-{duration(clock.uncertainty_ns)}{', was set' if clock.jumped else ''}"
+    how = f"moved {duration(-found.offset_ns)}" if found.alignment == "measured" else found.alignment
+    return f"{how}, +-{duration(found.uncertainty_ns)}{', was set' if found.jumped else ''}"
 
 
-def _doubts(health: Health) -> Iterator[str]:
+def doubts(health: Health) -> Iterator[str]:
+    """Why the step is not complete, a line for each reason."""
+    yield from health.missing
     if health.state is None:
         yield "no process left its part of the manifest"
     if health.user_error is not None:
@@ -76,13 +79,15 @@ def _doubts(health: Health) -> Iterator[str]:
         yield f"{problem.file}: {problem.what}{lines}"
 
 
-def _row(row: SpanRow) -> str:
+def say_span(row: SpanRow) -> str:
+    """`actor 0: actor update_policy, began at 1.20 s, 3.40 s`."""
     began = "" if row.start_ns is None else f", began at {duration(row.start_ns)}"
     whose = "" if row.trajectory is None else f", {turn(row.trajectory, row.turn)}"
     return f"{row.process}: {row.role} {row.stage}{whose}{began}, {duration(row.wall_ns)}"
 
 
-def _other(other: OtherStep) -> str:
+def say_other(other: OtherStep) -> str:
+    """`step 1: 3 spans, 1.20 s in sum, policy version 4`."""
     versions = ", ".join(map(str, other.policy_versions))
     said = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
     return said + (f", policy version {versions}" if versions else "")

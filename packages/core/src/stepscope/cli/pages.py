@@ -1,0 +1,87 @@
+"""Writes reports as pages: `report.html` in each step's folder, and one for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from stepscope.files.atomic import write_atomic
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.sidecar import Artifact
+from stepscope.report import StepReport
+from stepscope.report.html import RunStep, StepFile, render_run, render_step
+from stepscope.timeline import Timeline
+
+LINKED = 200
+"""Artifacts that a page links to; of more, their folder."""
+
+
+class Pages:
+    """The pages of one command. A folder that cannot be written to costs its page, and nothing else."""
+
+    def __init__(self) -> None:
+        self.written: list[Path] = []
+        self.failed: list[str] = []
+        """What could not be written, and why."""
+
+    def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
+        """Writes a step's page into its folder."""
+        self._write(layout.report, render_step(timeline, report, files_of(layout, timeline)))
+
+    def add_run(
+        self, layout: RunLayout, reports: Sequence[StepReport], unreadable: Mapping[str, str]
+    ) -> None:
+        """Writes the page of a run, after those of its steps."""
+        steps = [RunStep(report=report, href=self._href(layout, report.step)) for report in reports]
+        said = [f"{step}: {why}" for step, why in unreadable.items()]
+        self._write(layout.report, render_run(steps, said))
+
+    def _href(self, layout: RunLayout, step: int) -> str | None:
+        page = layout.step(step).report
+        return page.relative_to(layout.root).as_posix() if page in self.written else None
+
+    def _write(self, path: Path, page: str) -> None:
+        try:
+            write_atomic(path, page.encode())
+        except OSError as error:
+            self.failed.append(f"{path} was not written: {error}")
+        else:
+            self.written.append(path)
+
+
+def files_of(layout: StepLayout, timeline: Timeline) -> list[StepFile]:
+    """What lies in a step's folder: the timeline, the manifest, folders, and each artifact that is there."""
+    whole = ((layout.timeline, "merged timeline, opens in ui.perfetto.dev"), (layout.manifest, "manifest"))
+    folders = (
+        (layout.spans, "spans, a file for each process"),
+        (layout.processes, "parts of the manifest, one for each process"),
+        (layout.traces, "traces"),
+    )
+    found = [_file(layout, path, what) for path, what in whole if path.is_file()]
+    found += [_folder(layout, path, what) for path, what in folders if path.is_dir()]
+    return [*found, *list(_artifacts(layout, timeline))[:LINKED]]
+
+
+def _artifacts(layout: StepLayout, timeline: Timeline) -> Iterator[StepFile]:
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    for part in parts:
+        for item in part.expected:
+            for artifact in item.artifacts:
+                path = layout.root / artifact.path
+                if path.is_file() and path.resolve().is_relative_to(layout.root.resolve()):
+                    yield _file(layout, path, _what(artifact))
+
+
+def _what(artifact: Artifact) -> str:
+    rank = "" if artifact.rank is None else f" {artifact.rank}"
+    stage = "" if artifact.stage is None else f", {artifact.stage}"
+    return f"{artifact.kind.replace('_', ' ')} of {artifact.role}{rank}{stage}"
+
+
+def _file(layout: StepLayout, path: Path, what: str) -> StepFile:
+    return StepFile(path=path.relative_to(layout.root).as_posix(), what=what, bytes=path.stat().st_size)
+
+
+def _folder(layout: StepLayout, path: Path, what: str) -> StepFile:
+    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return StepFile(path=path.relative_to(layout.root).as_posix() + "/", what=what, bytes=size_bytes)

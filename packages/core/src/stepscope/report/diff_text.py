@@ -1,0 +1,98 @@
+"""What changed, as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from stepscope.report.diff import Change, Diff, Side
+from stepscope.report.figures import count, duration, plain
+from stepscope.report.tables import LISTED, table
+
+
+def render_diff(found: Diff) -> RenderableType:
+    """The change of the whole, then of each line; the smallest of many are summed up."""
+    shown = _worth_a_line(found)
+    rest = found.changes[len(shown) :]
+    rows = [_row(change, found.a.total_ns) for change in shown]
+    if rest:
+        rows.append(_rest(rest, found.a.total_ns))
+    rows.append(
+        ("", "total", duration(found.a.total_ns), duration(found.b.total_ns), signed(found.delta_ns),
+         percentage(found.delta_ns, found.a.total_ns), "", "")
+    )  # fmt: skip
+    columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
+    return Group(_head(found), table("What changed", columns, rows, _note(found)))
+
+
+def _worth_a_line(found: Diff) -> Sequence[Change]:
+    """All of a few; of many those that would not be printed as 0.0 %."""
+    if len(found.changes) <= LISTED:
+        return found.changes
+    least_ns = max(found.a.total_ns, found.b.total_ns) / 2000
+    return [change for change in found.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
+
+
+def _head(found: Diff) -> Text:
+    return Text(f"A: {_side(found.a)}\nB: {_side(found.b)}", style="bold")
+
+
+def _side(side: Side) -> str:
+    steps = (
+        f"step {side.steps[0]}" if len(side.steps) == 1
+        else f"{count(len(side.steps), 'step')}, {min(side.steps)} to {max(side.steps)}"
+    )  # fmt: skip
+    said = f"{steps} of run {plain(', '.join(side.runs))}: {duration(side.total_ns)}"
+    said += " per step" if len(side.steps) > 1 else ""
+    return said if side.complete else f"{said}; not complete, see stepscope report"
+
+
+def _note(found: Diff) -> str:
+    note = "A and B: share of the wall time; B - A adds up. % of A: of A's total. calls, mean call: A > B."
+    if len(found.a.steps) > 1 or len(found.b.steps) > 1:
+        note += " Per step, by the mean."
+    if len(found.a.steps) > 1 and len(found.b.steps) > 1:
+        note += " *: A's steps and B's do not overlap in this line."
+    return note
+
+
+def _row(change: Change, total_ns: int) -> tuple[str, ...]:
+    a, b = change.a, change.b
+    return (
+        change.role or "",
+        change.stage or change.kind,
+        duration(a.wall_ns),
+        duration(b.wall_ns),
+        signed(change.delta_ns) + (" *" if change.apart else ""),
+        percentage(change.delta_ns, total_ns),
+        "" if change.kind != "stage" else both(f"{a.calls:g}", f"{b.calls:g}"),
+        "" if change.kind != "stage" else both(duration(a.mean_ns), duration(b.mean_ns)),
+    )
+
+
+def _rest(changes: Sequence[Change], total_ns: int) -> tuple[str, ...]:
+    a_ns, b_ns = sum(change.a.wall_ns for change in changes), sum(change.b.wall_ns for change in changes)
+    return (
+        "", count(len(changes), "smaller change"), duration(a_ns), duration(b_ns), signed(b_ns - a_ns),
+        percentage(b_ns - a_ns, total_ns), "", "",
+    )  # fmt: skip
+
+
+def both(a: str, b: str) -> str:
+    """`a` where it is the same on both sides, else `a > b`."""
+    return a if a == b else f"{a} > {b}"
+
+
+def signed(ns: int) -> str:
+    """`+1.20 s`, `-3.00 ms`, `0`."""
+    return f"+{duration(ns)}" if ns > 0 else duration(ns)
+
+
+def percentage(part: int, whole: int) -> str:
+    """`+12.3`, `-4.0`, `0.0`; `-` of nothing."""
+    if whole <= 0:
+        return "-"
+    tenths = round(1000 * part / whole)
+    return f"{tenths / 10:+.1f}" if tenths else "0.0"

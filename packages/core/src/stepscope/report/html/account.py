@@ -1,0 +1,94 @@
+"""The account of a step as a picture: bars that fall from 0 to 100 %."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.breakdown import Breakdown, Line
+from stepscope.report.figures import count, duration, percents
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import EMPTY, Html, join, tag
+from stepscope.report.html.page import percent, section, table
+
+LINES = 24
+"""Stages with a bar of their own; the smallest of more are one bar."""
+
+
+def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
+    """Each line of the account begins where the one above it ends."""
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.total_ns)
+    stages = [line for line in breakdown.lines if line.kind == "stage"]
+    folded = stages[LINES:]
+    rows: list[Sequence[str | Html]] = []
+    at_ns = folded_ns = 0
+    for line, share in zip(breakdown.lines, shares, strict=True):
+        if line in folded:
+            folded_ns += line.wall_ns
+            continue
+        if line.kind != "stage" and folded_ns:
+            rows.append(_folded(len(folded), at_ns, folded_ns, breakdown.total_ns))
+            at_ns, folded_ns = at_ns + folded_ns, 0
+        rows.append(_row(line, share, at_ns, breakdown.total_ns, colours))
+        at_ns += line.wall_ns
+    (whole,) = percents([at_ns], breakdown.total_ns)
+    bar = _bar("total", 0, at_ns, breakdown.total_ns, f"total {duration(at_ns)}")
+    rows.append((tag("b", "total"), bar, tag("b", whole), duration(at_ns), "", ""))
+    columns = ("stage", "", ">%", ">wall", ">alone", ">active")
+    return section(
+        "account",
+        "Where it went",
+        table(columns, rows, "waterfall"),
+        *_overlaps(breakdown),
+        note=_note(breakdown),
+    )
+
+
+def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) -> Sequence[str | Html]:
+    if line.kind == "stage":
+        label = (line.role or "", line.stage or "")
+        kind, name = colours.of(label), join(colours.swatch(label), tag("span", " ".join(label)))
+        times = (duration(line.alone_ns), duration(line.active_ns))
+    else:
+        kind, name = line.kind, join(tag("i", class_=f"swatch {line.kind}"), tag("span", line.kind))
+        times = ("", "")
+    said = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
+    bar = _bar(kind, at_ns, line.wall_ns, total_ns, said)
+    return (name, bar, share, duration(line.wall_ns), *times)
+
+
+def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[str | Html]:
+    (share,) = percents([wall_ns], total_ns)
+    name = join(tag("i", class_="swatch co"), tag("span", f"{number} smaller stages"))
+    bar = _bar("co", at_ns, wall_ns, total_ns, f"{number} smaller stages {duration(wall_ns)}")
+    return (name, bar, share, duration(wall_ns), "", "")
+
+
+def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, said: str) -> Html:
+    place = f"left:{percent(at_ns, total_ns)};width:{percent(wall_ns, total_ns)}"
+    return tag("div", tag("i", class_=f"m {kind}", style=place, data_t=said), class_="fall")
+
+
+def _note(breakdown: Breakdown) -> str:
+    note = (
+        "alone: not shared with other stages. active: how long it went on at all, billed to it or not. "
+        "profiler: opening and closing the capture. unaccounted: no span ran anywhere."
+    )
+    if breakdown.left_out:
+        names = ", ".join(breakdown.left_out[:8])
+        more = "" if len(breakdown.left_out) <= 8 else f" and {len(breakdown.left_out) - 8:,} more"
+        note += f" Not in here, because their clocks are unaligned: {names}{more}."
+    return note
+
+
+def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
+    """The stages that an instant was split among."""
+    if not breakdown.overlaps:
+        yield EMPTY
+        return
+    shares = percents([overlap.wall_ns for overlap in breakdown.overlaps], breakdown.total_ns)
+    rows = [
+        (duration(overlap.wall_ns), share, " + ".join(" ".join(label) for label in overlap.stages))
+        for overlap, share in zip(breakdown.overlaps, shares, strict=True)
+    ]
+    title = f"At the same time, split equally above: {count(len(rows), 'combination')}"
+    yield tag("details", tag("summary", title), table((">wall", ">%", "stages"), rows[:LINES]))

@@ -1,0 +1,38 @@
+"""Which stage has which colour on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stepscope.report.accounting import Label
+from stepscope.report.breakdown import WAITING
+from stepscope.report.html.markup import Html, join, tag
+
+COLOURS = 14
+"""Classes `c0` to `c13` of `page.css`; further stages share `co`."""
+
+
+class Colours:
+    """A class for each stage: the same one all over a page."""
+
+    def __init__(self, labels: Iterable[Label]) -> None:
+        self.labels: Sequence[Label] = tuple(dict.fromkeys(labels))
+        working = (label for label in self.labels if label[1] not in WAITING)
+        self._named = {label: f"c{place}" for place, label in zip(range(COLOURS), working, strict=False)}
+
+    def of(self, label: Label) -> str:
+        return "cw" if label[1] in WAITING else self._named.get(label, "co")
+
+    def swatch(self, label: Label) -> Html:
+        return tag("i", class_=f"swatch {self.of(label)}")
+
+    def legend(self, used: Iterable[Label]) -> Html:
+        """Of the stages used in one chart, in the page's order."""
+        drawn = set(used)
+        mine = [label for label in self.labels if label in drawn]
+        named = [label for label in mine if self.of(label) != "co"]
+        items = [tag("span", self.swatch(label), " ".join(label)) for label in named]
+        if len(mine) > len(named):
+            other = [label for label in mine if self.of(label) == "co"]
+            items.append(tag("span", self.swatch(other[0]), f"{len(other)} other stages"))
+        return tag("p", join(*items), class_="legend")

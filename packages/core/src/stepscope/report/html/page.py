@@ -1,0 +1,76 @@
+"""What all pages share: the frame, sections, tables, and the rule that nothing is asked of anybody."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+
+from stepscope.report.html.markup import EMPTY, Html, join, tag, text
+
+ROWS = 24
+"""Rows of a table that are seen at once; it scrolls when it has more, and a printed page ends with them."""
+
+
+@cache
+def _resource(name: str) -> str:
+    return (files("stepscope.report.html") / name).read_text(encoding="utf-8")
+
+
+def page(title: str, *body: Html) -> str:
+    """A whole document. Its policy lets only the page's own script run, and nothing be loaded."""
+    script = _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        "<!doctype html>\n"
+        f'<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{text(policy)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{text(title)}</title><style>{_resource('page.css')}</style></head>\n"
+        f'<body>{"".join(body)}<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+    )
+
+
+def section(name: str, title: str, *body: Html, note: str = "") -> Html:
+    """A titled part of a page. `name` is its anchor."""
+    explained = tag("p", note, class_="note") if note else EMPTY
+    return tag("section", tag("h2", title), *body, explained, id=name)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: str = "") -> Html:
+    """A table. A column whose name starts with `>` is of numbers."""
+    classes = ["n" if column.startswith(">") else None for column in columns]
+    head = tag("tr", *(tag("th", c.lstrip(">"), class_=k) for c, k in zip(columns, classes, strict=True)))
+    lines = [
+        tag("tr", *(tag("td", cell, class_=k) for cell, k in zip(row, classes, strict=True))) for row in rows
+    ]
+    made = tag("table", tag("thead", head), tag("tbody", *lines), id=name or None)
+    if len(lines) <= ROWS:
+        return tag("div", made, class_="wide")
+    cut = tag("p", f"Printed are the first {ROWS} of {len(lines):,} rows.", class_="note printed")
+    return join(tag("div", made, class_="wide scroll"), cut)
+
+
+def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
+    """A titled list. Of many lines the rest is folded away, and a printed page only counts it."""
+    seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
+    made = join(tag("h3", title), _bullets(seen, kind))
+    if not rest:
+        return made
+    return join(made, tag("details", tag("summary", f"and {len(rest):,} more"), _bullets(rest, kind)))
+
+
+def _bullets(lines: Sequence[str], kind: str) -> Html:
+    return tag("ul", *(tag("li", line) for line in lines), class_=kind or None)
+
+
+def percent(part: float, whole: float) -> str:
+    """A CSS length, to a thousandth of a pixel on a laptop's screen."""
+    return f"{100 * part / whole:.6g}%" if whole else "0%"

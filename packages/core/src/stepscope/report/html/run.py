@@ -1,0 +1,172 @@
+"""A run's page: its captured steps side by side, and what changed between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from urllib.parse import quote
+
+import msgspec
+
+from stepscope.report.accounting import Label
+from stepscope.report.diff import Change, diff
+from stepscope.report.diff_text import both, percentage, signed
+from stepscope.report.figures import count, duration, percents
+from stepscope.report.html.account import LINES
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import Html, join, tag
+from stepscope.report.html.page import listing, page, percent, section, table
+from stepscope.report.step import StepReport
+
+CHANGES = 5
+"""The largest changes of a step against the one before it that are listed."""
+
+
+class RunStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a run's page."""
+
+    report: StepReport
+    href: str | None
+    """The step's page, relative to the run's."""
+
+
+def render_run(steps: Sequence[RunStep], unreadable: Sequence[str] = ()) -> str:
+    """The page of a run.
+
+    Args:
+        steps: At least one, in order.
+        unreadable: What is to be said of steps that nothing could be made of.
+    """
+    reports = [step.report for step in steps]
+    colours = Colours(_labels(reports))
+    parts = [_head(reports), _side_by_side(steps, colours)]
+    if len(steps) > 1:
+        parts += [_by_stage(reports, colours), _changes(reports)]
+    if unreadable:
+        parts.append(section("unreadable", "Unreadable", listing("Steps", unreadable, "bad")))
+    runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
+    return page(f"Run {runs}", *parts)
+
+
+def _labels(reports: Sequence[StepReport]) -> list[Label]:
+    """By their share of all steps."""
+    wall_ns: Counter[Label] = Counter()
+    for report in reports:
+        for line in report.breakdown.lines:
+            if line.kind == "stage":
+                wall_ns[line.role or "", line.stage or ""] += line.wall_ns
+    return [label for label, _ in wall_ns.most_common()]
+
+
+def _head(reports: Sequence[StepReport]) -> Html:
+    totals = [report.breakdown.total_ns for report in reports]
+    runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
+    said = (
+        f"{count(len(reports), 'captured step')}: median {duration(statistics.median_low(totals))}, "
+        f"{duration(min(totals))} to {duration(max(totals))}"
+    )
+    return tag("header", tag("h1", f"Run {runs}"), tag("p", said, class_="note"))
+
+
+def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
+    longest_ns = max(step.report.breakdown.total_ns for step in steps)
+    runs = len({step.report.run_id for step in steps}) > 1
+    rows = [_step(step, longest_ns, colours, runs) for step in steps]
+    columns = ("step", "", ">wall", ">unaccounted", ">profiler", "complete")
+    used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
+    other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in ("profiler", "unaccounted")]
+    legend = join(colours.legend(used), tag("p", *other, class_="legend"))
+    body = tag("div", table(columns, rows, "steps-table"), class_="steps")
+    return section("steps", "Where each step went", legend, body)
+
+
+def _has(report: StepReport, label: Label) -> bool:
+    return any((line.role, line.stage) == label and line.wall_ns for line in report.breakdown.lines)
+
+
+def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple[str | Html, ...]:
+    report = step.report
+    lines, total_ns = report.breakdown.lines, report.breakdown.total_ns
+    shares = percents([line.wall_ns for line in lines], total_ns)
+    other = {line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True)}
+    name = f"{report.step} ({report.run_id})" if runs else str(report.step)
+    bar = tag("div", *_bars(report, longest_ns, colours), class_="fall")
+    complete = (
+        tag("span", "yes", class_="good") if report.health.complete else tag("span", "no", class_="bad")
+    )
+    linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
+    return linked, bar, duration(total_ns), other["unaccounted"], other["profiler"], complete
+
+
+def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:
+    """Stages in the page's order and not in the step's, so that the steps can be compared."""
+    order = {label: place for place, label in enumerate(colours.labels)}
+    lines = sorted(
+        report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
+    )
+    at_ns = 0
+    for line in lines:
+        if line.wall_ns:
+            kind = colours.of((line.role or "", line.stage or "")) if line.kind == "stage" else line.kind
+            place = f"left:{percent(at_ns, longest_ns)};width:{percent(line.wall_ns, longest_ns)}"
+            said = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
+            yield tag("i", class_=f"m {kind}", style=place, data_t=said)
+            at_ns += line.wall_ns
+
+
+def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
+    """Wall time by stage and step, shaded against the stage's median."""
+    columns = ("stage", *(f">{report.step}" for report in reports), ">median")
+    walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
+    labels: list[Label] = [*colours.labels[:LINES], ("", "profiler"), ("", "unaccounted")]
+    least_ns = statistics.median_low(report.breakdown.total_ns for report in reports) // 100
+    rows = [_stage(label, [wall.get(label, 0) for wall in walls], least_ns, colours) for label in labels]
+    note = "Shaded where a stage is off its median by 1 % of the median step or more."
+    if len(colours.labels) > LINES:
+        note += f" The first {LINES} stages by their share of all steps."
+    return section("stages", "By stage", table(columns, rows, "by-stage"), note=note)
+
+
+def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
+    median_ns = statistics.median_low(wall_ns)
+    swatch = colours.swatch(label) if label[0] else tag("i", class_=f"swatch {label[1]}")
+    cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
+    return [join(swatch, tag("span", " ".join(filter(None, label)))), *cells, duration(median_ns)]
+
+
+def _shade(ns: int, median_ns: int, least_ns: int) -> str:
+    """Of a cell: how far it is off the median, in steps of a tenth of that, if it is far enough to matter."""
+    if abs(ns - median_ns) < max(least_ns, 1):
+        return "shade"
+    ratio = ns / median_ns if median_ns else 2.0
+    return f"shade h{max(-5, min(5, round((ratio - 1) * 10)))}"
+
+
+def _changes(reports: Sequence[StepReport]) -> Html:
+    rows: list[tuple[str | Html, ...]] = []
+    for before, after in pairwise(reports):
+        found = diff([before], [after])
+        pair = f"{before.step} > {after.step}"
+        whole = signed(found.delta_ns)
+        rows.append((tag("b", pair), tag("b", "total"), tag("b", whole, class_=_sign(found.delta_ns)),
+                     percentage(found.delta_ns, found.a.total_ns), "", ""))  # fmt: skip
+        rows += [
+            ("", *_change(change, found.a.total_ns)) for change in found.changes[:CHANGES] if change.delta_ns
+        ]
+    columns = ("steps", "line", ">change", ">% of the step", ">calls", ">mean call")
+    note = f"The {CHANGES} largest against the step before. stepscope diff compares any two steps or runs."
+    return section("changes", "What changed", table(columns, rows), note=note)
+
+
+def _change(change: Change, total_ns: int) -> tuple[str | Html, ...]:
+    calls = both(f"{change.a.calls:g}", f"{change.b.calls:g}") if change.kind == "stage" else ""
+    mean = both(duration(change.a.mean_ns), duration(change.b.mean_ns)) if change.kind == "stage" else ""
+    name = " ".join(filter(None, (change.role, change.stage or change.kind)))
+    delta = tag("span", signed(change.delta_ns), class_=_sign(change.delta_ns))
+    return name, delta, percentage(change.delta_ns, total_ns), calls, mean
+
+
+def _sign(ns: int) -> str | None:
+    return "up" if ns > 0 else "down" if ns < 0 else None

@@ -1,0 +1,111 @@
+"""One step's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.accounting import Label
+from stepscope.report.figures import count, duration, moment, percents
+from stepscope.report.gantt import draw_gantt
+from stepscope.report.health import Health
+from stepscope.report.health_text import doubts
+from stepscope.report.html import account, heat, tail, timecharts, trust
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import page
+from stepscope.report.html.trust import StepFile
+from stepscope.report.lanes import pack_trajectories
+from stepscope.report.stages import Stage
+from stepscope.report.step import StepReport
+from stepscope.timeline import Timeline
+
+__all__ = ["StepFile", "render_step"]
+
+
+def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
+    """The page of one step. Pure: `files` are what it will link to.
+
+    Args:
+        report: Of the same timeline.
+    """
+    return page(f"Step {report.step}, run {report.run_id}", *_parts(timeline, report, files))
+
+
+def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
+    colours = Colours(_by_sight(report.stages))
+    yield _head(timeline, report)
+    yield account.waterfall(report.breakdown, colours)
+    yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
+    found = report.long_tail
+    if found is not None:
+        lanes = pack_trajectories(timeline, [slow.trajectory for slow in found.worst])
+        if lanes is not None:
+            yield timecharts.lanes(lanes, timeline.window.wall_ns, colours)
+        yield tail.tail(found, colours)
+    yield from heat.heat(report.stages, colours)
+    if report.stages:
+        yield heat.calls(report.stages, colours)
+    yield trust.health(report.health)
+    yield trust.processes(report.health.processes)
+    if files:
+        yield trust.files(files)
+
+
+def _by_sight(stages: Sequence[Stage]) -> list[Label]:
+    """By how long a stage is seen in a row of the charts, and not by its share: much of that is split."""
+    seen = {(s.role, s.stage): max(share.busy_ns for share in s.processes) for s in stages}
+    return sorted(seen, key=lambda label: (-seen[label], label))
+
+
+def _head(timeline: Timeline, report: StepReport) -> Html:
+    return tag(
+        "header",
+        tag("h1", f"Step {report.step}"),
+        tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
+        tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
+        *_others(report),
+    )
+
+
+def _others(report: StepReport) -> list[Html]:
+    others = [run for run in report.runs if run != report.run_id]
+    said = f"Other runs wrote into this folder; see stepscope report --run: {', '.join(others)}"
+    return [tag("p", said, class_="note")] if others else []
+
+
+def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, str, str]]:
+    """(what, value, remark, class)."""
+    breakdown, found = report.breakdown, report.health
+    costs_ns = breakdown.total_ns - breakdown.window_ns
+    yield (
+        "wall time",
+        duration(breakdown.total_ns),
+        f"{duration(costs_ns)} of it to open and close the capture",
+        "",
+    )
+    lines = breakdown.lines
+    shares = percents([line.wall_ns for line in lines], breakdown.total_ns)
+    yield "most of it", f"{shares[0]} %", f"{lines[0].role or ''} {lines[0].stage or lines[0].kind}", ""
+    yield "unaccounted", f"{shares[-1]} %", "no span ran", ""
+    hosts = len({process.host for process in found.processes})
+    within = [p.clock.uncertainty_ns for p in found.processes if p.clock.uncertainty_ns is not None]
+    remark = f"on {count(hosts, 'host')}, {count(len(timeline.spans), 'span')}"
+    yield "processes", f"{len(found.processes):,}", remark, ""
+    unaligned = len(found.processes) - len(within)
+    said = f"{count(unaligned, 'process')} unaligned" if unaligned else "of every process, at most"
+    yield "clocks within", f"±{duration(max(within, default=None))}", said, "bad" if unaligned else ""
+    yield "state", *_state(found)
+
+
+def _state(found: Health) -> tuple[str, str, str]:
+    state = found.state or "no manifest"
+    if found.complete:
+        return "complete", f"manifest: {state}", "good"
+    reasons = len(list(doubts(found)))
+    return "not complete", f"{count(reasons, 'reason')} below; manifest: {state}", "bad"
+
+
+def _fact(what: str, value: str, remark: str, kind: str) -> Html:
+    return tag(
+        "div", tag("small", what), tag("b", value, class_=kind or None), tag("small", remark), class_="fact"
+    )

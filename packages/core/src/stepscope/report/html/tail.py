@@ -1,0 +1,87 @@
+"""The long tail as pictures: how times are spread, and what the slowest trajectories waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.report.figures import duration, percents, turn
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import EMPTY, Html, join, tag
+from stepscope.report.html.page import percent, section, table
+from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+
+
+def tail(found: LongTail, colours: Colours) -> Html:
+    """Percentiles of each stage inside trajectories, and the ten slowest, each divided."""
+    columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
+    spreads = table(columns, [_spread(spread, colours) for spread in found.spreads], "spreads")
+    return section("tail", "Long tail", _held(found), spreads, *_slowest(found.worst, colours))
+
+
+def _held(found: LongTail) -> Html:
+    if found.held_ns is None or found.rollout_ns is None:
+        return EMPTY
+    (share,) = percents([found.held_ns], found.rollout_ns)
+    said = (
+        f"The others waited {duration(found.held_ns)} for the last {found.last:,} of {found.trajectories:,} "
+        f"trajectories: {share} % of the {duration(found.rollout_ns)} from the first start to the last end."
+    )
+    return tag("p", said, class_="said")
+
+
+def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
+    label, longest_ns = (spread.role, spread.stage), spread.max.ns
+    points = (("p50", spread.p50_ns), ("p90", spread.p90_ns), ("p99", spread.p99.ns), ("max", spread.max.ns))
+    marks = [
+        tag(
+            "i",
+            class_=f"point {name}",
+            style=f"left:{percent(ns, longest_ns)}",
+            data_t=f"{name} {duration(ns)}",
+        )
+        for name, ns in points
+    ]
+    body = tag(
+        "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
+    )
+    return (
+        join(colours.swatch(label), tag("span", " ".join(label))),
+        f"{spread.calls:,}",
+        tag("div", body, *marks, class_="spread"),
+        *(duration(ns) for _, ns in points),
+        _whose(spread.max),
+    )
+
+
+def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
+    if not worst:
+        return []
+    longest_ns = max(slow.wall_ns for slow in worst)
+    rows = [_slow(slow, longest_ns, colours) for slow in worst]
+    columns = ("trajectory", ">took", ">began at", "what it did or waited for", "the most of it")
+    return [tag("h3", "Slowest trajectories"), table(columns, rows, "slowest")]
+
+
+def _slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
+    return (
+        slow.trajectory,
+        duration(slow.wall_ns) + (" (open)" if slow.open else ""),
+        duration(slow.start_ns),
+        _waits(slow, longest_ns, colours),
+        ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4]),
+    )
+
+
+def _waits(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> Html:
+    bars, at_ns = [], 0
+    for wait in slow.waits:
+        label = (wait.role, wait.stage)
+        place = f"left:{percent(at_ns, longest_ns)};width:{percent(wait.wall_ns, longest_ns)}"
+        said = f"{' '.join(label)} {duration(wait.wall_ns)}"
+        bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=said))
+        at_ns += wait.wall_ns
+    return tag("div", *bars, class_="fall")
+
+
+def _whose(extreme: Extreme) -> str:
+    return turn(extreme.trajectory, extreme.turn)

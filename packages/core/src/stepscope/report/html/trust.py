@@ -1,0 +1,81 @@
+"""How far a page can be trusted: what is missing and why, the processes, and the files behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from stepscope.report.figures import duration, size
+from stepscope.report.health import Health, ProcessRow
+from stepscope.report.health_text import clock, doubts, say_other, say_span
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import listing, section, table
+
+
+class StepFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a step, or a folder of its files, for a page to point to."""
+
+    path: str
+    """Relative to the page, with `/` between its parts."""
+    what: str
+    """What it is, for people."""
+    bytes: int
+
+
+def health(found: Health) -> Html:
+    """What is missing, partial, failed, open or broken, each with its reason."""
+    return section("complete", "Complete, or not", *_lists(found))
+
+
+def _lists(found: Health) -> Iterator[Html]:
+    reasons = list(doubts(found))
+    if found.complete:
+        yield tag("p", "Complete: nothing is missing, dropped or broken.", class_="said good")
+    elif not reasons:
+        yield tag("p", f"Not complete: the manifest says {found.state or 'nothing'}.", class_="said bad")
+    if reasons:
+        yield listing("Not complete", reasons, "bad")
+    if found.open_spans:
+        yield listing("Never ended", [say_span(row) for row in found.open_spans])
+    if found.errors:
+        yield listing("Errors", [f"{say_span(row)}: {row.error}" for row in found.errors])
+    if found.other_steps:
+        yield listing("Work of other steps, recorded in this one", [say_other(o) for o in found.other_steps])
+    if found.skipped:
+        yield listing("Not recorded, on purpose", found.skipped)
+
+
+def processes(rows: Sequence[ProcessRow]) -> Html:
+    """Each process: spans, clock, and what being profiled cost it."""
+    columns = (
+        "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
+    )  # fmt: skip
+    note = (
+        "clock: how its times got onto the owner's clock; the true position is within +- this. open, close: "
+        "what profiling cost; the owner's are the line profiler. export: in the background. in spans: inside "
+        "the stages' time."
+    )
+    return section("processes", "Processes", table(columns, [_process(row) for row in rows]), note=note)
+
+
+def _process(row: ProcessRow) -> tuple[str | Html, ...]:
+    cost = row.cost
+    times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
+    name: str | Html = tag("b", row.name, " (owner)") if row.owner else row.name
+    dropped = "-" if row.dropped is None else str(row.dropped or "")
+    spans = f"{row.spans:,}" if row.closed else f"{row.spans:,}, never closed"
+    return (name, row.host, str(row.pid), spans, dropped, clock(row), *map(duration, times))
+
+
+def files(found: Sequence[StepFile]) -> Html:
+    """Links to the step's files, relative, so that a copied folder keeps them."""
+    rows = [(_link(file.path), file.what, size(file.bytes)) for file in found]
+    note = "Spans and traces are this page's sources; stepscope report --json prints all tables."
+    return section("files", "Files", table(("file", "what", ">size"), rows), note=note)
+
+
+def _link(path: str) -> Html:
+    # "./" first: a name like `javascript:x` is a path then, and no scheme.
+    return tag("a", path, href="./" + quote(path))

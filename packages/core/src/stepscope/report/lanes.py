@@ -1,0 +1,162 @@
+"""Trajectories packed into as few lanes as their overlap needs, and how many ran at each time."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepscope.report.marks import Mark, blend_short, pick, resolutions, runs
+from stepscope.timeline import Timeline
+
+MARKS = 8_000
+LANES = 256
+"""Lanes drawn; of more, every k-th and those of the slowest trajectories."""
+SAMPLES = 240
+"""Points of the curve of trajectories in flight."""
+
+
+class Flight(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory in its lane. Times are ns after the capture opened."""
+
+    trajectory: str
+    start_ns: int
+    end_ns: int
+    open: bool
+    """It was never seen to end."""
+    marks: tuple[Mark, ...]
+    """What it did or waited for, one stage at a time, the most specific one."""
+
+
+class Lanes(msgspec.Struct, frozen=True, kw_only=True):
+    trajectories: int
+    needed: int
+    """Lanes that all of them take: how many ran at once, at most."""
+    lanes: tuple[tuple[Flight, ...], ...]
+    """Fewer than `needed` where not all are drawn."""
+    in_flight: tuple[float, ...]
+    """How many ran, on average, in each of `SAMPLES` equal parts of the window."""
+    marks: int
+    shortest_ns: int
+    """Neighbours shorter than this are drawn as one."""
+
+
+def pack_trajectories(timeline: Timeline, slowest: Iterable[str] = (), budget: int = MARKS) -> Lanes | None:
+    """The lanes of one step; those of the `slowest` are drawn in any case. None without trajectories."""
+    found = _flights(timeline)
+    if not found:
+        return None
+    slots = pack([(start_ns, end_ns) for _, start_ns, end_ns, _, _ in found])
+    needed = max(slots) + 1
+    names = set(slowest)
+    wanted = [slot for slot, (name, *_) in zip(slots, found, strict=True) if name in names]
+    drawn = {slot: place for place, slot in enumerate(pick(needed, LANES, wanted))}
+    lanes: list[list[Flight]] = [[] for _ in drawn]
+    for slot, flight in zip(slots, found, strict=True):
+        if slot in drawn:
+            lanes[drawn[slot]].append(_flight(timeline, flight))
+    thin, shortest_ns = _fit(lanes, timeline.window.wall_ns, budget)
+    return Lanes(
+        trajectories=len(found),
+        needed=needed,
+        lanes=tuple(thin),
+        in_flight=tuple(_in_flight(timeline, [(start, end) for _, start, end, _, _ in found])),
+        marks=_count(thin),
+        shortest_ns=shortest_ns,
+    )
+
+
+def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """The lane of each (start, end), sorted by start: the lowest one that is free then. None is wasted."""
+    slots: list[int] = []
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    for start, end in intervals:
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slot = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (max(end, start + 1), slot))
+        slots.append(slot)
+    return slots
+
+
+_Found = tuple[str, int, int, bool, list[int]]
+"""(trajectory, start, end, open, its spans), in unix ns."""
+
+
+def _flights(timeline: Timeline) -> list[_Found]:
+    """By start. From the opening of the span `trajectory` to its end, or the extent of what has its id."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, span in enumerate(timeline.spans):
+        if span.trajectory is not None and timeline.processes[span.process].aligned:
+            members[span.trajectory].append(index)
+    return sorted((_extent(timeline, name, mine) for name, mine in members.items()), key=lambda f: f[1])
+
+
+def _extent(timeline: Timeline, name: str, mine: list[int]) -> _Found:
+    roots = [index for index in mine if timeline.spans[index].stage == "trajectory"] or mine
+    spans = [timeline.spans[index] for index in roots]
+    start_ns = min(span.start_ns for span in spans)
+    end_ns = max(timeline.until_ns(span) for span in spans)
+    return name, start_ns, end_ns, any(span.end_ns is None for span in spans), mine
+
+
+def _flight(timeline: Timeline, found: _Found) -> Flight:
+    name, start_ns, end_ns, is_open, mine = found
+    zero_ns = timeline.window.start_ns
+    return Flight(
+        trajectory=name,
+        start_ns=start_ns - zero_ns,
+        end_ns=end_ns - zero_ns,
+        open=is_open,
+        marks=tuple(runs(timeline, mine, start_ns, end_ns)),
+    )
+
+
+def _fit(
+    lanes: Sequence[Sequence[Flight]], window_ns: int, budget: int
+) -> tuple[list[tuple[Flight, ...]], int]:
+    drawn, shortest_ns = [tuple(lane) for lane in lanes], 0
+    for shortest_ns in resolutions(window_ns):
+        drawn = _thin(drawn, shortest_ns)
+        if _count(drawn) <= budget:
+            break
+    return drawn, shortest_ns
+
+
+def _thin(lanes: Sequence[Sequence[Flight]], shortest_ns: int) -> list[tuple[Flight, ...]]:
+    return [
+        tuple(
+            msgspec.structs.replace(flight, marks=tuple(blend_short(flight.marks, shortest_ns)))
+            for flight in lane
+        )
+        for lane in lanes
+    ]
+
+
+def _count(lanes: Iterable[Iterable[Flight]]) -> int:
+    return sum(len(flight.marks) for lane in lanes for flight in lane)
+
+
+def _in_flight(timeline: Timeline, flights: Sequence[tuple[int, int]]) -> list[float]:
+    window = timeline.window
+    part_ns = max(1, -(-window.wall_ns // SAMPLES))
+    change = [0.0] * (SAMPLES + 2)
+    for start_ns, end_ns in flights:
+        _add(change, (start_ns - window.start_ns) / part_ns, 1)
+        _add(change, (end_ns - window.start_ns) / part_ns, -1)
+    running, found = 0.0, []
+    for place in range(SAMPLES):
+        running += change[place]
+        found.append(max(0.0, round(running, 3)))
+    return found
+
+
+def _add(change: list[float], at: float, by: int) -> None:
+    """One more or less from `at` on: in the part that holds it for what is left of that part."""
+    at = min(max(at, 0.0), float(SAMPLES))
+    place = int(at)
+    change[place] += by * (1 - (at - place))
+    change[place + 1] += by * (at - place)

@@ -1,0 +1,156 @@
+"""What is drawn of spans: blocks of time, and fewer of them where a screen could not show more."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from stepscope.report.accounting import Label, Mask, bits_of, walk
+from stepscope.report.breakdown import Work, work_of
+from stepscope.timeline import Span, Timeline
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """One block. Times are ns after the capture opened."""
+
+    label: Label
+    """Of several stages the one with most of the time."""
+    start_ns: int
+    end_ns: int
+    spans: int = 1
+    """How many calls (in `runs`: stretches) it stands for."""
+    at_once: int = 1
+    """How many of them ran at once, at most."""
+    open: bool = False
+    """One of them never ended; it is drawn up to the process' last sign of life."""
+    failed: int = 0
+    """How many of them an exception left."""
+    gaps_ns: int = 0
+    """Time inside it in which none of them ran."""
+
+
+def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
+    """One stage's calls in one process: those that overlap or touch are one block."""
+    zero_ns = timeline.window.start_ns
+    found: list[Mark] = []
+    running: list[int] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        mark = Mark(
+            (span.role, span.stage),
+            span.start_ns - zero_ns,
+            timeline.until_ns(span) - zero_ns,
+            open=span.end_ns is None,
+            failed=int(span.error is not None),
+        )
+        while running and running[0] <= mark.start_ns:
+            heapq.heappop(running)
+        heapq.heappush(running, mark.end_ns)
+        if found and mark.start_ns <= found[-1].end_ns:
+            found[-1] = _unite((found[-1], mark), at_once=len(running))
+        else:
+            found.append(mark)
+    return found
+
+
+def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
+    """Unites neighbours of one stage that are less than `gap_ns` apart, if one of them is shorter than it."""
+    found: list[Mark] = []
+    for mark in marks:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and mark.start_ns - last.end_ns < gap_ns
+            and min(_wall_ns(mark), _wall_ns(last)) < gap_ns
+        ):
+            found[-1] = _unite((last, mark))
+        else:
+            found.append(mark)
+    return found
+
+
+def runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
+    """What ran at each instant from `start_ns` to `end_ns` (unix ns): of the leaves, work before waiting.
+
+    One stage at a time: where several remain, the first by name. Gaps are where nothing ran.
+    """
+    zero_ns = timeline.window.start_ns
+    work = work_of(timeline, indices)
+    chosen: dict[Mask, Label] = {}
+    found: list[Mark] = []
+    for from_ns, until_ns, mask in walk(work.intervals, start_ns, end_ns):
+        if not mask:
+            continue
+        label = chosen.get(mask) or chosen.setdefault(mask, _choose(work, mask))
+        if found and found[-1].label == label and found[-1].end_ns == from_ns - zero_ns:
+            found[-1] = Mark(label, found[-1].start_ns, until_ns - zero_ns)
+        else:
+            found.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
+    return found
+
+
+def _choose(work: Work, mask: Mask) -> Label:
+    return min((work.tiers[bit], work.labels[bit]) for bit in bits_of(mask))[1]
+
+
+def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
+    """Neighbours shorter than `shortest_ns` become one mark, of the stage with most of their time.
+
+    At most two marks remain in any stretch of `shortest_ns`.
+    """
+    found: list[Mark] = []
+    short: list[Mark] = []
+    for mark in marks:
+        long = _wall_ns(mark) >= shortest_ns
+        if short and (
+            long
+            or mark.start_ns - short[0].start_ns >= shortest_ns
+            or mark.start_ns - short[-1].end_ns >= shortest_ns
+        ):
+            found.append(_unite(short))
+            short = []
+        if long:
+            found.append(mark)
+        else:
+            short.append(mark)
+    return [*found, _unite(short)] if short else found
+
+
+def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
+    if len(marks) == 1:
+        return marks[0]
+    time_ns: Counter[Label] = Counter()
+    for mark in marks:
+        time_ns[mark.label] += _wall_ns(mark)
+    start_ns, end_ns = min(mark.start_ns for mark in marks), max(mark.end_ns for mark in marks)
+    return Mark(
+        time_ns.most_common(1)[0][0],
+        start_ns,
+        end_ns,
+        sum(mark.spans for mark in marks),
+        max(at_once, *(mark.at_once for mark in marks)),
+        any(mark.open for mark in marks),
+        sum(mark.failed for mark in marks),
+        # Either they overlap or touch, and there is no gap; or they are apart, and their times add up.
+        max(0, end_ns - start_ns - sum(_wall_ns(mark) - mark.gaps_ns for mark in marks)),
+    )
+
+
+def resolutions(window_ns: int) -> Iterator[int]:
+    """How short a mark may be, ns, finest first: below a half pixel of a laptop's screen; up to a tenth."""
+    parts = 2048
+    while parts >= 8:
+        yield window_ns // parts
+        parts //= 2
+
+
+def _wall_ns(mark: Mark) -> int:
+    return mark.end_ns - mark.start_ns
+
+
+def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
+    """Of `count` rows every k-th, so that at most `limit` are drawn, and besides them the wanted ones."""
+    every = max(1, -(-count // limit))
+    return sorted({*range(0, count, every), *(index for index in wanted if index < count)})
