@@ -270,7 +270,7 @@ class TestFailures:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("stepscope.recording.export.shutil.copyfileobj", full)
+        monkeypatch.setattr("shutil.copyfileobj", full)
         done = Submission(exporter, tmp_path / "a.json")
         exporter.drain(30)
         assert "No space left" in done.error

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -165,6 +163,9 @@ class Exporter:
 
 def _export(job: _Job) -> tuple[ExportResult, int]:
     """The result, and the step that its sidecar names."""
+    import shutil  # with tempfile 7 ms, paid in this thread
+    import tempfile
+
     began = time.monotonic_ns()
     stall_ns = 0
     folder: Path | None = None
@@ -206,6 +207,8 @@ def _put(job: _Job, file: Path) -> Sidecar:
 
 
 def _compress(file: Path) -> Path:
+    import shutil
+
     from isal import igzip  # 9 ms, paid in this thread
 
     compressed = file.with_name(file.name + ".gz")
