@@ -17,8 +17,8 @@ class Interval(NamedTuple):
 def pack(intervals: Sequence[Interval]) -> list[int]:
     """The lane of each interval, counted from 0.
 
-    In a lane, two intervals are one inside the other or apart. An interval stands in its parent's lane where it
-    fits: within the parent, and beside its siblings. All others (tops, children that outlive their parent,
+    In a lane, two intervals are one inside the other or apart. An interval stands in its parent's lane where
+    it fits: within the parent, and beside its siblings. All others (tops, children that outlive their parent,
     concurrent siblings) get a lane in which nothing runs as they start, the lowest one. If all children fit,
     the tops thus take as many lanes as ever overlap, and no more.
     """

@@ -1,13 +1,15 @@
 """Foreign events, as bytes, with new pids, tids, ids and times; every other byte of their values as it was.
 
 Two ways to the same result. In the layout of Kineto, a batch is cut at the fields that change and joined
-again, once it is checked that there is one such place for each event. The other way decodes each event into its
-fields, takes whatever order, layout and types of ids there are, and costs a multiple.
+again, once it is checked that there is one such place for each event. The other way decodes each event into
+its fields, takes whatever order, layout and types of ids there are, and costs a multiple.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import repeat
+from operator import contains
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +29,6 @@ _WHOLE = re.compile(_PLACE + rb"(\d{1,16})(?=(?:\.\d+)?\s*[,}])")
 _TO_NS = re.compile(_PLACE + rb"(\d{1,16}(?:\.\d{1,3})?)(?=\s*[,}])")
 _ID = re.compile(rb'("ph":\s*"[a-zA-Z]",\s*"id":\s*)(\d{1,9})(?=\s*,)')
 _PAIR = re.compile(rb'"pid":\s*"?([^",]*)"?,\s*"tid":\s*"?([^",]*)"?,')
-_ID_FIELDS = (b'"id"', b'"id2"', b'"bind_id"')
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
@@ -75,7 +76,7 @@ class Rewriter:
         shift_ns = self._place.shift_ns
         if shift_ns is None or self._row.unaligned is not None or text.count(b'"ph"') != count:
             return None
-        if b'"id' in text or b'"bind_id"' in text:
+        if b'"id' in text or b"bind_id" in text:
             renamed = self._ids_moved(text)
             if renamed is None:
                 return None
@@ -83,7 +84,7 @@ class Rewriter:
         whole = shift_ns % 1000 == 0
         parts = (_WHOLE if whole else _TO_NS).split(text)
         # One place for each event: as many as events, and between two of them another event begins.
-        if len(parts) != 3 * count + 1 or not all(b'"ph"' in before for before in parts[:-1:3]):
+        if len(parts) != 3 * count + 1 or not all(map(contains, parts[:-1:3], repeat(b'"ph"'))):
             return None
         times = _moved_us(parts[2::3], shift_ns // 1000) if whole else _moved_ns(parts[2::3], shift_ns)
         if min(times) < 0 or max(times) > (self._last // 1000 if whole else self._last):
@@ -97,7 +98,7 @@ class Rewriter:
 
     def _ids_moved(self, text: bytes) -> bytes | None:
         parts = _ID.split(text)
-        if len(parts) // 3 != sum(map(text.count, _ID_FIELDS)):
+        if len(parts) // 3 != text.count(b'"id') or b"bind_id" in text:
             return None
         first = self._ids.first
         parts[2::3] = [b"%d" % (first + int(number)) for number in parts[2::3]]
