@@ -22,15 +22,18 @@ NO_JSON = "events that are no JSON"
 MENDED = "events mended: bad UTF-8, NaN, or escapes that JSON does not have"
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_BLANK = b" \t\r\n,"
 _BETWEEN = re.compile(rb"\}\s*,\s*\Z")
 _EVENT = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts)"\s*:')
 _STRING_OR_NUMBER = re.compile(
     rb'"[^"\\]*(?:\\.[^"\\]*)*"|[-+]?\b(?:nan|inf(?:inity)?)\b', re.DOTALL | re.IGNORECASE
 )
-_NOT_IN_STRINGS = re.compile(
-    rb'\\(?!["\\/bfnrtu])|[\x00-\x1f]|(?<!\\)((?:\\\\)*)\\u(?:d[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?![0-9a-f]{4}))',
+_ESCAPE = re.compile(
+    rb'(\\(?:["\\/bfnrt]|ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u(?!d[89a-f])[0-9a-f]{4}))'
+    rb"|(\\ud[89a-f][0-9a-f]{2})|([\x00-\x1f])|\\",
     re.IGNORECASE,
 )
+"""What JSON has (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -60,7 +63,7 @@ class Elements:
         cut = _last_boundary(text)
         batch = _sound(text[:cut]) if cut else None
         if batch is not None:
-            self._rest = text[cut:].lstrip(b" \t\r\n,")
+            self._rest = text[cut:].lstrip(_BLANK)
             yield batch
         elif len(text) >= LONGEST or cut:
             yield from self._walk(text, last=False)
@@ -78,6 +81,8 @@ class Elements:
         at = 0
         while True:
             start, end, closed = _element(text, at)
+            if (closed or end is not None) and text[at:start].strip(_BLANK):
+                self._notes.events(NO_JSON)  # zeros of a disk that was full, say
             if closed:
                 self.trailer = text[end:]
                 break
@@ -89,7 +94,7 @@ class Elements:
             if end is None and not last and len(text) - start < LONGEST:
                 self._rest = text[start:]
                 break
-            if not text[start:].strip(b" \t\r\n,"):
+            if not text[start:].strip(_BLANK):
                 break
             self._notes.events(NO_JSON)
             following = _EVENT.search(text, start + 1)
@@ -122,14 +127,15 @@ def mend(text: bytes) -> bytes:
 
 def _mended(match: re.Match[bytes]) -> bytes:
     token = match[0]
-    return _NOT_IN_STRINGS.sub(_escaped, token) if token.startswith(b'"') else b"null"
+    return _ESCAPE.sub(_escaped, token) if token.startswith(b'"') else b"null"
 
 
 def _escaped(match: re.Match[bytes]) -> bytes:
-    found = match[0]
-    if found == b"\\":
-        return b"\\\\"
-    return b"\\u%04x" % found[0] if found[0] < 0x20 else (match[1] or b"") + b"\\ufffd"
+    if match[1]:
+        return match[1]
+    if match[2]:
+        return b"\\ufffd"
+    return b"\\u%04x" % match[3][0] if match[3] else b"\\\\"
 
 
 def _sound(text: bytes) -> Batch | None:
