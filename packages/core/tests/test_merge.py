@@ -1,4 +1,7 @@
-"""Steps merged into one timeline: rows, positions, names, arrows, and what narrows them."""
+"""Steps merged into one timeline: rows, positions, names, arrows, and what narrows them.
+
+Above 400 lines in one file, because all of it reads timelines with the same few functions.
+"""
 
 from __future__ import annotations
 
