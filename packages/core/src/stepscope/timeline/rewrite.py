@@ -29,6 +29,8 @@ _WHOLE = re.compile(_PLACE + rb"(\d{1,16})(?=(?:\.\d+)?\s*[,}])")
 _TO_NS = re.compile(_PLACE + rb"(\d{1,16}(?:\.\d{1,3})?)(?=\s*[,}])")
 _ID = re.compile(rb'("ph":\s*"[a-zA-Z]",\s*"id":\s*)(\d{1,9})(?=\s*,)')
 _PAIR = re.compile(rb'"pid":\s*"?([^",]*)"?,\s*"tid":\s*"?([^",]*)"?,')
+_FEW = 64
+"""Events that are not worth another attempt: metadata stand together, so halves of a batch soon have none."""
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
@@ -55,6 +57,8 @@ class Rewriter:
         self._cut = cut
         self._notes = notes
         self._places: dict[bytes, bytes] = {}
+        self._kineto = True
+        """Whether this file's batches, or most of one, have gone the quick way lately."""
         self.written = 0
         """Events."""
         self.outside = 0
@@ -65,7 +69,14 @@ class Rewriter:
         text = self._quickly(batch) if self._cut == (None, None) else None
         if text is not None:
             self.written += len(batch.elements)
+            self._kineto = True
             return text
+        count = len(batch.elements)
+        if self._kineto and count > _FEW and self._cut == (None, None):
+            self._kineto = False  # unless a part of this one goes the quick way after all
+            halves = batch.elements[: count // 2], batch.elements[count // 2 :]
+            texts = [self.rewrite(Batch(b",\n".join(half), half)) for half in halves]
+            return b",\n".join(text for text in texts if text)
         events = [event for raw in batch.elements if (event := self._one(raw)) is not None]
         self.written += len(events)
         return b",\n".join(events)
