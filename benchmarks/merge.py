@@ -1,8 +1,7 @@
 """What merging a step's traces costs: `merge_step` against reading the files, and against other mergers.
 
 The input is a real torch trace (CPU, 43 MB of JSON), once for each rank, as `.json.gz`. All times are CPU
-time of this process, for the same files, in turning order; the peak memory of each merger is taken in a process
-of its own.
+time of this process, for the same files, in turning order; the peak memory is that of a process of its own.
   gzip.open     reads the files, in blocks of 1 MiB, and does nothing with them: the floor for zlib
   json          json.load of every file, ranks told apart in `pid`, json.dump through gzip level 1
   SGLang        its ProfileMerger, as the wheel has it (put the wheel's folder into PYTHONPATH)

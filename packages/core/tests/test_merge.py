@@ -196,6 +196,8 @@ def test_a_drift_between_hosts_is_interpolated_in_traces_as_in_spans(tmp_path: P
     path = folder.write()
     merge_step(path)
     (update,), (gemm,) = since_opening_ns(path, "update"), since_opening_ns(path, "gemm")
+    merge_step(path, selection=Selection(from_ms=0))  # the thorough way
+    assert since_opening_ns(path, "gemm") == [gemm]
     assert abs(update - half) <= 1
     assert abs(gemm - half) <= 1
 
@@ -304,6 +306,7 @@ def test_the_traces_of_all_stages_of_a_process_share_its_row_and_its_threads(tmp
 def test_devices_are_tracks_of_their_process_and_carry_their_name(tmp_path: Path) -> None:
     folder, _, actor = two(tmp_path)
     events: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "ts": 0, "args": {"name": "python"}},
         {"ph": "M", "name": "process_labels", "pid": 77, "tid": 0, "args": {"labels": "CPU"}},
         {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "args": {"labels": "GPU 0"}},
         {"ph": "M", "name": "thread_name", "pid": 77, "tid": 77, "args": {"name": "thread 77 (python)"}},
@@ -319,12 +322,14 @@ def test_devices_are_tracks_of_their_process_and_carry_their_name(tmp_path: Path
     tracks = {e["name"]: named[e["tid"]] for e in events_of(path, "X")}
     assert tracks == {"op": "thread 77 (python)", "gemm": "GPU 0 stream 7", "unnamed": "GPU 0 stream 9"}
     assert len({e["pid"] for e in events_of(path)}) == 1
+    assert list(names(path, "process").values()) == ["actor 0"]
 
 
-def test_counters_of_two_devices_stay_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("thread", [{}, {"tid": 0}])
+def test_counters_of_two_devices_stay_apart(tmp_path: Path, thread: Event) -> None:
     folder, _, actor = two(tmp_path)
     counters: list[Event] = [
-        {"ph": "C", "name": "memory", "pid": pid, "ts": ts(OPENED_NS + MS), "args": {"bytes": pid}}
+        {"ph": "C", "name": "memory", "pid": pid, **thread, "ts": ts(OPENED_NS + MS), "args": {"bytes": pid}}
         for pid in (0, 1)
     ]
     trace(folder, actor, counters)

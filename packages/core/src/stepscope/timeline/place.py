@@ -27,6 +27,13 @@ class Place:
             return None
         return self._shift_at(0)
 
+    def positions(self, times_ns: list[int]) -> list[int]:
+        """Of times in ns since the file's base. For a row that is aligned."""
+        shift_ns = self.shift_ns
+        if shift_ns is not None:
+            return [ns + shift_ns for ns in times_ns]
+        return [ns + self._shift_at(ns) for ns in times_ns]
+
     def of(self, ts: str) -> tuple[int, str] | None:
         """(position, what is below a ns as further decimals). None: `ts` is no time of this step."""
         number = _NUMBER.fullmatch(ts)

@@ -84,20 +84,26 @@ class Rewriter:
     def _quickly(self, batch: Batch) -> bytes | None:
         """None: it is not laid out so that this would surely be right."""
         text, count = batch.text, len(batch.elements)
-        shift_ns = self._place.shift_ns
-        if shift_ns is None or self._row.unaligned is not None or text.count(b'"ph"') != count:
+        if self._row.unaligned is not None or text.count(b'"ph"') != count:
+            return None
+        if b'"M"' in text or b'"C"' in text:  # metadata and counters: more than renamed
             return None
         if b'"id' in text or b"bind_id" in text:
             renamed = self._ids_moved(text)
             if renamed is None:
                 return None
             text = renamed
-        whole = shift_ns % 1000 == 0
+        shift_ns = self._place.shift_ns
+        whole = shift_ns is not None and shift_ns % 1000 == 0
+        shift_us = 0 if shift_ns is None else shift_ns // 1000
         parts = (_WHOLE if whole else _TO_NS).split(text)
         # One place for each event: as many as events, and between two of them another event begins.
         if len(parts) != 3 * count + 1 or not all(map(contains, parts[:-1:3], repeat(b'"ph"'))):
             return None
-        times = _moved_us(parts[2::3], shift_ns // 1000) if whole else _moved_ns(parts[2::3], shift_ns)
+        if whole:
+            times = [int(us) + shift_us for us in parts[2::3]]
+        else:
+            times = self._place.positions(_nanoseconds(parts[2::3]))
         if min(times) < 0 or max(times) > (self._last // 1000 if whole else self._last):
             return None
         places = self._places
@@ -181,13 +187,9 @@ class Rewriter:
         return True
 
 
-def _moved_us(texts: list[bytes], shift_us: int) -> list[int]:
-    return [int(text) + shift_us for text in texts]
-
-
-def _moved_ns(texts: list[bytes], shift_ns: int) -> list[int]:
+def _nanoseconds(texts: list[bytes]) -> list[int]:
     pairs = (text.partition(b".") for text in texts)
-    return [int(us) * 1000 + int(below.ljust(3, b"0")) + shift_ns for us, _, below in pairs]
+    return [int(us) * 1000 + int(below.ljust(3, b"0")) for us, _, below in pairs]
 
 
 def _time(position: int, below_ns: str) -> msgspec.Raw:

@@ -55,8 +55,7 @@ def find_traces(layout: StepLayout, run_id: str) -> Found:
     """The traces of one run. A file without a sidecar may be of any run, and counts as of this one."""
     found = Found([], [], [])
     described = {path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()}
-    files = {path for path in layout.traces.rglob("*") if path.name.endswith(_SUFFIXES) and path.is_file()}
-    files = {path for path in files if not path.name.endswith(SIDECAR_SUFFIX)}
+    files = {path for path in layout.traces.rglob("*") if _is_trace(path)}
     for path in sorted(files | described):
         if not any(part.startswith(".") for part in path.relative_to(layout.root).parts):
             _take(layout, path, run_id, found)
@@ -65,7 +64,11 @@ def find_traces(layout: StepLayout, run_id: str) -> Found:
 
 def trace_bytes(layout: StepLayout) -> int:
     """How many bytes of traces a merge will read."""
-    return sum(path.stat().st_size for path in layout.traces.rglob("*.json*") if path.is_file())
+    return sum(path.stat().st_size for path in layout.traces.rglob("*") if _is_trace(path))
+
+
+def _is_trace(path: Path) -> bool:
+    return path.name.endswith(_SUFFIXES) and not path.name.endswith(SIDECAR_SUFFIX) and path.is_file()
 
 
 def _take(layout: StepLayout, path: Path, run_id: str, found: Found) -> None:
