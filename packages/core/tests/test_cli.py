@@ -271,6 +271,70 @@ def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("stepscope 0.")
 
 
+def a_trace(save_path: Path, content: bytes) -> Path:
+    """The folder of step 2, with a trace in it that nothing describes."""
+    step = a_run(save_path) / "step_000002"
+    (step / "traces" / "actor").mkdir(parents=True)
+    (step / "traces" / "actor" / "t.json").write_bytes(content)
+    return step
+
+
+def test_a_step_is_merged_into_one_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step)]) == 0
+    assert f"{step / 'timeline.json.gz'}: 1 events of 1 processes" in capsys.readouterr().err
+    assert run(["merge", str(step), "--json", "-o", str(tmp_path / "other.json.gz")]) == 0
+    assert json_of(capsys)["spans"] == 1
+    assert (tmp_path / "other.json.gz").read_bytes() == (step / "timeline.json.gz").read_bytes()
+
+
+def test_a_merge_of_broken_files_says_which_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_trace(tmp_path, b"")
+    assert run(["merge", str(step)]) == 3
+    out = capsys.readouterr().out
+    assert "traces/actor/t.json: empty" in out
+    assert "traces/actor/t.json: no sidecar" in out
+
+
+def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert (
+        run(["merge", str(step), "--from", "9", "--to", "10", "--roles", "trainer,actor", "--ranks", "0-7"])
+        == 0
+    )
+    printed = capsys.readouterr()
+    assert "1 spans outside the time that was asked for" in printed.out
+    assert "Nothing is in it" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0..3"], "--ranks is '0..3'; give ranks and ranges of them, such as 0,8-15"),
+        (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
+        (["--from", "nan"], "--from is nan; give ms after the step's opening"),
+        (["--max-mb", "0"], "--max-mb is 0; give a size above 0"),
+        (["--run", "other"], "holds nothing of run 'other'; it holds: run1"),
+    ],
+)
+def test_an_option_of_merge_that_means_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step), *arguments]) in (1, 2)
+    assert said in capsys.readouterr().err
+    assert not (step / "timeline.json.gz").exists()
+
+
+def test_merging_a_run_names_a_step_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["merge", str(a_run(tmp_path))]) == 2
+    assert f"give one step's, such as {tmp_path / 'step_000002'}" in capsys.readouterr().err
+
+
 def test_the_demo_without_its_libraries_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from stepscope.cli.demo import demo
 from stepscope.cli.diff import diff
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
+from stepscope.cli.merge import merge
 from stepscope.cli.report import report
 from stepscope.cli.validate import validate
 from stepscope.errors import ConfigError, StepscopeError
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(report)
+app.command()(merge)
 app.command()(diff)
 app.command()(ls)
 app.command()(validate)

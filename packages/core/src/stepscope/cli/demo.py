@@ -14,6 +14,7 @@ from stepscope.cli.find import find_steps
 from stepscope.cli.pages import Pages
 from stepscope.cli.report import read_reports, say_pages, show_reports
 from stepscope.files.layout import RunLayout
+from stepscope.timeline import merge_step
 
 
 def demo(
@@ -36,14 +37,18 @@ def demo(
     from stepscope.demo.run import run_demo
 
     result = run_demo(path, steps=steps, seed=seed, on_progress=screen.say)
-    pages = Pages()
     captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]
+    merged = [merge_step(layout.root) for layout in captured]  # first: the pages link to what is there
+    pages = Pages()
     reports = read_reports(captured, pages=pages)
     pages.add_run(RunLayout(result.save_path), reports.steps, reports.unreadable)
     show_reports(reports)
     say_pages(pages)
+    for layout in captured:
+        screen.say(f"Timeline: {layout.timeline}, for https://ui.perfetto.dev")
     rewards = ", ".join(f"{reward:.2f}" for reward in result.rewards)
     screen.say(f"\n{len(result.rewards)} steps in {result.seconds:.0f} s; mean rewards {rewards}")
     screen.say(f"Everything is in {result.save_path}; see it again with: stepscope report {result.save_path}")
     complete = all(report.health.complete for report in reports.steps)
+    complete = complete and not any(each.problems for each in merged)
     raise typer.Exit(Exit.OK if complete else Exit.INCOMPLETE)

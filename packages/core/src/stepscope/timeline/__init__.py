@@ -1,6 +1,10 @@
-"""One captured step read back from disk: `load_step` gives its `Timeline`. Imports neither torch nor Ray."""
+"""One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
+
+Imports neither torch nor Ray.
+"""
 
 from stepscope.timeline.load import load_step, span_bytes
+from stepscope.timeline.merge import Merged, MergedFile, MergedRow, merge_bytes, merge_step
 from stepscope.timeline.model import (
     Alignment,
     FileProblem,
@@ -10,15 +14,22 @@ from stepscope.timeline.model import (
     Timeline,
     Window,
 )
+from stepscope.timeline.selection import Selection
 
 __all__ = [
     "Alignment",
     "FileProblem",
+    "Merged",
+    "MergedFile",
+    "MergedRow",
     "Process",
     "ProcessClock",
+    "Selection",
     "Span",
     "Timeline",
     "Window",
     "load_step",
+    "merge_bytes",
+    "merge_step",
     "span_bytes",
 ]

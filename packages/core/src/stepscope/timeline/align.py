@@ -73,6 +73,7 @@ def align(
     clock = ProcessClock(
         alignment="measured" if offsets else "same host" if same_host else "unaligned",
         offset_ns=moved[0][0],
+        closing_offset_ns=moved[-1][0],
         uncertainty_ns=known_ns + abs(drift_ns) * jumped if same_host or offsets else None,
         drift_ns=drift_ns,
         jumped=jumped,

@@ -24,7 +24,9 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """`owner`: it is the owner's. `same host`: the two share a wall clock. `measured`: by the owner's
     exchanges with it. `unaligned`: on another host, and nothing was measured."""
     offset_ns: int = 0
-    """How far its wall clock was ahead of the owner's; already subtracted. The first one measured."""
+    """How far its wall clock was ahead of the owner's; already subtracted. At its opening."""
+    closing_offset_ns: int = 0
+    """The same at its closing; in between it is interpolated."""
     uncertainty_ns: int | None = None
     """The true position lies within +- this. None where it is not known: unaligned."""
     drift_ns: int = 0
@@ -105,6 +107,8 @@ class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     lines: int | None = None
     """How many lines it concerns; None: the file."""
+    events: int | None = None
+    """Of a trace: how many events it concerns."""
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

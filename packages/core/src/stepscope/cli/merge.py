@@ -1,0 +1,117 @@
+"""`stepscope merge`: one timeline of everything that a step left, for Perfetto."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import find_run, is_step
+from stepscope.report.figures import size
+from stepscope.report.tables import listing
+from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+
+_RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
+_SHOWN = 20
+
+
+def merge(
+    path: Annotated[Path, typer.Argument(metavar="STEP_DIR", help="Folder of one captured step.")],
+    roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Only these, such as 0,8-15.")] = None,
+    from_ms: Annotated[
+        float | None,
+        typer.Option("--from", metavar="MS", help="Leave out what ended before, in ms after the opening."),
+    ] = None,
+    to_ms: Annotated[
+        float | None, typer.Option("--to", metavar="MS", help="Leave out what began later.")
+    ] = None,
+    max_mb: Annotated[
+        float | None,
+        typer.Option(help="Largest size of the file, in MB: spans first, then each trace its share."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write. [default: STEP_DIR/timeline.json.gz]"),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run's id, where several wrote into one folder.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
+) -> None:
+    """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
+    _check_step(path)
+    selection = Selection(
+        roles=None if roles is None else tuple(role.strip() for role in roles.split(",")),
+        ranks=_ranks(ranks),
+        from_ms=from_ms,
+        to_ms=to_ms,
+        max_mb=max_mb,
+    )
+    _check_limits(selection)
+    target = path / "timeline.json.gz" if output is None else output
+    with screen.progress("merging", merge_bytes(path)) as done:
+        merged = merge_step(path, run_id=run, selection=selection, to=output, on_read=done)
+    if json:
+        screen.show_json(merged)
+    else:
+        _show(merged, target)
+    raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
+
+
+def _check_step(path: Path) -> None:
+    if is_step(path):
+        return
+    steps = find_run(path)  # says what is there instead, if it is no run either
+    first = next(iter(steps.values())).root
+    raise CommandError(f"{path} is the folder of a run: give one step's, such as {first}")
+
+
+def _ranks(text: str | None) -> frozenset[int] | None:
+    if text is None:
+        return None
+    text = text.replace(" ", "")
+    if not _RANGES.fullmatch(text):
+        raise CommandError(f"--ranks is {text!r}; give ranks and ranges of them, such as 0,8-15")
+    pairs = (part.split("-") for part in text.split(","))
+    return frozenset(rank for pair in pairs for rank in range(int(pair[0]), int(pair[-1]) + 1))
+
+
+def _check_limits(selection: Selection) -> None:
+    start, end, max_mb = selection.from_ms, selection.to_ms, selection.max_mb
+    for name, ms in (("from", start), ("to", end)):
+        if ms is not None and not math.isfinite(ms):
+            raise CommandError(f"--{name} is {ms}; give ms after the step's opening")
+    if start is not None and end is not None and end <= start:
+        raise CommandError(f"--to {end:g} is not after --from {start:g}")
+    if max_mb is not None and not 0 < max_mb < math.inf:
+        raise CommandError(f"--max-mb is {max_mb:g}; give a size above 0")
+
+
+def _show(merged: Merged, target: Path) -> None:
+    if not merged.rows:
+        screen.say("Nothing is in it: no role or rank that was asked for, or nothing at that time.")
+    count = f"{merged.events:,} events of {len(merged.rows)} processes"
+    screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
+    if merged.left_out:
+        screen.show(listing("Left out", _some(merged.left_out)))
+    if merged.problems:
+        lines = [
+            f"{p.file}: {p.what}" + _count(p.events, "events") + _count(p.lines, "lines")
+            for p in merged.problems
+        ]
+        screen.show(listing("Broken or missing; what could be read was used", _some(lines)))
+
+
+def _count(number: int | None, what: str) -> str:
+    return "" if number is None else f" ({number:,} {what})"
+
+
+def _some(lines: tuple[str, ...] | list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {more} more: see `stepscope merge --json`"] if more > 0 else [])]

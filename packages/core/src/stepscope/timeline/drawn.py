@@ -1,0 +1,146 @@
+"""Our own spans as events of a merged timeline: on tracks above the profilers', with arrows between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.lanes import Interval, pack
+from stepscope.timeline.model import Span, Timeline
+from stepscope.timeline.rewrite import Cut
+from stepscope.timeline.rows import Axis, Row, Rows
+from stepscope.timeline.selection import Selection
+from stepscope.timeline.tracks import Event, Tracks, microseconds
+
+_TOP = -1_000_000
+"""Sort index of a row's first track of spans: above threads, whose index is their tid."""
+_TRAJECTORIES = "trajectories"
+
+
+class Drawn:
+    """The spans of one timeline that are selected."""
+
+    def __init__(self, timeline: Timeline, rows: Rows, axis: Axis, selection: Selection, cut: Cut) -> None:
+        self._timeline = timeline
+        self._rows = rows
+        self._axis = axis
+        self._selection = selection
+        self._cut = cut
+        self._tids: dict[int, int] = {}
+        self._mine: dict[int, list[int]] = {}
+        for index, span in enumerate(timeline.spans):
+            self._mine.setdefault(span.process, []).append(index)
+        self.outside = 0
+        """Spans left out because they are not between `from` and `to`."""
+
+    def of(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """A row's spans. Rows are drawn from top to bottom."""
+        if row.process is None:
+            return
+        chosen = [index for index in self._mine.get(row.process, ()) if self._chosen(index, row)]
+        for group, members in self._groups(chosen).items():
+            lanes = pack(self._intervals(members))
+            tids = _tracks(row, group, lanes, tracks)
+            for index, lane in zip(members, lanes, strict=True):
+                self._tids[index] = tids[lane]
+                yield self._slice(index, row)
+
+    def arrows(self) -> Iterator[Event]:
+        """From each drawn span to those that ran below it in other processes. Call it after all rows."""
+        first = FlowIds(0).first
+        for index in self._tids:
+            parent = self._timeline.spans[index].parent
+            if parent is None or parent not in self._tids or not self._both_aligned(index, parent):
+                continue
+            common = {"cat": "stepscope", "name": "call", "id": first + index}
+            yield {"ph": "s", **common, **self._at(parent)}
+            yield {"ph": "f", "bp": "e", **common, **self._at(index)}
+
+    def _both_aligned(self, index: int, parent: int) -> bool:
+        """And in two rows."""
+        one, other = (self._row(at) for at in (index, parent))
+        return one is not other and one.unaligned is None and other.unaligned is None
+
+    def _chosen(self, index: int, row: Row) -> bool:
+        span = self._timeline.spans[index]
+        if not (self._selection.rank(row.info.rank) and self._selection.role(row.info.role, span.role)):
+            return False
+        start, end = self._positions(index)
+        cut = self._cut
+        if (cut.end is not None and start > cut.end) or (cut.start is not None and end < cut.start):
+            self.outside += 1
+            return False
+        return True
+
+    def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
+        """What shares tracks: each thread's spans, but all of a process' trajectories together."""
+        spans = self._timeline.spans
+        threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}
+        groups: dict[str, list[int]] = {
+            "spans" if len(threads) < 2 else f"spans, thread {n}": [] for n in threads
+        }
+        for index in chosen:
+            thread = "spans" if len(threads) < 2 else f"spans, thread {spans[index].thread}"
+            group = thread if spans[index].trajectory is None else _TRAJECTORIES
+            groups.setdefault(group, []).append(index)
+        return groups
+
+    def _intervals(self, members: Sequence[int]) -> list[Interval]:
+        at = {index: number for number, index in enumerate(members)}
+        parents = (self._timeline.spans[index].parent for index in members)
+        return [
+            Interval(*self._positions(index), None if parent is None else at.get(parent))
+            for index, parent in zip(members, parents, strict=True)
+        ]
+
+    def _positions(self, index: int) -> tuple[int, int]:
+        span = self._timeline.spans[index]
+        shift_ns = (self._row(index).shift_ns or 0) - self._axis.base_ns
+        return span.start_ns + shift_ns, max(self._timeline.until_ns(span), span.start_ns) + shift_ns
+
+    def _row(self, index: int) -> Row:
+        return self._rows.of_process[self._timeline.spans[index].process]
+
+    def _at(self, index: int) -> Event:
+        start, _ = self._positions(index)
+        return {"pid": self._row(index).pid, "tid": self._tids[index], "ts": microseconds(start)}
+
+    def _slice(self, index: int, row: Row) -> Event:
+        span = self._timeline.spans[index]
+        start, end = self._positions(index)
+        return {
+            "ph": "X",
+            "cat": "stepscope",
+            "name": span.stage,
+            "pid": row.pid,
+            "tid": self._tids[index],
+            "ts": microseconds(start),
+            "dur": microseconds(end - start),
+            "args": _args(span, self._timeline.step),
+        }
+
+
+def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[int]:
+    """The tid of each lane."""
+    count = max(lanes, default=-1) + 1
+    top = _TOP if group != _TRAJECTORIES else _TOP // 2
+    names = [group if count == 1 else f"{group} {lane + 1} of {count}" for lane in range(count)]
+    return [tracks.own(row, name, top + lane) for lane, name in enumerate(names)]
+
+
+def _args(span: Span, step: int) -> Event:
+    said: Event = {"role": span.role}
+    for name in ("trajectory", "turn", "policy_version", "error"):
+        if (value := getattr(span, name)) is not None:
+            said[name] = value
+    if span.step != step:
+        said["step"] = span.step
+    if span.end_ns is None:
+        said["open"] = "it was never seen to end"
+    return {**{name: _plain(value) for name, value in (span.attrs or {}).items()}, **said}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and not msgspec.json.encode(value)[:1].isdigit() else value

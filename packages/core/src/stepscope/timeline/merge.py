@@ -1,0 +1,258 @@
+"""One file of everything that a step left: spans, traces, and how they were put on one clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.layout import StepLayout
+from stepscope.timeline.drawn import Drawn
+from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.load import load_step, span_bytes
+from stepscope.timeline.model import FileProblem, Timeline
+from stepscope.timeline.place import Place
+from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope.timeline.rewrite import Cut, Rewriter
+from stepscope.timeline.rows import Row, Rows, axis_of
+from stepscope.timeline.selection import Selection
+from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
+from stepscope.timeline.tracks import Tracks, row_metadata
+from stepscope.timeline.write import TimelineFile, timeline_file
+
+_EVERYTHING = Selection()
+_RESERVE = 1 << 16
+"""Bytes of the limit on size kept for what is said at the end."""
+
+
+class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the timeline."""
+
+    pid: int
+    """In the timeline."""
+    name: str
+    role: str
+    rank: int | None
+    replica: int | None
+    host: str
+    native_pid: int | None
+    alignment: str
+    """As `ProcessClock.alignment`."""
+    uncertainty_ns: int | None
+    """Its times are true within +- this against the owner's. None: unknown."""
+    offset_ns: int = 0
+    """What its wall clock was ahead; taken out."""
+    reason: str | None = None
+    """Why it is unaligned."""
+
+
+class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace that went into the timeline."""
+
+    file: str
+    row: int
+    """Its row's pid."""
+    events: int
+    """Written."""
+
+
+class Merged(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written, and what was not. It stands in the file as well, as `stepscope`."""
+
+    format: int = 1
+    step: int
+    run_id: str
+    base_ns: int
+    """Unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
+    window_ns: tuple[int, int]
+    """The step, unix ns."""
+    rows: tuple[MergedRow, ...]
+    files: tuple[MergedFile, ...]
+    spans: int
+    """Written."""
+    selection: dict[str, object]
+    """What narrowed it."""
+    left_out: tuple[str, ...]
+    """What the selection, or the lack of a reader, left out."""
+    problems: tuple[FileProblem, ...]
+    """What was broken or missing; the rest of each file was used."""
+
+    @property
+    def events(self) -> int:
+        return self.spans + sum(file.events for file in self.files)
+
+
+def merge_bytes(path: str | os.PathLike[str]) -> int:
+    """How many bytes of files `merge_step` will read."""
+    return span_bytes(path) + trace_bytes(StepLayout(path))
+
+
+def merge_step(
+    path: str | os.PathLike[str],
+    *,
+    run_id: str | None = None,
+    selection: Selection = _EVERYTHING,
+    to: str | os.PathLike[str] | None = None,
+    on_read: Callable[[int], None] | None = None,
+) -> Merged:
+    """Writes the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
+
+    In bounded memory, whatever the size of the traces: only spans are held. Nothing is left of the file when
+    this raises or is interrupted, and a file that was there stays.
+
+    Args:
+        path: A step's folder.
+        run_id: Which run, where several wrote into the folder. None: the one that opened it last.
+        to: Where to write. None: `timeline.json.gz` in the step's folder.
+        on_read: Called with a number of bytes each time that many more of the files were read.
+
+    Raises:
+        RecordError: no process of a capture left anything, or none of the run that was asked for.
+        OSError: the disk does not let us.
+    """
+    layout = StepLayout(path)
+    merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
+    target = layout.timeline if to is None else Path(to)
+    with timeline_file(target, merge.axis.base_ns) as out:
+        merge.write(out)
+        merged = merge.merged()
+        out.finish(merged)
+    return merged
+
+
+class _Merge:
+    def __init__(
+        self,
+        layout: StepLayout,
+        timeline: Timeline,
+        selection: Selection,
+        on_read: Callable[[int], None] | None,
+    ) -> None:
+        self.axis = axis_of(timeline)
+        self._timeline = timeline
+        self._selection = selection
+        self._on_read = on_read
+        self._rows = Rows(timeline, self.axis)
+        found = find_traces(layout, timeline.run_id)
+        self._problems = [*timeline.problems, *found.problems]
+        self._left_out = found.unread
+        self._traces = [self._row_of(trace) for trace in found.traces]
+        self._order = self._rows.number()
+        limits = selection.limits_ns(timeline.window.start_ns)
+        start, end = (None if ns is None else ns - self.axis.base_ns for ns in limits)
+        self._cut = Cut(start, end)
+        self._tracks = Tracks(len(self._order))
+        self._drawn = Drawn(timeline, self._rows, self.axis, selection, self._cut)
+        self._spans = 0
+        self._files: list[MergedFile] = []
+
+    def _row_of(self, trace: TraceFile) -> tuple[TraceFile, TraceFields, Row]:
+        fields = ChromeTrace(trace.path).fields()
+        key = None if trace.sidecar is None else trace.sidecar.process
+        return trace, fields, self._rows.of_trace(trace.whose(fields), key, base=fields.base_ns is not None)
+
+    def write(self, out: TimelineFile) -> None:
+        for row in self._order:
+            spans = list(self._drawn.of(row, self._tracks))
+            if spans:
+                self._show(row, out)
+                out.objects(spans)
+                self._spans += len(spans)
+        out.objects(list(self._drawn.arrows()))
+        if self._drawn.outside:
+            self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
+        chosen = [each for each in self._traces if self._chosen(each[0], each[2])]
+        chosen.sort(key=lambda each: each[2].pid)
+        for number, (trace, fields, row) in enumerate(chosen):
+            self._write_trace(out, number + 1, trace, fields, row, self._limit(out, len(chosen) - number))
+
+    def _chosen(self, trace: TraceFile, row: Row) -> bool:
+        chosen = self._selection.role(trace.role, row.info.role) and self._selection.rank(row.info.rank)
+        if not chosen:
+            self._left_out.append(f"{trace.name}: of another role or rank")
+        return chosen
+
+    def _limit(self, out: TimelineFile, left: int) -> int | None:
+        """The size of the file at which the next trace ends: what is left is shared equally."""
+        if self._selection.max_mb is None:
+            return None
+        written = out.settle()
+        return written + max(0, int(self._selection.max_mb * 1_000_000) - _RESERVE - written) // left
+
+    def _write_trace(
+        self,
+        out: TimelineFile,
+        number: int,
+        trace: TraceFile,
+        fields: TraceFields,
+        row: Row,
+        limit: int | None,
+    ) -> None:
+        file = ChromeTrace(trace.path)
+        place = Place(row, fields.base_ns, self.axis)
+        rewriter = Rewriter(row, place, FlowIds(number), self._tracks, self.axis, self._cut, file.notes)
+        latest = 0
+        for batch in file.events(self._on_read):
+            text = rewriter.rewrite(batch)
+            if limit is not None and out.settle() + latest > limit:
+                self._left_out.append(
+                    f"{trace.name}: what follows its first {rewriter.written} events, for its size"
+                )
+                break
+            if text:
+                self._show(row, out)
+                before = out.written
+                out.events(text)
+                latest = 0 if limit is None else out.settle() - before
+        out.objects(self._tracks.take() + self._tracks.take_unnamed())
+        if rewriter.outside:
+            self._left_out.append(
+                f"{trace.name}: {rewriter.outside} events outside the time that was asked for"
+            )
+        self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
+        counts = file.notes.counts.items()
+        self._problems += [FileProblem(file=trace.name, what=what, events=events) for what, events in counts]
+
+    def _show(self, row: Row, out: TimelineFile) -> None:
+        """Writes what is to be known of the row before its first event."""
+        if not row.shown:
+            row.shown = True
+            out.objects(list(row_metadata(row)))
+        out.objects(self._tracks.take())
+
+    def merged(self) -> Merged:
+        timeline = self._timeline
+        shown = [row for row in self._order if row.shown]
+        unaligned = [(row.name, row.unaligned) for row in shown if row.unaligned is not None]
+        self._problems += [FileProblem(file=name, what=f"unaligned: {why}") for name, why in unaligned]
+        return Merged(
+            step=timeline.step,
+            run_id=timeline.run_id,
+            base_ns=self.axis.base_ns,
+            window_ns=(timeline.window.start_ns, timeline.window.end_ns),
+            rows=tuple(map(_merged_row, shown)),
+            files=tuple(self._files),
+            spans=self._spans,
+            selection=self._selection.words(),
+            left_out=tuple(self._left_out),
+            problems=tuple(self._problems),
+        )
+
+
+def _merged_row(row: Row) -> MergedRow:
+    info, clock = row.info, None if row.clock is None or row.unaligned is not None else row.clock.clock
+    return MergedRow(
+        pid=row.pid,
+        name=row.name,
+        role=info.role,
+        rank=info.rank,
+        replica=info.replica,
+        host=info.host,
+        native_pid=info.pid or None,
+        alignment="unaligned" if clock is None else clock.alignment,
+        uncertainty_ns=None if clock is None else clock.uncertainty_ns,
+        offset_ns=0 if clock is None else clock.offset_ns,
+        reason=row.unaligned,
+    )

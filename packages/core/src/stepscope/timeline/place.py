@@ -1,0 +1,57 @@
+"""From a foreign event's `ts` to its position in the merged timeline, exactly."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_FLOOR, Context, Decimal
+
+from stepscope.timeline.rows import Axis, Row, offset_at, steady
+
+_NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
+_EXACT = Context(prec=200)
+
+
+class Place:
+    """Of one file in its row. Positions are ns since the axis' base; a `ts` is decimal text, in us."""
+
+    def __init__(self, row: Row, base_ns: int | None, axis: Axis) -> None:
+        self._row = row
+        self._clock = row.clock
+        self._axis = axis
+        self._base_ns = base_ns or 0
+
+    @property
+    def shift_ns(self) -> int | None:
+        """What is added to `ts` * 1000. None: that is not one number for all events, or not known yet."""
+        if self._row.shift_ns is None or not (self._clock is None or steady(self._clock)):
+            return None
+        return self._shift_at(0)
+
+    def positions(self, times_ns: list[int]) -> list[int]:
+        """Of times in ns since the file's base. For a row that is aligned."""
+        shift_ns = self.shift_ns
+        if shift_ns is not None:
+            return [ns + shift_ns for ns in times_ns]
+        return [ns + self._shift_at(ns) for ns in times_ns]
+
+    def of(self, ts: str) -> tuple[int, str] | None:
+        """(position, what is below a ns as further decimals). None: `ts` is no time of this step."""
+        number = _NUMBER.fullmatch(ts)
+        if number is None:
+            return None
+        exact = _EXACT.multiply(Decimal(number[1]), Decimal(1000))
+        whole = int(exact.to_integral_value(ROUND_FLOOR, _EXACT))
+        position = whole + self._shift(whole)
+        if not 0 <= position <= self._axis.last and self._row.unaligned is None:
+            return None
+        below = _EXACT.subtract(exact, Decimal(whole))
+        return position, "" if not below else format(below, "f").partition(".")[2]
+
+    def _shift(self, ts_ns: int) -> int:
+        if self._row.shift_ns is None:
+            self._row.shift_ns = self._axis.shift_of(ts_ns + self._base_ns - self._axis.base_ns)
+        return self._shift_at(ts_ns)
+
+    def _shift_at(self, ts_ns: int) -> int:
+        offset_ns = 0 if self._clock is None else offset_at(self._clock, ts_ns + self._base_ns)
+        return self._base_ns - self._axis.base_ns - offset_ns + (self._row.shift_ns or 0)

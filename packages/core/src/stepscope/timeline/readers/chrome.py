@@ -1,0 +1,132 @@
+"""Reads Chrome traces, plain or gzip, as torch (Kineto), the engines and others write them.
+
+A file is an object with `traceEvents` among its fields, before or behind the others, or only the array.
+Format: "Trace Event Format", Google; of an event's fields these matter here: ph, pid, tid, ts, dur and id.
+Absolute unix time in ns = `ts` (us) * 1000 + `baseTimeNanoseconds` (Kineto from 2024 on).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from stepscope.timeline.readers.blocks import Notes, read_blocks
+from stepscope.timeline.readers.elements import LONGEST, TOKEN, Batch, Elements, mend
+
+_ARRAY = re.compile(rb"\s*:\s*\[")
+_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
+_FARTHEST_NS = 1 << 62
+
+_T = TypeVar("_T")
+
+
+class Distributed(msgspec.Struct, frozen=True):
+    """`distributedInfo` of Kineto."""
+
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands around the events. None: the file does not say."""
+
+    base_ns: int | None
+    distributed: Distributed | None
+    host: str | None
+
+
+class ChromeTrace:
+    """One file. Nothing in it, nor its absence, is an exception; `notes` names what could not be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes = Notes()
+
+    def fields(self) -> TraceFields:
+        """Reads up to the events; through the whole file where the base is not before them."""
+        found: dict[str, msgspec.Raw] = {}
+        silent = ChromeTrace(self.path)  # the reading that counts is the one of `events`
+        for _ in silent._scan(found, None):
+            if "baseTimeNanoseconds" in found:
+                break
+        return _typed(found)
+
+    def events(self, on_read: Callable[[int], None] | None = None) -> Iterator[Batch]:
+        """All events that can be read, in the file's order."""
+        yield from self._scan({}, on_read)
+
+    def _scan(self, found: dict[str, msgspec.Raw], on_read: Callable[[int], None] | None) -> Iterator[Batch]:
+        header: bytes | None = b""
+        elements = Elements(self.notes)
+        for block in read_blocks(self.path, self.notes, on_read):
+            if header is None:
+                yield from elements.feed(block)
+                continue
+            header += block
+            at = _array(header)
+            if at is not None:
+                found.update(_object(header[: at[0]] + b"}"))
+                block, header = header[at[1] :], None
+                yield from elements.feed(block)
+            elif len(header) > LONGEST:
+                break
+        if header is None:
+            yield from elements.end()
+            self._close(elements.trailer, found)
+        elif header:
+            self.notes.file("left out: no trace events in it")
+
+    def _close(self, trailer: bytes | None, found: dict[str, msgspec.Raw]) -> None:
+        if trailer is None:
+            self.notes.file("cut off: its list of events does not end")
+        elif trailer.strip(b" \t\r\n,}\0"):
+            found.update(_object(b"{" + trailer.lstrip(b" \t\r\n,")))
+
+
+def _array(text: bytes) -> tuple[int, int] | None:
+    """Where the field `traceEvents` begins and where its array does; None: not in `text`."""
+    begin = _START.match(text)
+    first = begin.end() if begin is not None else 0
+    if text[first : first + 1] == b"[":
+        return first, first + 1
+    depth = 0
+    for token in TOKEN.finditer(text, first):
+        mark = text[token.start()]
+        depth += (mark in b"{[") - (mark in b"}]")
+        if depth == 1 and token[0] == b'"traceEvents"':
+            array = _ARRAY.match(text, token.end())
+            if array is not None:
+                return token.start(), array.end()
+    return None
+
+
+def _object(text: bytes) -> dict[str, msgspec.Raw]:
+    """The fields in `text`, an object that may have a comma too many; none where it is damaged."""
+    text = re.sub(rb",\s*\}\s*\Z", b"}", text.rstrip(b" \t\r\n\0"))
+    for candidate in (text, mend(text)):
+        try:
+            return msgspec.json.decode(candidate, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    return {}
+
+
+def _typed(found: dict[str, msgspec.Raw]) -> TraceFields:
+    """Field by field: one of another type than it should be says nothing, and costs no other."""
+    base_ns = _value(found, "baseTimeNanoseconds", int)
+    return TraceFields(
+        base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,
+        distributed=_value(found, "distributedInfo", Distributed),
+        host=_value(found, "host_name", str),
+    )
+
+
+def _value(found: dict[str, msgspec.Raw], name: str, kind: type[_T]) -> _T | None:
+    try:
+        return msgspec.json.decode(found[name], type=kind, strict=False)
+    except (KeyError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,154 @@
+"""The rows of a merged timeline: one for each process, and how what it recorded gets its place in time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.timeline.load import names_of
+from stepscope.timeline.model import Process, Timeline
+
+ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
+"""From top to bottom; others follow by name."""
+MARGIN_NS = 3_600_000_000_000
+"""How far from the step's window a time may be and still be believed: an hour."""
+_BEHIND_NS = 1_000_000_000
+"""How far behind the window stands what has no place in it."""
+
+
+class Row(msgspec.Struct, kw_only=True, eq=False):
+    """One process, or what of it could not be aligned."""
+
+    info: ProcessInfo
+    process: int | None
+    """Index in `Timeline.processes`. None: it left no spans and no part (an engine's worker)."""
+    clock: Process | None
+    """The process whose clock places its traces. None: there is none."""
+    unaligned: str | None = None
+    """Why its times mean nothing against the others'."""
+    shift_ns: int | None = 0
+    """Added to its times. None: not known before its first event, and it is unaligned."""
+    name: str = ""
+    pid: int = 0
+    shown: bool = False
+    """Whether its metadata has been written."""
+
+
+class Axis(NamedTuple):
+    """The time axis of a merged file: positions are ns since `base_ns`."""
+
+    base_ns: int
+    """Whole seconds, `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
+    last: int
+    """The last position that is believed."""
+    behind: int
+    """Where things begin that have no place in the step."""
+
+    def shift_of(self, position: int) -> int:
+        """What moves an unaligned process' times, the first of them at `position`, to where they are shown.
+
+        On their own clock if that is anywhere near; else behind the step, where nobody is misled.
+        """
+        return 0 if 0 <= position <= self.last else self.behind - position
+
+
+def axis_of(timeline: Timeline) -> Axis:
+    base_ns = (timeline.window.start_ns - MARGIN_NS) // 1_000_000_000 * 1_000_000_000
+    end = timeline.window.end_ns - base_ns
+    return Axis(base_ns, last=end + MARGIN_NS, behind=end + _BEHIND_NS)
+
+
+class Rows:
+    """All rows of one timeline. Ask for what is needed, then `number` them."""
+
+    def __init__(self, timeline: Timeline, axis: Axis) -> None:
+        self._timeline = timeline
+        self._rows: dict[tuple[object, ...], Row] = {}
+        self.of_process = [self._of_process(index, axis) for index in range(len(timeline.processes))]
+        self._by_key = {row.info.key: row for row in reversed(self.of_process)}
+
+    def of_trace(self, info: ProcessInfo, key: str | None, *, base: bool) -> Row:
+        """The row of a trace that `info` wrote.
+
+        Args:
+            key: `ProcessInfo.key` of the process of ours that recorded it.
+            base: Whether the trace says what its times count from.
+        """
+        known = self._by_key.get(key or "") or self._same_process(info)
+        if known is not None and base:
+            return known
+        clock = known.clock if known is not None else self._clock_of(info.host)
+        reason = None if clock is not None else _never_measured(info.host)
+        if not base:
+            clock, reason = None, "the trace has no baseTimeNanoseconds"
+        if known is not None:
+            info = known.info
+        row = Row(info=info, process=None, clock=clock, unaligned=reason, shift_ns=None if reason else 0)
+        return self._rows.setdefault((info.role, info.replica, info.rank, info.host, info.pid, reason), row)
+
+    def number(self) -> list[Row]:
+        """All rows from top to bottom, named and with their pids."""
+        rows = sorted([*self.of_process, *self._rows.values()], key=self._order)
+        names = names_of([row.info for row in rows if row.unaligned is None])
+        aligned = iter(names)
+        for pid, row in enumerate(rows, 1):
+            row.pid = pid
+            row.name = next(aligned) if row.unaligned is None else f"{_name(row.info)} (unaligned)"
+        return rows
+
+    def _of_process(self, index: int, axis: Axis) -> Row:
+        process = self._timeline.processes[index]
+        row = Row(info=process.info, process=index, clock=process)
+        if not process.aligned:
+            row.unaligned = _never_measured(process.info.host)
+            row.shift_ns = axis.shift_of(process.opened_ns - axis.base_ns)
+        return row
+
+    def _same_process(self, info: ProcessInfo) -> Row | None:
+        mine = (row for row in self.of_process if (row.info.host, row.info.pid) == (info.host, info.pid))
+        return next(mine, None)
+
+    def _clock_of(self, host: str) -> Process | None:
+        """The process on `host` whose clock is known best."""
+        there = [
+            process for process in self._timeline.processes if process.info.host == host and process.aligned
+        ]
+        return min(there, key=lambda process: process.clock.uncertainty_ns or 0, default=None)
+
+    def _order(self, row: Row) -> tuple[object, ...]:
+        info = row.info
+        owner = row.process is not None and self._timeline.processes[row.process].owner
+        role = ROLES.index(info.role) if info.role in ROLES else len(ROLES)
+        where = (_or_first(info.replica), _or_first(info.rank), info.host, info.pid)
+        return not owner, role, info.role, *where, row.unaligned or ""
+
+
+def _never_measured(host: str) -> str:
+    return f"the clock of host {host} was not measured against the step's"
+
+
+def _or_first(number: int | None) -> int:
+    return -1 if number is None else number
+
+
+def _name(info: ProcessInfo) -> str:
+    (name,) = names_of([info])
+    return name
+
+
+def offset_at(process: Process, wall_ns: int) -> int:
+    """How far the process' wall clock was ahead of the owner's when it showed `wall_ns`."""
+    clock = process.clock
+    opened_ns = process.opened_ns + clock.offset_ns
+    if process.closed_ns is None or clock.offset_ns == clock.closing_offset_ns:
+        return clock.offset_ns
+    lasted_ns = process.closed_ns + clock.closing_offset_ns - opened_ns
+    since_ns = min(max(wall_ns - opened_ns, 0), lasted_ns)
+    return clock.offset_ns + since_ns * (clock.closing_offset_ns - clock.offset_ns) // max(lasted_ns, 1)
+
+
+def steady(process: Process) -> bool:
+    """Whether that is one number all the time."""
+    return process.closed_ns is None or process.clock.offset_ns == process.clock.closing_offset_ns

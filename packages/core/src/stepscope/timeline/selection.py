@@ -1,0 +1,55 @@
+"""Which part of a step a timeline is to show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything, unless something narrows it."""
+
+    roles: tuple[str, ...] | None = None
+    """Names or globs. A process of such a role is shown whole; of any other one, its spans of such a role."""
+    ranks: frozenset[int] | None = None
+    """Processes without a rank (a driver) are shown whatever the ranks."""
+    from_ms: float | None = None
+    """Since the step's opening; what ends before is left out."""
+    to_ms: float | None = None
+    """What begins later is left out."""
+    max_mb: float | None = None
+    """Size of the written file, in 10^6 bytes. Spans come first; of the traces each file gets its share."""
+
+    def role(self, *roles: str) -> bool:
+        """Whether one of these is to be shown."""
+        wanted = self.roles
+        return wanted is None or any(fnmatchcase(role, glob) for role in roles for glob in wanted)
+
+    def rank(self, rank: int | None) -> bool:
+        return self.ranks is None or rank is None or rank in self.ranks
+
+    def limits_ns(self, opened_ns: int) -> tuple[int | None, int | None]:
+        """From and to, in unix ns."""
+        return _at(self.from_ms, opened_ns), _at(self.to_ms, opened_ns)
+
+    def words(self) -> dict[str, object]:
+        """What narrows it; empty where nothing does."""
+        return {
+            name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
+
+
+def _at(since_ms: float | None, opened_ns: int) -> int | None:
+    return None if since_ms is None else opened_ns + round(since_ms * 1_000_000)
+
+
+def _plain(value: object) -> object:
+    return (
+        sorted(value)
+        if isinstance(value, frozenset)
+        else list(value)
+        if isinstance(value, Sequence)
+        else value
+    )

@@ -1,0 +1,113 @@
+"""The tracks of a merged timeline: each gets a tid of its own, and a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from stepscope.timeline.ids import FIRST_TID
+from stepscope.timeline.rows import Row
+
+Event: TypeAlias = dict[str, object]
+_OWN = "\0stepscope"
+"""In the place of a file's pid: no file has this one."""
+
+
+class Tracks:
+    """Of one timeline. What files call a process becomes tracks in the row of the process that wrote them."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._tids: dict[tuple[int, str, str], int] = {}
+        self._unnamed: dict[int, tuple[int, str]] = {}
+        self._labels: dict[tuple[int, str], str] = {}
+        self._counters: dict[tuple[int, str], int] = {}
+        self._first: dict[int, str] = {}
+        self.metadata: list[Event] = []
+        """Written since somebody last took them from here."""
+
+    def own(self, row: Row, name: str, sort: int) -> int:
+        """The tid of a new track of our own."""
+        tid = self._tid(row.pid, _OWN, name)
+        self.metadata += named("thread", row.pid, tid, name, sort)
+        return tid
+
+    def foreign(self, row: Row, pid: str, tid: str) -> int:
+        """The tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
+        key = (row.pid, pid, tid)
+        if key not in self._tids:
+            number = tid if not tid.isdigit() else f"thread {tid}"
+            self._unnamed[self._tid(*key)] = (row.pid, self.prefixed(row, pid, number))
+        return self._tids[key]
+
+    def name_known(self, tid: int) -> None:
+        """A file names this track itself."""
+        self._unnamed.pop(tid, None)
+
+    def describe(self, row: Row, pid: str, field: str, value: str) -> None:
+        """What a file says of one of its pids: `labels` ("CPU", "GPU 0"), or `name`, which counts less."""
+        key = (row.pid, pid)
+        if field == "labels":
+            self._labels[key] = "" if value == "CPU" else value
+        elif self._first.setdefault(row.pid, pid) != pid:
+            self._labels.setdefault(key, value)
+
+    def prefixed(self, row: Row, pid: str, name: str) -> str:
+        """A thread's name, with the device's before it: the row is the whole process."""
+        label = self._labels.get((row.pid, pid), "")
+        return f"{label} {name}" if label and label not in name else name
+
+    def counters(self, row: Row, pid: str) -> int:
+        """Where the counters of one of a file's pids go: a counter is its pid and its name, nothing else."""
+        key = (row.pid, pid)
+        if key not in self._counters:
+            first = all(taken != row.pid for taken, _ in self._counters)
+            self._counters[key] = row.pid if first else self._further(row, pid)
+        return self._counters[key]
+
+    def take(self) -> list[Event]:
+        """The metadata that is still to be written."""
+        taken, self.metadata = self.metadata, []
+        return taken
+
+    def take_unnamed(self) -> list[Event]:
+        """Names for the tracks that no file has named."""
+        names = [_meta("thread_name", pid, tid, name=name) for tid, (pid, name) in self._unnamed.items()]
+        self._unnamed.clear()
+        return names
+
+    def _further(self, row: Row, pid: str) -> int:
+        self._rows += 1
+        name = self.prefixed(row, pid, "counters")
+        self.metadata += named("process", self._rows, 0, f"{row.name}: {name}", row.pid * 10 + 1)
+        return self._rows
+
+    def _tid(self, row: int, pid: str, tid: str) -> int:
+        return self._tids.setdefault((row, pid, tid), FIRST_TID + len(self._tids))
+
+
+def row_metadata(row: Row) -> Iterator[Event]:
+    """Name, place and labels of a row."""
+    yield from named("process", row.pid, 0, row.name, row.pid * 10)
+    info = row.info
+    labels = [info.host, f"pid {info.pid}"] if info.pid else [info.host]
+    if row.unaligned is not None:
+        labels.append(f"unaligned: {row.unaligned}")
+    yield _meta("process_labels", row.pid, 0, labels=", ".join(labels))
+
+
+def named(what: str, pid: int, tid: int, name: str, sort: int) -> Iterator[Event]:
+    """The name and the place of a `process` or a `thread`."""
+    yield _meta(f"{what}_name", pid, tid, name=name)
+    yield _meta(f"{what}_sort_index", pid, tid, sort_index=sort)
+
+
+def _meta(event: str, pid: int, tid: int, **args: object) -> Event:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
+
+
+def microseconds(ns: int) -> msgspec.Raw:
+    """As it stands in a trace: us, with all digits of the ns."""
+    return msgspec.Raw(b"%d.%03d" % divmod(ns, 1000))

@@ -1,0 +1,171 @@
+"""Traces in every state that crashes, full disks and careless writers leave them in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.timeline.readers.blocks import BLOCK, Notes
+from stepscope.timeline.readers.chrome import ChromeTrace
+from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements
+
+CUT = "cut off: its list of events does not end"
+HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
+
+
+def event(number: int, name: str = "k") -> str:
+    head = f'{{"ph": "X", "name": "{name}{number}", "pid": 1, "tid": 2, "ts": {number}'
+    return f'{head}, "args": {{"n": [{number}]}}}}'
+
+
+GOOD = HEAD + ",\n".join(map(event, range(5))) + '], "traceName": "t"}'
+
+
+def read(path: Path, content: bytes) -> tuple[list[str], dict[str, int | None]]:
+    """Names of the events that were read, and what was noted."""
+    path.write_bytes(content)
+    trace = ChromeTrace(path)
+    found = [json.loads(b"[%b]" % batch.text) for batch in trace.events()]
+    names = [each.get("name") for events in found for each in events]
+    return names, trace.notes.counts
+
+
+def first(count: int) -> list[str]:
+    return [f"k{number}" for number in range(count)]
+
+
+def good(old: bytes, new: bytes) -> bytes:
+    return GOOD.encode().replace(old, new)
+
+
+def third(name: str) -> list[str]:
+    return ["k0", "k1", name, "k3", "k4"]
+
+
+WITHOUT = ["k0", "k1", "k3", "k4"]
+
+BROKEN: dict[str, tuple[bytes, list[str], dict[str, int | None]]] = {
+    "sound": (GOOD.encode(), first(5), {}),
+    "byte order mark": (b"\xef\xbb\xbf" + GOOD.encode(), first(5), {}),
+    "zero bytes": (b"", [], {"empty": None}),
+    "no trace": (b'{"hello": 1}', [], {"left out: no trace events in it": None}),
+    "no JSON": (b"\x80\x04 pickle", [], {"left out: no trace events in it": None}),
+    "no events": (b'{"traceEvents": []}', [], {}),
+    "half an event": (GOOD[: GOOD.index("k3")].encode(), first(3), {CUT: None, NO_JSON: 1}),
+    "no end": (GOOD[: GOOD.index('], "traceName')].encode(), first(5), {CUT: None}),
+    "comma at the end": ((HEAD + event(0) + ",]}").encode(), first(1), {}),
+    "bad UTF-8": (good(b"k2", b"k\xff\xfe"), third("k\ufffd\ufffd"), {MENDED: 1}),
+    "NaN": (good(b"[2]", b"[NaN, -Infinity, nan]"), first(5), {MENDED: 1}),
+    "NaN in a name": (good(b"k2", b"NaN"), third("NaN"), {}),
+    "line break in a name": (good(b"k2", b"a\nb"), third("a\nb"), {MENDED: 1}),
+    "Windows path": (good(b"k2", rb"C:\\d\ew"), third("C:\\d\\ew"), {MENDED: 1}),
+    "half a surrogate": (good(b"k2", rb"\ud800x"), third("\ufffdx"), {MENDED: 1}),
+    "a pair of surrogates": (good(b"k2", rb"\ud83d\ude00"), third("😀"), {}),
+    "a quote missing": (good(b'"k2"', b'"k2'), WITHOUT, {NO_JSON: 1}),
+    "a brace missing": (good(b"[2]}}", b"[2]}"), WITHOUT, {NO_JSON: 1}),
+    "a hole": (good(event(2).encode(), b"\0" * 40), WITHOUT, {NO_JSON: 1}),
+    "deeply nested": (good(b"[2]", b"[" * 5000 + b"]" * 5000), WITHOUT, {NO_JSON: 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_can_be_read_is_used_and_the_rest_is_counted(tmp_path: Path, case: str) -> None:
+    content, names, notes = BROKEN[case]
+    assert read(tmp_path / "t.json", content) == (names, notes)
+
+
+@pytest.mark.parametrize("case", ["cut", "checksum", "garbage behind", "garbage inside"])
+def test_a_damaged_gzip_gives_what_was_whole(tmp_path: Path, case: str) -> None:
+    random_names = random.Random(1)
+    events = [event(random_names.randrange(10**9)) for _ in range(20_000)]
+    packed = gzip.compress((HEAD + ",".join(events) + "]}").encode())
+    damaged = {
+        "cut": packed[: len(packed) // 2],
+        "checksum": packed[:-8] + bytes(8),
+        "garbage behind": packed + b"garbage",
+        "garbage inside": packed[:100_000] + bytes(range(256)) * 8 + packed[102_048:],
+    }[case]
+    names, notes = read(tmp_path / "t.json.gz", damaged)
+    assert any("cut off" in what or "damaged" in what for what in notes)
+    whole = [json.loads(each)["name"] for each in events]
+    assert names[:5000] == whole[:5000]
+    if case in ("checksum", "garbage behind"):
+        assert len(names) > len(whole) - BLOCK // len(events[0]), "only the block in which it shows is lost"
+
+
+def test_members_of_a_gzip_are_one_text(tmp_path: Path) -> None:
+    content = GOOD.encode()
+    packed = b"".join(gzip.compress(content[at : at + 100]) for at in range(0, len(content), 100))
+    assert read(tmp_path / "t.json.gz", packed + bytes(512)) == (first(5), {})
+
+
+def test_a_folder_and_an_absent_file_are_noted(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent.json"):
+        trace = ChromeTrace(path)
+        assert list(trace.events()) == []
+        assert "cannot be read" in "".join(trace.notes.counts)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_fields_are_read_wherever_they_stand(tmp_path: Path, behind: bool) -> None:
+    fields = '"distributedInfo": {"rank": 3, "world_size": 8}, "baseTimeNanoseconds": 5, "host_name": "h"'
+    events = '"traceEvents": [' + ",".join(map(event, range(9999))) + "]"
+    path = tmp_path / "t.json"
+    path.write_text("{" + (f"{events}, {fields}" if behind else f"{fields}, {events}") + "}")
+    found = ChromeTrace(path).fields()
+    assert (found.base_ns, found.host) == (5, "h")
+    assert found.distributed is not None
+    assert (found.distributed.rank, found.distributed.world_size) == (3, 8)
+
+
+@pytest.mark.parametrize("base", ["-1", '"soon"', "null", "1e300", "[]", "true", str(1 << 80)])
+def test_a_base_that_is_no_time_is_none(tmp_path: Path, base: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(f'{{"baseTimeNanoseconds": {base}, "host_name": "h", "traceEvents": []}}')
+    assert ChromeTrace(path).fields().base_ns is None
+    assert ChromeTrace(path).fields().host == "h"
+
+
+def test_an_event_larger_than_a_block_is_read(tmp_path: Path) -> None:
+    large = event(1, "x" * (3 * BLOCK))
+    names, notes = read(tmp_path / "t.json", (HEAD + ",".join([event(0), large, event(2)]) + "]}").encode())
+    assert ([len(name) for name in names], notes) == ([2, 3 * BLOCK + 1, 2], {})
+
+
+@given(st.lists(st.integers(1, 60), max_size=30), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
+    cuts: list[int], damage: int, chance: random.Random
+) -> None:
+    text = bytearray(GOOD[len(HEAD) :].encode())
+    for _ in range(damage):
+        text[chance.randrange(len(text))] = chance.randrange(256)
+
+    def elements(blocks: list[bytes]) -> tuple[list[bytes], bytes | None]:
+        reader = Elements(Notes())
+        found = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch.elements]
+        found += [bytes(raw) for batch in reader.end() for raw in batch.elements]
+        return found, reader.trailer
+
+    blocks, at = [], 0
+    for length in cuts:
+        blocks.append(bytes(text[at : at + length]))
+        at += length
+    whole, _ = elements([bytes(text)])
+    pieces, _ = elements([*blocks, bytes(text[at:])])
+    if not damage:
+        assert whole == pieces
+    assert all(json.loads(each) is not ... for each in pieces)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_at_all_make_it_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(HEAD.encode() + content)
+    assert all(batch.elements for batch in ChromeTrace(path).events())
+    ChromeTrace(path).fields()
