@@ -33,10 +33,29 @@ NOTHING, TORCH = "no export", "torch .json.gz"
 BACKGROUND, DEFERRED = "stepscope, background", "stepscope, deferred"
 
 
-def record(events: int) -> None:
-    a = torch.ones(4, 4)
-    for _ in range(events):
-        torch.add(a, a)
+class Training:
+    """A model small enough that its operators' overhead is what takes the time."""
+
+    def __init__(self) -> None:
+        layers = [layer for _ in range(4) for layer in (torch.nn.Linear(16, 16), torch.nn.ReLU())]
+        self.model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+        for _ in range(2):  # the first ones set up autograd and the momenta
+            self.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            self.step()
+        self.events = len(profile.events())
+        """Of one step."""
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.model(torch.randn(8, 16)), torch.randint(4, (8,)))
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+    def record(self, events: int) -> None:
+        for _ in range(events // self.events):
+            self.step()
 
 
 def training_loop(iterations: int) -> None:
@@ -52,6 +71,7 @@ class Bench:
         self.folder = folder
         self.events = events
         self.iterations = iterations
+        self.training = Training()
         self.backend = TorchBackend(ProfileConfig())
         self.backend.prepare()
         self.exporter = Exporter()
@@ -65,7 +85,7 @@ class Bench:
 
     def torch(self) -> float:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            record(self.events)
+            self.training.record(self.events)
         path = self.folder / "torch.json.gz"
         began, cpu = time.perf_counter(), time.thread_time()
         profile.export_chrome_trace(str(path))
@@ -82,7 +102,7 @@ class Bench:
 
     def stepscope(self, *, deferred: bool) -> float:
         self.backend.start(a_window())
-        record(self.events)
+        self.training.record(self.events)
         [pending] = self.backend.stop()
         results: list[ExportResult] = []
         name = DEFERRED if deferred else BACKGROUND

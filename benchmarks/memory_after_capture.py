@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from _measure import arguments, header, interleaved, table, verdict
-from export_stall import describe, record
+from export_stall import Training, describe
 
 from stepscope.backends import libc
 from stepscope.backends.torch_kineto import TorchBackend
@@ -47,6 +47,7 @@ class Bench:
     def __init__(self, folder: Path, events: int) -> None:
         self.folder = folder
         self.events = events
+        self.training = Training()
         self.backend = TorchBackend(ProfileConfig())
         self.backend.prepare()
         self.exporter = Exporter()
@@ -61,14 +62,14 @@ class Bench:
 
     def torch(self) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            record(self.events)
+            self.training.record(self.events)
         profile.export_chrome_trace(str(self.folder / "torch.json"))
         del profile
         gc.collect()
 
     def stepscope(self) -> None:
         self.backend.start(a_window())
-        record(self.events)
+        self.training.record(self.events)
         [pending] = self.backend.stop()
         target = self.folder / "stepscope.json"
         self.exporter.submit(

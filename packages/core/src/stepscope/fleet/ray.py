@@ -98,18 +98,18 @@ class RayFleet:
         except BaseException:
             for worker in self.workers:
                 worker.take_back(request.capture_id, "opening the capture was given up")
+                worker.in_doubt = True
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Closes it on the workers that began; one outcome each. Of the others, `start` has told."""
-        return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in self._begun()))
+        """Closes it on the workers that began, or may have; one outcome each. Of the others, `start` has told."""
+        asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
+        return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
         """Waits until the workers that began have written their files; one outcome each."""
-        return await asyncio.gather(*(worker.drain(timeout_s) for worker in self._begun()))
-
-    def _begun(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.begun is not None]
+        begun = [worker for worker in self.workers if worker.begun is not None]
+        return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
 
 class Begun(NamedTuple):
@@ -127,6 +127,8 @@ class Worker:
         self.actor_id: str = actor._actor_id.hex()
         self.name = f"{role or 'worker'}[{position}] {_brief(actor)}"
         self.begun: Begun | None = None
+        self.in_doubt = False
+        """Its start was cancelled on the way: whether it began, only a stop will tell."""
         self.spans_only: str | None = None
         self._role = role
         self._position = position
@@ -161,9 +163,7 @@ class Worker:
         self._line.tell(stop_here, StopRequest(capture_id=capture_id, discard=reason))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> WorkerOutcome:
-        if self.begun is None:
-            return self._outcome("skipped", "it had not begun")
-        outcome = await self._within(deadline_s, "stop", self._stop(request, self.begun))
+        outcome = await self._within(deadline_s, "stop", self._stop(request))
         return await self._with_clock(outcome)
 
     async def drain(self, timeout_s: float) -> WorkerOutcome:
@@ -184,10 +184,10 @@ class Worker:
         problems = await self._line.call(prepare_here, request)
         return self._outcome("failed", "; ".join(problems)) if problems else self._outcome("ok")
 
-    async def _stop(self, request: StopRequest, begun: Begun) -> WorkerOutcome:
+    async def _stop(self, request: StopRequest) -> WorkerOutcome:
         # Given up here, it goes on there: a late stop still closes.
         answer, where = await self._line.call(stop_here, request, keep=True)
-        if answer.process is None and where.pid != begun.where.pid:
+        if answer.process is None and self.begun is not None and self.begun.where.pid != where.pid:
             return self._outcome("missing", "the actor restarted: what it had recorded is lost")
         return self._outcome("ok")
 
