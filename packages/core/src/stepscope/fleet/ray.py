@@ -102,7 +102,7 @@ class RayFleet:
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Closes it on the workers that began, or may have; one outcome each. Of the others, `start` has told."""
+        """Closes it on the workers that began, or may have; one outcome each. `start` told of the others."""
         asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
         return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
