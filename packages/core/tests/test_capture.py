@@ -394,3 +394,14 @@ def test_prepare_does_nothing_for_a_run_that_captures_nothing(tmp_path: Path) ->
 async def test_prepare_does_not_block_a_running_loop(config: ProfileConfig) -> None:
     with pytest.raises(CaptureError, match="await aprepare"):
         stepscope.prepare(config=config)
+
+
+def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConfig) -> None:
+    for attempt in ("first", "second"):
+        with capture(2, config=config) as cap, span(attempt):
+            pass
+        cap.result.raise_for_missing()
+    layout = RunLayout(config.save_path).step(2)
+    assert len(list(layout.processes.glob("*.json"))) == 2
+    read = [path.read_text() for path in sorted(layout.spans.glob("*.jsonl"))]
+    assert [("first" in text, "second" in text) for text in read] == [(False, True), (True, False)]

@@ -89,12 +89,17 @@ class StepLayout:
     def report(self) -> Path:
         return self.root / "report.html"
 
-    def part_of(self, process: ProcessInfo, run_id: str) -> Path:
-        """The process' part of the manifest. The run id keeps two runs in one folder apart."""
-        return self.processes / f"{_process_name(process)}_{run_id}.json"
+    def part_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
+        """The process' part of the manifest.
 
-    def spans_of(self, process: ProcessInfo, run_id: str) -> Path:
-        return self.spans / f"{_process_name(process)}_{run_id}.jsonl"
+        Args:
+            run_id: Keeps two runs in one folder apart.
+            capture: The how-manieth capture of this step in this process (a step that is tried again).
+        """
+        return self.processes / f"{_process_name(process)}_{run_id}{_again(capture)}.json"
+
+    def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
+        return self.spans / f"{_process_name(process)}_{run_id}{_again(capture)}.jsonl"
 
     def trace_of(
         self,
@@ -128,6 +133,10 @@ class StepLayout:
 
 def sidecar_of(artifact: Path) -> Path:
     return artifact.with_name(artifact.name + SIDECAR_SUFFIX)
+
+
+def _again(capture: int) -> str:
+    return "" if capture == 1 else f"-{capture}"
 
 
 def _process_name(process: ProcessInfo) -> str:

@@ -129,6 +129,7 @@ class EngineGroup:
         return EngineCapture(
             step=self._step,
             run_id=self._ledger.part.run_id,
+            seconds=self._config.budget.seconds,
             out_dir=os.path.abspath(self._layout.engine_dir(replica)),
             step_dir=os.path.abspath(self._layout.root),
             name=self._name,

@@ -7,6 +7,7 @@ its reason.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -76,9 +77,11 @@ class Session:
             recorded=self.decision.record,
             why=self.decision.reason,
         )
-        self.ledger = Ledger(self.layout.part_of(process, run_id), part)
+        numbers = itertools.count(1)
+        number = next(n for n in numbers if not self.layout.part_of(process, run_id, n).exists())
+        self.ledger = Ledger(self.layout.part_of(process, run_id, number), part)
         self.log = SpanLog(
-            self.layout.spans_of(process, run_id),
+            self.layout.spans_of(process, run_id, number),
             process=process,
             step=step,
             run_id=run_id,
