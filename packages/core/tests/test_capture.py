@@ -280,16 +280,16 @@ async def test_a_replica_that_hangs_costs_its_deadline_and_not_everyones(tmp_pat
         save_path=str(tmp_path / "run"),
         steps=[2],
         roles={"rollout": {"ranks": "all"}},
-        budget={"fanout_seconds": 0.2},
+        budget={"fanout_seconds": 1},
     )
     hung, well = FakeEngine(), FakeEngine()
     hung.hangs_on_start = 0
     began = asyncio.get_running_loop().time()
     async with capture(2, config=config, engines=[FakeEngineProfiler(hung), FakeEngineProfiler(well)]):
         assert well.recordings
-    assert asyncio.get_running_loop().time() - began < 5
+    assert asyncio.get_running_loop().time() - began < 10
     assert expectation(config, 2, "replica 0").state == "failed"
-    assert expectation(config, 2, "replica 0").reason == "timeout: start did not return within 0.2 s"
+    assert expectation(config, 2, "replica 0").reason == "timeout: start did not return within 1 s"
     assert expectation(config, 2, "replica 1").state == "ok"
 
 
