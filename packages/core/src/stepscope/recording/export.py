@@ -28,8 +28,8 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.recording import guard
 
-BLOCK = 1 << 20
-"""Bytes of one compression call: 0.7 ms."""
+BLOCK = 8 << 20
+"""Bytes of one compression call (6 ms). Each takes the GIL back from the training thread for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
