@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Expectation
@@ -99,6 +100,10 @@ class Windows:
             closed = clock.read_anchor()
             try:
                 pending = self._backend.stop()
+            except BackendError as error:
+                # An outcome: nothing was recorded, and this is why. The next window may do better.
+                self._ledger.fail(name, describe(error))
+                return
             except Exception as error:
                 self._off = describe(error)
                 self._ledger.fail(name, self._off)
