@@ -17,6 +17,7 @@ from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
 from stepscope.recording.spans import describe
+from stepscope.recording.windows import in_event_loop
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -322,8 +323,7 @@ class Capture:
         await self.aclose(None if error is None else describe(error))
 
     def _refuse_to_block_a_loop(self) -> None:
-        asyncio = sys.modules.get("asyncio")
-        if self._given == (None, None) or asyncio is None or asyncio._get_running_loop() is None:
+        if self._given == (None, None) or not in_event_loop():
             return
         raise CaptureError(
             "opening a capture with workers or engines would block the running event loop. "

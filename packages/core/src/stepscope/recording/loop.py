@@ -28,11 +28,6 @@ def forget() -> None:
     _loop = None
 
 
-def in_loop() -> bool:
-    """Whether an event loop runs on this thread."""
-    return asyncio._get_running_loop() is not None
-
-
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     """`work`'s result, or TimeoutError after `seconds` even if `work` ignores being cancelled.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError
 from stepscope.recording import run
+from stepscope.recording.windows import in_event_loop
 
 
 def prepare(
@@ -29,10 +30,10 @@ def prepare(
         CaptureError: one line for each process or engine whose profiler cannot work, with the reason; or this
             runs inside an event loop (await `aprepare` there).
     """
+    if in_event_loop():
+        raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     from stepscope.recording import loop
 
-    if loop.in_loop():
-        raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     loop.run(aprepare(workers=workers, engines=engines, config=config, role=role))
 
 
