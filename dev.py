@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -115,7 +115,7 @@ class Environment:
             say(f"updating {self.folder.name}")
         else:
             say(f"setting up {self.folder.name}: some minutes and {self.gigabytes:g} GB, once")
-            if sys.platform == "linux" and self.gigabytes > 1:
+            if sys.platform == "linux" and self.gigabytes > 2:
                 say("(6 GB with the CUDA build of torch; CONTRIBUTING.md says how pip finds the CPU build)")
         if not usable:
             check_venv_module()
@@ -125,13 +125,16 @@ class Environment:
             self.narrate("virtual environment", [self.base, "-m", "venv", "--clear", str(self.folder)])
         # 25.1 is the first pip with --group; 24.1 the first with raw progress
         self.pip("pip", "--upgrade", "pip>=25.1")
+        self.fill()
+        self.unfinished.unlink()
+        self.stamp.write_text(self.fingerprint())
+
+    def fill(self) -> None:
         editable = [word for name in PACKAGES for word in ("--editable", f"packages/{name}")]
         groups = [word for name in self.groups for word in ("--group", name)]
         self.pip("packages", "--progress-bar=raw", *groups, *editable)
         if self.bare:
             self.pip(self.bare, "--progress-bar=raw", "--no-deps", "--requirement", self.bare)
-        self.unfinished.unlink()
-        self.stamp.write_text(self.fingerprint())
 
     def usable(self) -> bool:
         """Whether what is in the folder can be built upon; otherwise it is made anew."""
@@ -164,8 +167,64 @@ class Environment:
         )
 
 
+@dataclass(frozen=True)
+class EngineEnvironment(Environment):
+    """A real engine over another environment, whose packages it sees (torch, Ray, our own) and shadows.
+
+    Its recipe is a folder `packages/<package>/tests/engines/<name>` that holds any of
+
+    * `over.txt`: the name of the recipe it builds upon; without it, the environment of development
+    * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
+    * `finish.py`, run in the environment at the end
+    """
+
+    recipe: Path = ROOT
+    under: Environment = field(kw_only=True)
+    """What it builds upon."""
+
+    @property
+    def tests(self) -> Path:
+        """The tests that run in it, and nowhere else: they import the engine."""
+        return self.recipe.parent.parent / "real"
+
+    def fingerprint(self) -> str:
+        seen = hashlib.sha256(self.under.fingerprint().encode())
+        for file in sorted(self.recipe.parent.rglob("*")):  # all recipes of a package: they share files
+            if file.is_file():
+                seen.update(file.read_bytes())
+        return seen.hexdigest()
+
+    def fill(self) -> None:
+        self.under.ready()
+        where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        ours, theirs = (
+            subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+            for python in (self.python, self.under.python)
+        )
+        # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
+        Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
+        for name, options in (("requirements.txt", ()), ("bare.txt", ("--no-deps",))):
+            file = self.recipe / name
+            if file.exists():
+                self.pip(name, "--progress-bar=raw", *options, "--requirement", str(file))
+        if (self.recipe / "finish.py").exists():
+            self.narrate("finish.py", [self.python, str(self.recipe / "finish.py")])
+
+
 DEV = Environment(ROOT / ".venv", ("dev",))
 BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare="benchmarks/peers.txt", gigabytes=4)
+
+
+def engines() -> "dict[str, EngineEnvironment]":
+    """The environments with real engines, by name."""
+    recipes = (path for path in ROOT.glob("packages/*/tests/engines/*") if path.is_dir())
+    return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
+
+
+def engine(recipe: Path) -> EngineEnvironment:
+    over = recipe / "over.txt"
+    under = engine(recipe.with_name(over.read_text().strip())) if over.exists() else DEV
+    return EngineEnvironment(ROOT / f".venv-{recipe.name}", (), recipe=recipe, under=under, gigabytes=2)
 
 
 def check_disk(gigabytes: float) -> None:
@@ -333,17 +392,47 @@ def demo(arguments: list[str]) -> bool:
 
 
 def test(arguments: list[str]) -> bool:
-    """check, then every test; with arguments pytest alone, with those; --pythons: on all Pythons here"""
-    if arguments[:1] == ["--pythons"]:
-        passed = [test_on(base, arguments[1:]) for base in other_pythons()]
-        return all(passed)
+    """check, then every test; with arguments pytest alone, with those. Or first one of --engines [NAME ...],
+    --no-engines, --pythons (the core, on every Python here)"""
+    first, rest = (arguments or [""])[0], arguments[1:]
+    if first == "--pythons":
+        passed_on = [test_on(base, rest) for base in other_pythons()]
+        return all(passed_on)
+    if first == "--engines":
+        return test_engines(rest)
     python = DEV.ready()
-    # Tests run even when the check fails: one run is to show all that is wrong.
-    checked = bool(arguments) or check([])
-    tested = run(python, "-m", "pytest", *arguments)
-    if not checked:
-        say("the check before the tests failed; see above, or `python3 dev.py check`")
-    return checked and tested
+    if arguments and first != "--no-engines":
+        return run(python, "-m", "pytest", *arguments)
+    # What follows runs even when something failed before it: one run is to show all that is wrong.
+    passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *rest)}
+    if first != "--no-engines":
+        passed["the tests on real engines"] = test_engines([])
+    for what in (what for what, good in passed.items() if not good):
+        say(f"FAILED: {what}; see above")
+    return all(passed.values())
+
+
+def test_engines(arguments: Sequence[str]) -> bool:
+    """Runs the tests of real engines, each in the environment that holds its engine.
+
+    Arguments are names of environments (none: all of them), then what pytest gets.
+    """
+    known = engines()
+    names = [name for name in arguments if name in known]
+    options = [word for word in arguments if word not in known]
+    failed = [name for name in names or known if not test_engine(known[name], options)]
+    if failed:
+        say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
+    return not failed
+
+
+def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
+    try:
+        python = environment.ready()
+    except SystemExit as reason:  # no network, or no such engine for this machine: the others still run
+        say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
+        return False
+    return run(python, "-m", "pytest", str(environment.tests), *options)
 
 
 def test_on(base: str, arguments: Sequence[str]) -> bool:
@@ -452,7 +541,8 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         asked = name in ("-h", "--help", "help")
         print(__doc__ if asked else f"dev.py has no command {name!r}.\n")
-        print("\n".join(f"  python3 dev.py {name:6} {command.__doc__}" for name, command in COMMANDS.items()))
+        for word, command in COMMANDS.items():
+            print(f"  python3 dev.py {word:6} {' '.join((command.__doc__ or '').split())}")
         return 0 if asked else 2
     # Without this a SIGTERM (CI's timeout) would leave what runs here working on behind us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

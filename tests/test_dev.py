@@ -163,3 +163,50 @@ def test_a_bump_refuses_versions_that_do_not_agree(checkout: Path) -> None:
 def test_a_bump_refuses_what_is_no_new_version(checkout: Path, version: str) -> None:
     with pytest.raises(SystemExit, match="version"):
         dev.bump([version])
+
+
+# Real engines -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipes(checkout: Path) -> Path:
+    """Two recipes in that checkout, the second over the first."""
+    folder = checkout / "packages/rollout-vllm/tests/engines"
+    for name in ("vllm-2", "vllm-1"):
+        (folder / name).mkdir(parents=True)
+    (folder / "vllm-2" / "requirements.txt").write_text("vllm==2\n")
+    (folder / "vllm-1" / "over.txt").write_text("vllm-2\n")
+    return folder
+
+
+def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: Path) -> None:
+    found = dev.engines()
+    assert list(found) == ["vllm-1", "vllm-2"]
+    assert found["vllm-1"].under == found["vllm-2"]
+    assert found["vllm-2"].under == dev.DEV
+
+
+def test_a_changed_recipe_is_noticed(
+    recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dev, "DEV", environment)
+    before = dev.engines()["vllm-1"].fingerprint()
+    (recipes / "vllm-2" / "bare.txt").write_text("xgrammar==1\n")
+    assert dev.engines()["vllm-1"].fingerprint() != before
+
+
+def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
+    recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ready(environment: dev.EngineEnvironment) -> str:
+        if environment.recipe.name == "vllm-1":
+            sys.exit("the package index cannot be reached")
+        return "true"
+
+    monkeypatch.setattr(dev.EngineEnvironment, "ready", ready)
+    assert not dev.test_engines([])
+    said = capfd.readouterr().out
+    assert "NOT RUN: the tests on vllm-1. the package index cannot be reached" in said
+    assert "$ true -m pytest packages/rollout-vllm/tests/real" in said
+    assert "failed or not set up: vllm-1" in said
+    assert dev.test_engines(["vllm-2", "-x"])
