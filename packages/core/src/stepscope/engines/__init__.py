@@ -7,8 +7,17 @@ from stepscope.engines.protocol import (
     EngineFactory,
     EngineProfiler,
     Iterations,
+    installed,
     load_engine,
     recognise,
 )
 
-__all__ = ["EngineCapture", "EngineFactory", "EngineProfiler", "Iterations", "load_engine", "recognise"]
+__all__ = [
+    "EngineCapture",
+    "EngineFactory",
+    "EngineProfiler",
+    "Iterations",
+    "installed",
+    "load_engine",
+    "recognise",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, cast, runtime_checkable
 
 import msgspec
@@ -100,9 +100,21 @@ class EngineFactory(Protocol):
         """True when `engine` is one of this adapter's. Must not import the engine's library to find out."""
         ...
 
+    def owned(self) -> Sequence[object]:
+        """The engines of this kind that live in this process: what `capture(engines="<name>")` means.
+
+        In the same order at every call; empty where there is none, or where nothing tells which is meant.
+        """
+        ...
+
     def __call__(self, engine: object, replica: int) -> EngineProfiler:
         """The profiler for that engine object, as replica number `replica`."""
         ...
+
+
+def installed() -> dict[str, EntryPoint]:
+    """The adapters that are installed, by name."""
+    return {point.name: point for point in entry_points(group="stepscope.engines")}
 
 
 def load_engine(name: str) -> EngineFactory:
@@ -111,7 +123,7 @@ def load_engine(name: str) -> EngineFactory:
     Raises:
         EngineError: none is registered; names those that are and what to install.
     """
-    found = {point.name: point for point in entry_points(group="stepscope.engines")}
+    found = installed()
     if name not in found:
         raise EngineError(
             f"no profiler for engine {name!r}; installed: {', '.join(sorted(found)) or 'none'}. "
@@ -134,10 +146,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
         if engine.replica is None:
             engine.replica = replica
         return engine
-    # `torch` last: it knows whatever holds a module, and an engine's own adapter knows more.
-    points = sorted(
-        entry_points(group="stepscope.engines"), key=lambda point: (point.name == "torch", point.name)
-    )
+    points = sorted(installed().values(), key=lambda point: _order(point, engine))
     for point in points:
         factory = cast(EngineFactory, point.load())
         if factory.recognises(engine):
@@ -145,7 +154,15 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
     kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
     raise EngineError(
         f"no installed engine adapter knows {kind}; "
-        f"installed: {', '.join(point.name for point in points) or 'none'}. "
+        f"installed: {', '.join(sorted(point.name for point in points)) or 'none'}. "
         "Fix: install the adapter (pip install 'stepscope[vllm]', 'stepscope[sglang]'), "
         "or pass an EngineProfiler of your own"
     )
+
+
+def _order(point: EntryPoint, engine: object) -> tuple[bool, bool, str]:
+    """First the adapter that is named as the library of the object's class; `torch` last, which knows
+    whatever holds a module: an engine's own adapter knows more.
+    """
+    libraries = {kind.__module__.partition(".")[0] for kind in type(engine).__mro__}
+    return point.name == "torch", point.name not in libraries, point.name

@@ -56,7 +56,8 @@ class RayRollout:
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
             attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
-                None: the object itself, or the one attribute of it that the adapter recognises.
+                None: the object itself, the one attribute of it that the adapter recognises, or else the one
+                engine of the adapter's kind in the actor's process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         self.replica = replica
@@ -232,7 +233,12 @@ def _find(instance: object, attribute: str | None, factory: ProfilerFactory) -> 
     known = [name for name, value in _attributes(instance).items() if recognises(value)]
     if len(known) == 1:
         return getattr(instance, known[0])
+    owned = [] if known else list(getattr(factory, "owned", list)())
+    if len(owned) == 1:
+        return owned[0]
     found = f"{len(known)} attributes ({', '.join(known)})" if known else "no attribute"
+    if owned:
+        found += f" (and its process {len(owned)} engines)"
     raise EngineError(
         f"{type(instance).__name__} has {found} that the adapter recognises. "
         "Fix: RayRollout(actor, attribute='...')"

@@ -160,6 +160,10 @@ class TorchFactory:
     def recognises(self, engine: object) -> bool:
         return bool(_modules(engine))
 
+    def owned(self) -> Sequence[object]:
+        """Empty: a process is full of modules, and nothing says which of them generate."""
+        return ()
+
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:
         """Counts the calls of the engine's module as iterations, when it has one and no other."""
         modules = _modules(engine)

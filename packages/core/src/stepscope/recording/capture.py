@@ -72,7 +72,8 @@ def capture(
         workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
             {role: handles}. Nothing has to be added to their classes.
         engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
-            adapter knows. In their order they are replicas 0, 1, 2...
+            adapter knows; "vllm" stands for all vLLM engines of this process. In their order they are
+            replicas 0, 1, 2...
         config: Instead of what `configure` and the environment say.
         role: This process' own role.
         rank: This process' own rank, where neither the environment nor torch.distributed says it.

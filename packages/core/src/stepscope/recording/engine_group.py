@@ -8,7 +8,14 @@ import socket
 from collections.abc import Sequence
 
 from stepscope.config import ProfileConfig, RoleConfig
-from stepscope.engines import EngineCapture, EngineProfiler, Iterations, recognise
+from stepscope.engines import (
+    EngineCapture,
+    EngineProfiler,
+    Iterations,
+    installed,
+    load_engine,
+    recognise,
+)
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Expectation, State
@@ -24,16 +31,16 @@ ROLE = "rollout"
 def profilers_of(engines: object) -> list[EngineProfiler]:
     """`engines` as one profiler per replica, numbered in the order given.
 
+    Args:
+        engines: As `capture` takes them; the name of an adapter stands for the engines of its kind in this
+            process.
+
     Raises:
-        ConfigError: two have the same replica number, or a string was given.
+        ConfigError: two have the same replica number, or a name stands for nothing.
         EngineError: no installed adapter knows one of them.
     """
-    if isinstance(engines, str):
-        raise ConfigError(
-            "capture(engines=)", engines, "engine objects, EngineProfilers, or a sequence of them",
-            "pass the engine objects (or RayRollout(actor) for engines in Ray actors)",
-        )  # fmt: skip
-    given = list(engines) if isinstance(engines, Sequence) else [engines]
+    items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
+    given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
     found = [recognise(engine, replica) for replica, engine in enumerate(given)]
     numbers = [profiler.replica for profiler in found]
     if len(set(numbers)) != len(numbers):
@@ -42,6 +49,30 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
             "construct each profiler with replica=0, 1, 2...",
         )  # fmt: skip
     return found
+
+
+def _owned(name: str) -> Sequence[object]:
+    """The engines of this process that an adapter's name stands for."""
+    objects = "the engine objects, RayRollout(actor) for those in Ray actors"
+    if "://" in name:
+        raise ConfigError(
+            "capture(engines=)", name, f"an adapter's name, or {objects}",
+            "say which engine serves there: VllmServer(url) from stepscope_vllm, SglangServer(url) from "
+            "stepscope_sglang",
+        )  # fmt: skip
+    names = sorted(installed())
+    if name not in names:
+        raise ConfigError(
+            "capture(engines=)", name, f"the name of an installed adapter ({', '.join(names) or 'none'}), or "
+            f"{objects}", "pip install 'stepscope[vllm]' or 'stepscope[sglang]' for those engines",
+        )  # fmt: skip
+    engines = load_engine(name).owned()
+    if not engines:
+        raise ConfigError(
+            "capture(engines=)", name, f"a name for engines in this process, which has none, or {objects}",
+            "pass the engines themselves; for those in other processes RayRollout(actor) or a server",
+        )  # fmt: skip
+    return engines
 
 
 class EngineGroup:

@@ -1,0 +1,223 @@
+"""Engines behind HTTP: one request, its answer, and errors that say what to do. Nothing is ever sent twice.
+
+The standard library does it: a client library's pools and retries are what a start must not meet, and what it
+costs to import would be paid by every process. Each request has a thread, so that one server that hangs for
+minutes delays no other, and a connection, which is shut down when the caller gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from stepscope.errors import ConfigError, EngineError
+
+_CONNECT_S = 5.0
+_SAID = 300
+"""Characters of a server's answer that go into an error."""
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The answer for an error's message: on one line, and not too long."""
+        return " ".join(self.body.decode(errors="replace").split())[:_SAID]
+
+
+class UnreachableError(EngineError):
+    """The server did not take the request: nothing has happened there."""
+
+
+class AnswerLostError(EngineError):
+    """The request was sent and no answer came: what it asked for may have happened."""
+
+
+class Server:
+    """One HTTP server. Requests may be made from any thread and any event loop."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            url: `http://host:port`, also with a path before the engine's own. No proxy is used.
+            headers: Sent with every request, e.g. an Authorization.
+
+        Raises:
+            ConfigError: that is no URL.
+        """
+        self.url = url.rstrip("/")
+        self._parts = _parts(self.url)
+        self._headers = dict(headers or {})
+
+    async def request(
+        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
+    ) -> Answer:
+        """As `request_now`, without blocking the loop. Cancelled, the connection is shut down at once; a
+        server notices that or not: what was asked for may still happen there.
+        """
+        call = _Call(self, method, path, body, timeout_s)
+        try:
+            return await asyncio.wrap_future(call.begin())
+        except asyncio.CancelledError:
+            call.give_up()
+            raise
+
+    def request_now(
+        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
+    ) -> Answer:
+        """The server's answer, whatever its status. Blocks.
+
+        Args:
+            body: Sent as JSON; None for none.
+            timeout_s: Between two signs of life; None to wait for as long as the caller does.
+
+        Raises:
+            UnreachableError: no connection.
+            AnswerLostError: the connection ended, or the time was over, before the answer.
+        """
+        return _Call(self, method, path, body, timeout_s).run()
+
+    def connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=_CONNECT_S)
+
+    def target(self, path: str) -> str:
+        return f"{self._parts.path}{path}"
+
+    def headers(self, body: bytes | None) -> dict[str, str]:
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        return {**kind, **self._headers}
+
+
+class _Call:
+    """One request on its own connection."""
+
+    def __init__(self, server: Server, method: str, path: str, body: object, timeout_s: float | None) -> None:
+        self._server = server
+        self._method = method
+        self._path = path
+        self._body = None if body is None else msgspec.json.encode(body)
+        self._timeout_s = timeout_s
+        self._connection = server.connection()
+        self._given_up = False
+
+    def begin(self) -> Future[Answer]:
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer = self.run()
+            except BaseException as error:
+                _settle(future, error)
+            else:
+                _settle(future, answer)
+
+        threading.Thread(target=run, name="stepscope-http", daemon=True).start()
+        return future
+
+    def run(self) -> Answer:
+        try:
+            return self._answer()
+        finally:
+            self._connection.close()
+
+    def give_up(self) -> None:
+        self._given_up = True
+        sock = self._connection.sock
+        if sock is not None:
+            with suppress(OSError):  # it was closed a moment ago
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self) -> Answer:
+        what = f"{self._method} {self._server.url}{self._path}"
+        try:
+            self._connection.connect()
+        except OSError as error:
+            raise UnreachableError(f"{what}: {_reason(error)}. Fix: is the server up at this URL?") from error
+        if self._given_up:
+            raise UnreachableError(f"{what}: given up before it was sent")
+        self._connection.sock.settimeout(self._timeout_s)
+        try:
+            headers = self._server.headers(self._body)
+            self._connection.request(self._method, self._server.target(self._path), self._body, headers)
+            response = self._connection.getresponse()
+            return Answer(response.status, response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise AnswerLostError(f"{what}: no answer: {_reason(error)}") from error
+
+
+def workers_of(
+    router: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
+) -> list[str]:
+    """The URLs of the servers behind a router (`sglang_router`, `vllm-router`), in its order. Blocks.
+
+    A router spreads requests over its servers and does not pass a profiler's to all of them: they are asked
+    one by one.
+
+    Raises:
+        EngineError: the router does not answer, or does not name its servers.
+    """
+    server = Server(router, headers=headers)
+    answers = []
+    for path in ("/workers", "/list_workers"):  # the second is what older routers have
+        answer = server.request_now("GET", path, timeout_s=timeout_s)
+        urls = _listed(answer) if answer.status == 200 else []
+        if urls:
+            return urls
+        answers.append(f"GET {path}: {answer.status} {answer.text}")
+    raise EngineError(
+        f"{router} does not say which servers are behind it ({'; '.join(answers)}). "
+        "Fix: pass the servers' own URLs"
+    )
+
+
+def _listed(answer: Answer) -> list[str]:
+    """`{"workers": [{"url": ...}]}` or `{"urls": [...]}`."""
+    try:
+        said = msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return []
+    if not isinstance(said, dict):
+        return []
+    workers = said.get("workers") or said.get("urls")
+    if not isinstance(workers, Sequence):
+        return []
+    found = [each.get("url") if isinstance(each, dict) else each for each in workers]
+    return [url for url in found if isinstance(url, str)]
+
+
+def _parts(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    try:
+        port: int | None = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise ConfigError("url", url, "http://host:port", "write the scheme too, e.g. http://127.0.0.1:8000")
+    return parts
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return str(error) or type(error).__name__
+
+
+def _settle(future: Future[Answer], outcome: Answer | BaseException) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # the caller has given up
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,75 @@
+"""From what is given to `capture(engines=)` to the adapter that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from stepscope.engines import EngineProfiler, protocol, recognise
+from stepscope.errors import ConfigError
+from stepscope.recording.engine_group import profilers_of
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+LIVE: list[FakeEngine] = []
+
+
+class Factory:
+    def recognises(self, engine: object) -> bool:
+        return isinstance(engine, FakeEngine)
+
+    def owned(self) -> Sequence[object]:
+        return LIVE
+
+    def __call__(self, engine: object, replica: int) -> EngineProfiler:
+        assert isinstance(engine, FakeEngine)
+        return FakeEngineProfiler(engine, replica)
+
+
+factory = Factory()
+
+
+@pytest.fixture(autouse=True)
+def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two: `fake`, and `aaa`, which cannot be loaded."""
+    here = EntryPoint("fake", f"{__name__}:factory", "stepscope.engines")
+    broken = EntryPoint("aaa", "no.such.module:factory", "stepscope.engines")
+    monkeypatch.setattr(EntryPoint, "load", lambda point: factory if point.name == "fake" else 1 / 0)
+    monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([broken, here]))
+    monkeypatch.setattr(FakeEngine, "__module__", "fake.engine")
+    monkeypatch.setattr(f"{__name__}.LIVE", [])
+
+
+def test_an_engine_goes_to_the_adapter_that_is_named_as_its_library_before_any_other() -> None:
+    assert recognise(FakeEngine(), 2).replica == 2
+
+
+def test_a_name_stands_for_the_engines_of_this_process() -> None:
+    LIVE.extend([FakeEngine(), FakeEngine()])
+    found = profilers_of("fake")
+    assert [profiler.replica for profiler in found] == [0, 1]
+    assert [getattr(profiler, "engine", None) for profiler in found] == LIVE
+
+
+def test_a_name_and_an_engine_can_stand_side_by_side() -> None:
+    LIVE.append(FakeEngine())
+    found = profilers_of(["fake", FakeEngineProfiler(FakeEngine())])
+    assert [profiler.replica for profiler in found] == [0, 1]
+
+
+def test_a_name_that_stands_for_nothing_says_what_to_pass() -> None:
+    with pytest.raises(ConfigError, match=r"'fake'.*in this process, which has none.*RayRollout\(actor\)"):
+        profilers_of("fake")
+
+
+def test_an_unknown_name_lists_the_adapters_and_how_to_install_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"installed adapter \(aaa, fake\).*pip install 'stepscope\[vllm\]'"
+    ):
+        profilers_of("vlm")
+
+
+def test_a_url_is_asked_which_engine_serves_there() -> None:
+    with pytest.raises(ConfigError, match=r"VllmServer\(url\)"):
+        profilers_of(["http://127.0.0.1:8000"])
