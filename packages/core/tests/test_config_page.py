@@ -14,7 +14,7 @@ import yaml
 from stepscope.config import RESERVED_VARIABLES, ProfileConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
-ROWS = dict(re.findall(r"^\| `([a-z_.<>]+)` \| `([^`]*)` \|", PAGE, re.MULTILINE))
+ROWS = dict(re.findall(r"^\| `([a-z0-9_.<>]+)` \| `([^`]*)` \|", PAGE, re.MULTILINE))
 """{field: default as written} of the tables."""
 
 

@@ -1,4 +1,7 @@
-"""Recordings become files: whole or not at all, never in the way."""
+"""Recordings become files: whole or not at all, never in the way.
+
+Above 400 lines, because all of it goes through `Submission`.
+"""
 
 from __future__ import annotations
 
@@ -382,3 +385,20 @@ def disk_limit(size_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_recording_may_be_a_folder_and_its_size_is_that_of_all_in_it(
+    exporter: Exporter, tmp_path: Path
+) -> None:
+    def write(path: Path) -> None:
+        (path / "inner").mkdir(parents=True)
+        (path / "inner" / "data").write_bytes(BODY)
+
+    done = Submission(exporter, tmp_path / "traces" / "capture.json", write=write, compress=False)
+    exporter.drain(10)
+    artifact = done.results[0].artifact
+    assert artifact is not None
+    assert artifact.size_bytes == len(BODY)
+    assert (done.target / "inner" / "data").read_bytes() == BODY
+    assert sidecar_of(done.target).is_file()
+    assert done.target.stat().st_mode & 0o777 == 0o700

@@ -295,3 +295,16 @@ def test_what_the_profiler_costs_is_in_the_manifest(configure: Configure) -> Non
     assert cost.stop_ns > 0
     assert cost.spans_ns > 0
     assert cost.export_ns > 0
+
+
+def test_a_recording_that_lacks_something_is_there_and_partial(
+    configure: Configure, backend: FakeBackend
+) -> None:
+    config = configure()
+    backend.lacks = "no device data: the driver said no"
+    with capture(2, config=config) as cap:
+        Trainer().update()
+    cap.result.wait()
+    found = outcome(config, "fake trace")
+    assert (found.state, found.reason) == ("partial", "no device data: the driver said no")
+    assert len(found.artifacts) == 1

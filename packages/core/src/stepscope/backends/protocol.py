@@ -40,10 +40,10 @@ class SpanInfo:
 class PendingArtifact:
     """A recording that was stopped and is not yet a file.
 
-    `write(path)` writes it, whole, to the temporary path it is given. It is called once, on any thread, at
-    most once in a process at a time; it may hold the GIL and take seconds. The exporter compresses (when
-    `compress`), renames, and writes the sidecar. `discard()` frees what `write` uses: when it will never be
-    called, or has raised.
+    `write(path)` writes it, whole, to the temporary path it is given: a file, or a folder (then `compress` is
+    False). It is called once, on any thread, at most once in a process at a time; it may hold the GIL and
+    take seconds. The exporter compresses (when `compress`), renames, and writes the sidecar. `discard()`
+    frees what `write` uses: when it will never be called, or has raised.
     """
 
     kind: str
@@ -54,6 +54,8 @@ class PendingArtifact:
     compress: bool
     discard: Callable[[], None] = field(default=lambda: None)
     truncated: str | None = None
+    lacking: str | None = None
+    """What is not in it that was asked for, and why; the manifest then says `partial`."""
     ignored: dict[str, str] = field(default_factory=dict)
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

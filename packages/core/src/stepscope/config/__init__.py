@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepscope.config._checks import check_save_path, check_tool
+from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
@@ -25,6 +26,7 @@ __all__ = [
     "ExportConfig",
     "IterationsConfig",
     "Mode",
+    "NpuConfig",
     "ProfileConfig",
     "RoleConfig",
     "ScheduleConfig",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
 from stepscope.config._section import Parser, Section, build
 from stepscope.config._sections import BudgetConfig, CudaMemoryConfig, ExportConfig, TorchConfig
@@ -59,6 +60,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: {"*": RoleConfig()})
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
+    npu: NpuConfig = msgspec.field(default_factory=NpuConfig)
     cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
@@ -74,6 +76,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             mode: Mode = ...,
             roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
             torch: TorchConfig | Mapping[str, object] = ...,
+            npu: NpuConfig | Mapping[str, object] = ...,
             cuda_memory: CudaMemoryConfig | Mapping[str, object] = ...,
             budget: BudgetConfig | Mapping[str, object] = ...,
             export: ExportConfig | Mapping[str, object] = ...,

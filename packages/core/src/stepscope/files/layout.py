@@ -123,6 +123,10 @@ class StepLayout:
         )
         return self.traces / safe(role) / name
 
+    def recordings_of(self, process: ProcessInfo) -> Path:
+        """Where a profiler that writes while it records does so. Hidden; empty once all is exported."""
+        return self.root / ".recordings" / _process_name(process)
+
     def engine_dir(self, replica: int) -> Path:
         """Where the engine of replica `replica` writes under names of its own."""
         return self.traces / "rollout" / f"replica{replica}"

@@ -196,14 +196,19 @@ def _export(job: _Job) -> tuple[ExportResult, int]:
 def _put(job: _Job, file: Path) -> Sidecar:
     """Renames the finished file into place, then its sidecar. What a disk may refuse comes before that."""
     final = _free(job.target.parent, job.target.name.removesuffix(job.pending.suffix), file.name)
-    sidecar = job.describe(file.stat().st_size, final)
+    sidecar = job.describe(_size(file), final)
     beside = file.with_name("sidecar")
     beside.write_bytes(msgspec.json.encode(sidecar))
     for each in (file, beside):
-        each.chmod(0o600)  # what a trace holds is the user's own
+        each.chmod(0o700 if each.is_dir() else 0o600)  # what a trace holds is the user's own
     file.rename(final)
     beside.rename(sidecar_of(final))
     return sidecar
+
+
+def _size(file: Path) -> int:
+    """In bytes; of a folder, all that is in it."""
+    return sum(path.stat().st_size for path in (file, *file.rglob("*")) if path.is_file())
 
 
 def _compress(file: Path) -> Path:

@@ -30,7 +30,7 @@ from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_LIBRARY = {"torch": "torch", "cuda_memory": "torch"}
+_LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
 """What a process must have imported for a tool to find anything in it."""
 
 

@@ -216,7 +216,8 @@ class Windows:
             )
 
         def done(result: export.ExportResult) -> None:
-            self._ledger.export_ends(name, result.artifact, result.error, result.cost_ns)
+            trouble = result.error or pending.lacking
+            self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
 
         self._ledger.export_begins(name, truncated, pending.ignored)
         export.exporter().submit(

@@ -21,6 +21,8 @@ class FakeBackend:
     def __init__(self, config: ProfileConfig | None = None) -> None:
         self.fails_to_start = False
         """The next start raises, after it has taken the process."""
+        self.lacks: str | None = None
+        """What its recordings lack, as `PendingArtifact.lacking`."""
         self._window: Window | None = None
         self._events: list[str] = []
 
@@ -63,4 +65,7 @@ class FakeBackend:
         def write(path: Path) -> None:
             path.write_text(json.dumps(trace))
 
-        return [PendingArtifact(kind="fake_trace", suffix=".json", write=write, compress=True)]
+        made = PendingArtifact(
+            kind="fake_trace", suffix=".json", write=write, compress=True, lacking=self.lacks
+        )
+        return [made]
