@@ -28,7 +28,9 @@ MAY_IMPORT = {
 }
 """Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
 
-PUBLIC = {f"stepscope.{name}" for name in ("errors", "config", "engines", "backends", "testing")} | {
+PUBLIC = {
+    f"stepscope.{name}" for name in ("errors", "config", "engines", "backends", "testing", "timeline.readers")
+} | {
     f"stepscope.backends.{name}"
     for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,10 @@ from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.place import Place
+from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope.timeline.readers.installed import Readers
+from stepscope.timeline.recordings import Drawing, Recorded
 from stepscope.timeline.rewrite import Cut, Rewriter
 from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
@@ -25,6 +28,7 @@ from stepscope.timeline.write import TimelineFile, timeline_file
 _EVERYTHING = Selection()
 _RESERVE = 1 << 16
 """Bytes of the limit on size kept for what is said at the end."""
+_NOT_ASKED = "of another role or rank"
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +139,15 @@ class _Merge:
         self._selection = selection
         self._on_read = on_read
         self._rows = Rows(timeline, self.axis)
-        found = find_traces(layout, timeline.run_id)
+        found = find_traces(layout, timeline.run_id, Readers.installed())
         self._problems = [*timeline.problems, *found.problems]
         self._left_out = found.unread
-        self._traces = [self._row_of(trace) for trace in found.traces]
+        self._traces = [self._row_of(trace) for trace in found.traces if trace.reader is None]
+        self._recorded = [
+            (trace, Recorded(trace.reader, trace.found, self._rows, trace.role))
+            for trace in found.traces
+            if trace.reader is not None
+        ]
         self._order = self._rows.number()
         limits = selection.limits_ns(timeline.window.start_ns)
         start, end = (None if ns is None else ns - self.axis.base_ns for ns in limits)
@@ -151,7 +160,8 @@ class _Merge:
     def _row_of(self, trace: TraceFile) -> tuple[TraceFile, TraceFields, Row]:
         fields = ChromeTrace(trace.path).fields()
         key = None if trace.sidecar is None else trace.sidecar.process
-        return trace, fields, self._rows.of_trace(trace.whose(fields), key, base=fields.base_ns is not None)
+        reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
+        return trace, fields, self._rows.of_trace(trace.whose(fields), key, unaligned=reason)
 
     def write(self, out: TimelineFile) -> None:
         for row in self._order:
@@ -165,14 +175,20 @@ class _Merge:
             self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
         chosen = [each for each in self._traces if self._chosen(each[0], each[2])]
         chosen.sort(key=lambda each: each[2].pid)
+        left = len(chosen) + len(self._recorded)
         for number, (trace, fields, row) in enumerate(chosen):
-            self._write_trace(out, number + 1, trace, fields, row, self._limit(out, len(chosen) - number))
+            self._write_trace(out, number + 1, trace, fields, row, self._limit(out, left - number))
+        for number, (trace, recorded) in enumerate(self._recorded, len(chosen)):
+            self._write_recorded(out, number + 1, trace, recorded, self._limit(out, left - number))
 
     def _chosen(self, trace: TraceFile, row: Row) -> bool:
-        chosen = self._selection.role(trace.role, row.info.role) and self._selection.rank(row.info.rank)
+        chosen = self._wanted(trace, row)
         if not chosen:
-            self._left_out.append(f"{trace.name}: of another role or rank")
+            self._left_out.append(f"{trace.name}: {_NOT_ASKED}")
         return chosen
+
+    def _wanted(self, trace: TraceFile, row: Row) -> bool:
+        return self._selection.role(trace.role, row.info.role) and self._selection.rank(row.info.rank)
 
     def _limit(self, out: TimelineFile, left: int) -> int | None:
         """The size of the file at which the next trace ends: what is left is shared equally."""
@@ -193,26 +209,57 @@ class _Merge:
         file = ChromeTrace(trace.path)
         place = Place(row, fields.base_ns, self.axis)
         rewriter = Rewriter(row, place, FlowIds(number), self._tracks, self.axis, self._cut, file.notes)
+        texts = map(rewriter.rewrite, file.events(self._on_read))
+        self._write_texts(out, trace, texts, rewriter, lambda: [row], limit)
+        self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
+        self._note(trace, file.notes)
+
+    def _write_recorded(
+        self, out: TimelineFile, number: int, trace: TraceFile, recorded: Recorded, limit: int | None
+    ) -> None:
+        rows = {pid: row for pid, row in recorded.rows.items() if self._wanted(trace, row)}
+        if rows:
+            drawing = Drawing(recorded, rows, FlowIds(number), self._tracks, self.axis, self._cut)
+            self._write_texts(out, trace, drawing.texts(), drawing, lambda: drawing.touched, limit)
+            drawn = sorted(drawing.events.items())
+            self._files += [MergedFile(file=trace.name, row=pid, events=count) for pid, count in drawn]
+        if len(rows) < len(recorded.rows):
+            self._left_out.append(f"{trace.name}: {'' if not rows else 'what is '}{_NOT_ASKED}")
+        if self._on_read is not None:
+            self._on_read(trace.path.stat().st_size)
+        self._note(trace, recorded.notes)
+
+    def _write_texts(
+        self,
+        out: TimelineFile,
+        trace: TraceFile,
+        texts: Iterable[bytes],
+        counts: Rewriter | Drawing,
+        rows: Callable[[], list[Row]],
+        limit: int | None,
+    ) -> None:
+        """A file's events, as far as the limit goes. `rows` gives those that they are in so far."""
         latest = 0
-        for batch in file.events(self._on_read):
-            text = rewriter.rewrite(batch)
+        for text in texts:
             if limit is not None and out.settle() + latest > limit:
                 self._left_out.append(
-                    f"{trace.name}: what follows its first {rewriter.written} events, for its size"
+                    f"{trace.name}: what follows its first {counts.written} events, for its size"
                 )
                 break
             if text:
-                self._show(row, out)
+                for row in rows():
+                    self._show(row, out)
                 before = out.written
                 out.events(text)
                 latest = 0 if limit is None else out.settle() - before
         out.objects(self._tracks.take() + self._tracks.take_unnamed())
-        if rewriter.outside:
+        if counts.outside:
             self._left_out.append(
-                f"{trace.name}: {rewriter.outside} events outside the time that was asked for"
+                f"{trace.name}: {counts.outside} events outside the time that was asked for"
             )
-        self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
-        counts = file.notes.counts.items()
+
+    def _note(self, trace: TraceFile, notes: Notes) -> None:
+        counts = notes.counts.items()
         self._problems += [FileProblem(file=trace.name, what=what, events=events) for what, events in counts]
 
     def _show(self, row: Row, out: TimelineFile) -> None:

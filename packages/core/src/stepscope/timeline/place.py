@@ -34,6 +34,11 @@ class Place:
             return [ns + shift_ns for ns in times_ns]
         return [ns + self._shift_at(ns) for ns in times_ns]
 
+    def at(self, ts_ns: int) -> int | None:
+        """The position of a time in ns since the file's base. None: it is no time of this step."""
+        position = ts_ns + self._shift(ts_ns)
+        return position if 0 <= position <= self._axis.last or self._row.unaligned is not None else None
+
     def of(self, ts: str) -> tuple[int, str] | None:
         """(position, what is below a ns as further decimals). None: `ts` is no time of this step."""
         number = _NUMBER.fullmatch(ts)
@@ -41,8 +46,8 @@ class Place:
             return None
         exact = _EXACT.multiply(Decimal(number[1]), Decimal(1000))
         whole = int(exact.to_integral_value(ROUND_FLOOR, _EXACT))
-        position = whole + self._shift(whole)
-        if not 0 <= position <= self._axis.last and self._row.unaligned is None:
+        position = self.at(whole)
+        if position is None:
             return None
         below = _EXACT.subtract(exact, Decimal(whole))
         return position, "" if not below else format(below, "f").partition(".")[2]

@@ -69,20 +69,20 @@ class Rows:
         self.of_process = [self._of_process(index, axis) for index in range(len(timeline.processes))]
         self._by_key = {row.info.key: row for row in reversed(self.of_process)}
 
-    def of_trace(self, info: ProcessInfo, key: str | None, *, base: bool) -> Row:
+    def of_trace(self, info: ProcessInfo, key: str | None, *, unaligned: str | None) -> Row:
         """The row of a trace that `info` wrote.
 
         Args:
             key: `ProcessInfo.key` of the process of ours that recorded it.
-            base: Whether the trace says what its times count from.
+            unaligned: Why its times cannot be those of its host's wall clock. None: they are.
         """
         known = self._by_key.get(key or "") or self._same_process(info)
-        if known is not None and base:
+        if known is not None and unaligned is None:
             return known
         clock = known.clock if known is not None else self._clock_of(info.host)
         reason = None if clock is not None else _never_measured(info.host)
-        if not base:
-            clock, reason = None, "the trace has no baseTimeNanoseconds"
+        if unaligned is not None:
+            clock, reason = None, unaligned
         if known is not None:
             info = known.info
         row = Row(info=info, process=None, clock=clock, unaligned=reason, shift_ns=None if reason else 0)

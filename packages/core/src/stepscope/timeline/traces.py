@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,11 @@ from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.chrome import TraceFields
+from stepscope.timeline.readers.contract import FoundFile, Reader
+from stepscope.timeline.readers.installed import Readers
 
 _SUFFIXES = (".json", ".json.gz")
+_NO_SIDECAR = "no sidecar: nothing says which process wrote it"
 
 
 class TraceFile(NamedTuple):
@@ -20,6 +24,12 @@ class TraceFile(NamedTuple):
     name: str
     """Relative to the step's folder."""
     sidecar: Sidecar | None
+    reader: Reader | None = None
+    """None: it is a Chrome trace."""
+
+    @property
+    def found(self) -> FoundFile:
+        return FoundFile(path=self.path, name=self.name, sidecar=self.sidecar)
 
     @property
     def role(self) -> str:
@@ -51,46 +61,70 @@ class Found(NamedTuple):
     problems: list[FileProblem]
 
 
-def find_traces(layout: StepLayout, run_id: str) -> Found:
-    """The traces of one run. A file without a sidecar may be of any run, and counts as of this one."""
+def find_traces(layout: StepLayout, run_id: str | None, readers: Readers) -> Found:
+    """The traces of one run, or of all. A file without a sidecar may be of any run, and counts as of each."""
     found = Found([], [], [])
-    described = {path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()}
-    files = {path for path in layout.traces.rglob("*") if _is_trace(path)}
-    for path in sorted(files | described):
-        if not any(part.startswith(".") for part in path.relative_to(layout.root).parts):
-            _take(layout, path, run_id, found)
+    described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
+    sidecars = {path: _read(sidecar_of(path)) for path in described}
+    for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
+        said = _speaks_for(path, sidecars, layout)
+        if isinstance(said, str):
+            found.problems.append(FileProblem(file=path.relative_to(layout.root).as_posix(), what=said))
+        if not isinstance(said, Sidecar) or run_id in (None, said.run_id):
+            _take(layout, path, said, readers, found)
+    found.problems.extend(readers.problems)
     return found
 
 
 def trace_bytes(layout: StepLayout) -> int:
     """How many bytes of traces a merge will read."""
-    return sum(path.stat().st_size for path in layout.traces.rglob("*") if _is_trace(path))
+    found = find_traces(layout, None, Readers.installed())
+    return sum(trace.path.stat().st_size for trace in found.traces)
 
 
-def _is_trace(path: Path) -> bool:
-    return path.name.endswith(_SUFFIXES) and not path.name.endswith(SIDECAR_SUFFIX) and path.is_file()
+def _files(layout: StepLayout) -> Iterator[Path]:
+    for path in layout.traces.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(layout.traces).parts)
+        if not hidden and not path.name.endswith(SIDECAR_SUFFIX) and path.is_file():
+            yield path
 
 
-def _take(layout: StepLayout, path: Path, run_id: str, found: Found) -> None:
+def _speaks_for(
+    path: Path, sidecars: Mapping[Path, Sidecar | str], layout: StepLayout
+) -> Sidecar | str | None:
+    """The file's own sidecar, else that of a folder around it, else of what it was made from beside it."""
+    for about in (path, *path.parents):
+        if about == layout.traces:
+            break
+        if about in sidecars:
+            return sidecars[about]
+    if path.name.endswith(_SUFFIXES):
+        return None
+    beside = (said for other, said in sidecars.items() if other.with_suffix("") == path.with_suffix(""))
+    return next(beside, None)
+
+
+def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: Readers, found: Found) -> None:
     name = path.relative_to(layout.root).as_posix()
-    sidecar = _sidecar(path)
-    if isinstance(sidecar, Sidecar) and sidecar.run_id != run_id:
-        return
-    if isinstance(sidecar, str):
-        found.problems.append(FileProblem(file=name, what=sidecar))
+    sidecar = said if isinstance(said, Sidecar) else None
     if not path.is_file():
         found.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))
-    elif not path.name.endswith(_SUFFIXES):
-        kind = sidecar.artifact.kind if isinstance(sidecar, Sidecar) else path.suffix
+        return
+    reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
+    if claim is not None and not claim.read:
+        if claim.why is not None:
+            found.unread.append(f"{name}: {claim.why}")
+    elif reader is not None or path.name.endswith(_SUFFIXES):
+        if said is None:
+            found.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
+        found.traces.append(TraceFile(path, name, sidecar, reader))
+    elif said is not None:
+        kind = path.suffix if sidecar is None else sidecar.artifact.kind
         found.unread.append(f"{name}: nothing here reads {kind}")
-    else:
-        found.traces.append(TraceFile(path, name, sidecar if isinstance(sidecar, Sidecar) else None))
 
 
-def _sidecar(path: Path) -> Sidecar | str:
+def _read(path: Path) -> Sidecar | str:
     try:
-        return msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar)
-    except FileNotFoundError:
-        return "no sidecar: nothing says which process wrote it"
+        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         return f"its sidecar cannot be read ({error}): nothing says which process wrote it"

@@ -28,11 +28,17 @@ class Tracks:
         self.metadata: list[Event] = []
         """Written since somebody last took them from here."""
 
-    def own(self, row: Row, name: str, sort: int) -> int:
-        """The tid of a new track of our own."""
-        tid = self._tid(row.pid, _OWN, name)
-        self.metadata += named("thread", row.pid, tid, name, sort)
+    def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
+        """The tid of the track that `owner` (of our own, or a reader) calls by this name."""
+        known = len(self._tids)
+        tid = self._tid(row.pid, owner, name)
+        if len(self._tids) > known:
+            self.call(row, tid, name, sort)
         return tid
+
+    def call(self, row: Row, tid: int, name: str, sort: int) -> None:
+        """Gives a track its name and its place."""
+        self.metadata += named("thread", row.pid, tid, name, sort)
 
     def foreign(self, row: Row, pid: str, tid: str) -> int:
         """The tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""

@@ -1,0 +1,284 @@
+"""What a `Reader` yields as events of a merged timeline: in its processes' rows, on the owner's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Literal
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.sidecar import ProcessInfo, Sidecar
+from stepscope.timeline.align import align_owner
+from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.place import Place
+from stepscope.timeline.readers.blocks import Notes
+from stepscope.timeline.readers.contract import (
+    Counter,
+    Flow,
+    FoundFile,
+    Instant,
+    Origin,
+    Reader,
+    Slice,
+    Track,
+)
+from stepscope.timeline.readers.installed import reason
+from stepscope.timeline.rewrite import NOT_THEN, Cut
+from stepscope.timeline.rows import Axis, Row, Rows
+from stepscope.timeline.tracks import Event as Json
+from stepscope.timeline.tracks import Tracks, microseconds
+
+NOT_WRITTEN = "events that JSON cannot hold"
+_BATCH = 2000
+"""Events that are handed on together."""
+_PHASES: Mapping[Literal["start", "step", "end"], str] = {"start": "s", "step": "t", "end": "f"}
+_encode = msgspec.json.Encoder().encode
+
+
+class Recorded:
+    """One file, the reader of it, and whose rows its tracks are in."""
+
+    def __init__(self, reader: Reader, file: FoundFile, rows: Rows, role: str) -> None:
+        """`role`: of those who recorded it. A reader that raises leaves `rows` empty and a note."""
+        self.reader = reader
+        self.file = file
+        self.notes = Notes()
+        self.rows: dict[int | None, Row] = {}
+        """By `Track.pid`."""
+        self.wall: Callable[[int], int] | None = None
+        """From the file's times to unix ns of its host. None: they are that already, or cannot be."""
+        try:
+            with closing(reader.open(file, Notes())) as recording:
+                origin = recording.origin
+            self._place(origin, rows, role)
+        except RecordError as error:
+            self.notes.file(f"left out: {error}")
+        except Exception as error:
+            self.notes.file(f"left out: reader {reader.name!r} failed: {reason(error)}")
+
+    def _place(self, origin: Origin, rows: Rows, role: str) -> None:
+        sidecar = self.file.sidecar
+        self.wall, unaligned = _to_wall(origin, sidecar)
+        whose = _whose(origin, sidecar, role)
+        main = rows.of_trace(whose, None if sidecar is None else sidecar.process, unaligned=unaligned)
+        for pid in origin.processes:
+            other = ProcessInfo(role=role, rank=None, world_size=None, host=whose.host, pid=pid)
+            mine = pid in (whose.pid, main.info.pid)
+            self.rows[pid] = main if mine else rows.of_trace(other, None, unaligned=unaligned)
+        self.rows[None] = main
+
+
+def _whose(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
+    """The process it is a recording of: as the sidecar says; where that is silent, as the file does."""
+    said = None if sidecar is None else sidecar.artifact
+    return ProcessInfo(
+        role=role,
+        rank=origin.rank if said is None or said.rank is None else said.rank,
+        world_size=origin.world_size if said is None or said.world_size is None else said.world_size,
+        host=said.host if said is not None else origin.host or "host unknown",
+        pid=(None if said is None else said.pid) or origin.pid or 0,
+        replica=None if said is None else said.replica,
+    )
+
+
+def _to_wall(origin: Origin, sidecar: Sidecar | None) -> tuple[Callable[[int], int] | None, str | None]:
+    """(what turns the file's times into unix ns of its host, why that is impossible)."""
+    if origin.clock == "realtime":
+        return None, None
+    if origin.clock == "unknown":
+        return None, origin.why or "the file does not say what its times count from"
+    opened = None if sidecar is None else _anchor(sidecar.opened, origin.clock)
+    if sidecar is None or opened is None:
+        clock = f"CLOCK_{origin.clock.upper()}"
+        return None, f"its times are {clock}, and no sidecar says what time it was then"
+    return align_owner(opened, _anchor(sidecar.closed, origin.clock)).place, None
+
+
+def _anchor(anchor: ClockAnchor | None, clock: str) -> ClockAnchor | None:
+    if anchor is None or clock == "monotonic":
+        return anchor
+    return None if anchor.raw_ns is None else msgspec.structs.replace(anchor, mono_ns=anchor.raw_ns)
+
+
+class Drawing:
+    """The events of one recording, as JSON."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        shown: Mapping[int | None, Row],
+        ids: FlowIds,
+        tracks: Tracks,
+        axis: Axis,
+        cut: Cut,
+    ) -> None:
+        """`shown`: those of `recorded.rows` that are wanted."""
+        self._recorded = recorded
+        self._rows = shown
+        self._places = {pid: Place(row, 0, axis) for pid, row in shown.items()}
+        self._ids = ids
+        self._tracks = tracks
+        self._cut = cut
+        self._lines: dict[int, _Line | None] = {}
+        self._pending: list[bytes] = []
+        self.notes = recorded.notes
+        self.events: dict[int, int] = {}
+        """How many were drawn, by their row's pid."""
+        self.outside = 0
+        """Left out because they are not between `from` and `to`."""
+
+    @property
+    def written(self) -> int:
+        return sum(self.events.values())
+
+    @property
+    def touched(self) -> list[Row]:
+        """The rows that anything was drawn in."""
+        return [row for row in self._rows.values() if row.pid in self.events]
+
+    def texts(self) -> Iterator[bytes]:
+        """Some events at a time, to stand between brackets. A reader that raises ends it, with a note."""
+        with closing(self._drawn()) as drawing:
+            while self._more(drawing):
+                yield self._taken()
+        if self._pending:
+            yield self._taken()
+
+    def _more(self, drawing: Iterator[None]) -> bool:
+        try:
+            next(drawing)
+        except StopIteration:
+            return False
+        except RecordError as error:
+            self.notes.file(str(error))
+            return False
+        except Exception as error:
+            name = self._recorded.reader.name
+            self.notes.file(f"reader {name!r} failed: {reason(error)}; what it gave before is used")
+            return False
+        return True
+
+    def _taken(self) -> bytes:
+        taken, self._pending = self._pending, []
+        return b",\n".join(taken)
+
+    def _drawn(self) -> Generator[None, None, None]:
+        """Stops each time that enough is pending."""
+        recorded = self._recorded
+        with closing(recorded.reader.open(recorded.file, self.notes)) as recording:
+            for event in recording.events():
+                if isinstance(event, Track):
+                    self._declare(event)
+                elif (line := self._lines[event.track]) is not None:
+                    self._draw(event, line)
+                if len(self._pending) >= _BATCH:
+                    yield
+
+    def _declare(self, track: Track) -> None:
+        known = self._lines.get(track.track)
+        if known is not None:
+            known.rename(track.name)
+        elif track.pid not in self._recorded.rows:
+            raise ValueError(
+                f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes"
+            )
+        elif track.pid not in self._rows:
+            self._lines[track.track] = None  # a role or rank that nobody asked for
+        else:
+            row, owner = self._rows[track.pid], self._recorded.reader.name
+            self._lines[track.track] = _Line(track, row, self._places[track.pid], self._tracks, owner)
+
+    def _draw(self, event: Slice | Instant | Counter | Flow, line: _Line) -> None:
+        start_ns = event.start_ns if isinstance(event, Slice) else event.at_ns
+        dur_ns = event.dur_ns if isinstance(event, Slice) else 0
+        if type(start_ns) is not int or type(dur_ns) is not int or dur_ns < 0:
+            raise ValueError(f"times are ints in ns, durations not negative; {event!r} is not so")
+        wall = self._recorded.wall
+        position = line.place.at(start_ns if wall is None else wall(start_ns))
+        if position is None:
+            self.notes.events(NOT_THEN)
+            return
+        start, end = self._cut
+        if (end is not None and position > end) or (start is not None and position + dur_ns < start):
+            self.outside += 1
+            return
+        made = self._json(event, line, position, dur_ns)
+        try:
+            self._pending.append(_encode(made))
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+            self.notes.events(NOT_WRITTEN)
+        else:
+            self.events[line.row.pid] = self.events.get(line.row.pid, 0) + 1
+
+    def _json(self, event: Slice | Instant | Counter | Flow, line: _Line, position: int, dur_ns: int) -> Json:
+        made: Json = {"name": event.name, "pid": line.row.pid, "ts": microseconds(position)}
+        if isinstance(event, Counter):
+            pid = self._tracks.counters(line.row, self._recorded.reader.name)
+            return {"ph": "C", **made, "pid": pid, "args": dict(event.values)}
+        if event.category is not None:
+            made["cat"] = event.category
+        if isinstance(event, Flow):
+            made["id"] = self._ids.number(_encode(event.id))
+            end: Json = {} if event.point == "start" else {"bp": "e"}
+            return {
+                "ph": _PHASES[event.point],
+                "cat": "flow",
+                **made,
+                "tid": line.of_instant(position),
+                **end,
+            }
+        if event.args is not None:
+            made["args"] = dict(event.args)
+        if isinstance(event, Instant):
+            return {"ph": "i", **made, "s": "t", "tid": line.of_instant(position)}
+        tid = line.of_slice(position, position + dur_ns)
+        return {"ph": "X", **made, "tid": tid, "dur": microseconds(dur_ns)}
+
+
+class _Line:
+    """A reader's track in a row: one track of ours, or as many as its slices need where they overlap."""
+
+    def __init__(self, track: Track, row: Row, place: Place, tracks: Tracks, owner: str) -> None:
+        self.row = row
+        self.place = place
+        self._track = track
+        self._tracks = tracks
+        self._owner = f"\0{owner}"
+        self._name = track.name
+        self._tids: list[int] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def rename(self, name: str) -> None:
+        for lane in range(len(self._tids)):
+            self._tracks.call(self.row, self._tids[lane], _numbered(name, lane), self._track.sort)
+        self._name = name
+
+    def of_slice(self, start: int, end: int) -> int:
+        """The tid of a slice from `start` to `end`."""
+        if not self._track.overlapping:
+            return self._tids[self._lane(0)]
+        free = (lane for lane, until in enumerate(self._ends) if until <= start)
+        lane = self._lane(next(free, len(self._ends)))
+        self._starts[lane], self._ends[lane] = start, end
+        return self._tids[lane]
+
+    def of_instant(self, at: int) -> int:
+        """The tid of what happens in a slice: the latest that has begun and not ended by then."""
+        running = [lane for lane, start in enumerate(self._starts) if start <= at <= self._ends[lane]]
+        return self._tids[self._lane(max(running, key=self._starts.__getitem__, default=0))]
+
+    def _lane(self, lane: int) -> int:
+        if lane == len(self._tids):
+            name = _numbered(self._name, lane)
+            self._tids.append(self._tracks.own(self.row, name, self._track.sort, self._owner))
+            self._starts.append(0)
+            self._ends.append(-1)
+        return lane
+
+
+def _numbered(name: str, lane: int) -> str:
+    return name if lane == 0 else f"{name} ({lane + 1})"
