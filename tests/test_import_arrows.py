@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "fleet": ON_DISK | {"backends", "engines", "recording"},
     "timeline": {"files", "errors"},
     "report": {"files", "errors", "timeline"},
+    "compat": {"config", "recording"},
     "cli": ON_DISK | OFFLINE | {"demo"},
     "__init__": {"config", "errors", "recording"},
 }

@@ -9,6 +9,8 @@ StepscopeError
 │   └── ProfilerBusyError               another profiler (ours or the user's) holds this process
 ├── EngineError (RuntimeError)          an engine's profiler cannot do what was asked
 └── RecordError (ValueError)            a file on disk is not what its name says
+
+VerlDifference (UserWarning)            a setting of verl's that means something else here, or nothing
 """
 
 from __future__ import annotations
@@ -71,3 +73,7 @@ class EngineError(StepscopeError, RuntimeError):
 
 class RecordError(StepscopeError, ValueError):
     """A record file cannot be read as what its name says. Carries the path in the message."""
+
+
+class VerlDifference(UserWarning):
+    """A setting of verl's configuration that means something else here, or nothing."""

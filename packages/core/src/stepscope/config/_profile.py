@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
@@ -16,7 +17,7 @@ from stepscope.config._section import Parser, Section, build
 from stepscope.config._sections import BudgetConfig, CudaMemoryConfig, ExportConfig, TorchConfig
 from stepscope.config._sources import environment_layer, file_layer, overlay
 from stepscope.config._steps import StepRange, StepSpec, parse_steps
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, VerlDifference
 
 Tool: TypeAlias = Literal["torch", "nsys", "npu", "cuda_memory"]
 Mode: TypeAlias = Literal["continuous", "discrete"]
@@ -108,6 +109,27 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             ConfigError: as `from_file`; also for a `STEPSCOPE_` variable that means nothing.
         """
         return resolve(environ=environ)
+
+    @classmethod
+    def from_verl(cls, source: object) -> ProfileConfig:
+        """The config that verl's own (v0.5 to v0.9) stands for: `global_profiler` and the roles' `profiler`.
+
+        A setting that verl reads in a way of its own, or that has no counterpart here, is named by a
+        `VerlDifference` warning. docs/verl.md has the table.
+
+        Args:
+            source: verl's whole configuration: a mapping, an OmegaConf `DictConfig`, or the path of a YAML
+                file.
+
+        Raises:
+            ConfigError: it is none of these, or asks for a tool that stepscope does not have.
+        """
+        from stepscope.config._verl import read_verl
+
+        settings, differences = read_verl(source)
+        for difference in differences:
+            warnings.warn(difference, VerlDifference, stacklevel=2)
+        return build(cls, settings, "")
 
     def to_mapping(self) -> dict[str, object]:
         """Everything, defaults included, as plain JSON values; `from_mapping` reads back an equal config."""

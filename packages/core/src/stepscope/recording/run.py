@@ -77,13 +77,29 @@ def check(config: ProfileConfig, *, on_ray: bool) -> None:
 
 
 def run_id() -> str:
-    """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or agreed through
-    torch.distributed's store, or this process' own (its fleet then carries it to the workers).
+    """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or that of the Ray job, or
+    agreed through torch.distributed's store, or this process' own (its fleet then carries it to the workers).
     """
     global _id
     if _id is None:
-        _id = os.environ.get("STEPSCOPE_RUN_ID") or _agreed(os.urandom(4).hex())
+        _id = os.environ.get("STEPSCOPE_RUN_ID") or _of_ray_job() or _agreed(os.urandom(4).hex())
     return _id
+
+
+def _of_ray_job() -> str | None:
+    # Worker groups that open captures by themselves have a torch store each, but one job.
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    try:
+        context = ray.get_runtime_context()
+        job = f"{context.get_session_name()}/{context.get_job_id()}"
+    except Exception as error:
+        guard.note("reading the Ray job's id", error)
+        return None
+    from hashlib import sha256
+
+    return sha256(job.encode()).hexdigest()[:8]
 
 
 def _agreed(mine: str) -> str:

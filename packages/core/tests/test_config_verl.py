@@ -1,0 +1,158 @@
+"""verl's own configuration files, of five releases, read as ours."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stepscope import ProfileConfig
+from stepscope.config._steps import parse_steps
+from stepscope.errors import ConfigError, VerlDifference
+from tests.downloads import wheel
+
+RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")
+
+
+def trainer_config(release: str, **overall: object) -> dict[str, Any]:
+    """What verl's trainer starts from, with the actor enabled."""
+    file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
+    config: dict[str, Any] = yaml.safe_load(file.read_text())
+    config["global_profiler"].update({"tool": "torch", "steps": [2, 5]} | overall)
+    config["actor_rollout_ref"]["actor"]["profiler"].update(enable=True, ranks=[0, 8])
+    return config
+
+
+def tool_config(config: dict[str, Any], role: str, tool: str) -> dict[str, Any]:
+    found: dict[str, Any] = config["actor_rollout_ref"][role]["profiler"]["tool_config"][tool]
+    return found
+
+
+def quietly(config: object) -> ProfileConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VerlDifference)
+        return ProfileConfig.from_verl(config)
+
+
+def differences(config: object) -> str:
+    with pytest.warns(VerlDifference) as warned:
+        ProfileConfig.from_verl(config)
+    return "\n".join(str(warning.message) for warning in warned)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_steps_tool_roles_and_ranks_mean_what_they_mean_in_verl(release: str) -> None:
+    read = quietly(trainer_config(release))
+    assert read.steps == parse_steps([2, 5], "steps")
+    assert read.tool == "torch"
+    assert read.mode == "continuous"
+    # From 0.6 on, the rollout's block refers to the actor's: enabled with it, on the same ranks.
+    assert {role: settings.ranks for role, settings in read.roles.items()} == {
+        "actor": (0, 8),
+        "rollout": (0, 8),
+    }
+    assert Path(read.save_path).is_absolute()
+
+
+def test_the_first_release_with_profiling_says_its_steps_in_the_trainer() -> None:
+    file = wheel("verl==0.5.0") / "verl/trainer/config/_generated_ppo_trainer.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["trainer"]["profile_steps"] = [1, 2]
+    config["actor_rollout_ref"]["profiler"].update(all_ranks=True, discrete=True)
+    read = quietly(config)
+    assert (read.tool, read.mode, read.steps) == ("nsys", "discrete", parse_steps([1, 2], "steps"))
+    assert {role for role, settings in read.roles.items() if settings.ranks == "all"} == {
+        "actor",
+        "rollout",
+        "ref",
+    }
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_without_steps_nothing_is_captured(release: str) -> None:
+    assert quietly(trainer_config(release, steps=None)).steps == ()
+
+
+def test_contents_become_the_options_of_torch() -> None:
+    config = trainer_config("0.9.1")
+    tool_config(config, "actor", "torch").update(contents=["cpu", "stack", "shapes"], discrete=True)
+    read = quietly(config)
+    assert (read.torch.activities, read.mode) == (("cpu",), "discrete")
+    assert (read.torch.with_stack, read.torch.record_shapes, read.torch.profile_memory) == (True, True, False)
+
+
+@pytest.mark.parametrize(("discrete", "repeat"), [(True, 0), (False, 1)])
+def test_a_schedule_counts_mini_batches_and_is_one_cycle_in_continuous_mode(
+    discrete: bool, repeat: int
+) -> None:
+    config = trainer_config("0.9.1")
+    torch = tool_config(config, "actor", "torch")
+    torch["discrete"] = discrete
+    torch["schedule"].update(skip_first=1, warmup=1, active=2)
+    schedule = quietly(config).torch.schedule
+    assert schedule is not None
+    assert (schedule.skip_first, schedule.warmup, schedule.active, schedule.repeat) == (1, 1, 2, repeat)
+
+
+def test_a_schedule_that_records_nothing_is_none() -> None:
+    assert quietly(trainer_config("0.9.1")).torch.schedule is None
+
+
+def test_memory_history_becomes_the_memory_tool() -> None:
+    config = trainer_config("0.9.1", tool="torch_memory")
+    config["global_profiler"]["global_tool_config"]["torch_memory"].update(trace_alloc_max_entries=5000)
+    read = quietly(config)
+    assert (read.tool, read.cuda_memory.max_entries) == ("cuda_memory", 5000)
+
+
+def test_what_is_a_trap_in_verl_is_named() -> None:
+    config = trainer_config("0.9.1", profile_continuous_steps=True, finish_hook_cmd="upload")
+    config["critic"]["profiler"]["enable"] = True
+    tool_config(config, "rollout", "torch").update(profile_token_start=4, profile_token_end=20)
+    said = differences(config)
+    assert "critic: ranks is empty, which verl reads as rank 0" in said
+    assert "contents is empty, which verl documents as everything" in said
+    assert "rollout has discrete: false, with which verl records no rollout" in said
+    assert "profile_token_start and profile_token_end count engine iterations" in said
+    assert "profile_continuous_steps" in said
+    assert "finish_hook_cmd is not taken over" in said
+    iterations = quietly(config).roles["rollout"].engine.iterations
+    assert (iterations.start, iterations.count) == (4, 16)
+
+
+def test_steps_without_an_enabled_role_capture_nothing_and_say_so() -> None:
+    config = trainer_config("0.9.1")
+    config["actor_rollout_ref"]["actor"]["profiler"]["enable"] = False
+    assert "no role has profiler.enable, so nothing is captured" in differences(config)
+    assert quietly(config).steps == ()
+
+
+def test_an_omegaconf_and_a_file_are_read_as_the_mapping(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = trainer_config("0.9.1")
+    (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(config))
+    from_mapping = quietly(config)
+    assert quietly(omegaconf.OmegaConf.create(config)) == from_mapping
+    assert quietly(tmp_path / "trainer.yaml") == from_mapping
+
+
+def test_a_tool_without_counterpart_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"global_profiler.tool is 'precision_debugger'.*no counterpart"):
+        quietly(trainer_config("0.9.1", tool="precision_debugger"))
+
+
+def test_roles_with_different_tools_are_refused() -> None:
+    config = trainer_config("0.9.1")
+    config["critic"]["profiler"].update(enable=True, tool="torch_memory")
+    with pytest.raises(ConfigError, match=r"critic.profiler.tool is 'torch_memory'; allowed: 'torch'"):
+        quietly(config)
+
+
+def test_what_is_no_configuration_of_verls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="global_profiler is None; allowed: verl's block of that name"):
+        ProfileConfig.from_verl({"save_path": "x"})
+    with pytest.raises(ConfigError, match="a mapping, an OmegaConf, or a YAML file"):
+        ProfileConfig.from_verl(7)
