@@ -236,7 +236,7 @@ def test_slices_that_overlap_are_drawn_as_several_lines(folder: StepFolder) -> N
     recorded(folder, [track, *events])
     _, found = merged(folder)
     lines = [tracks(found)[event["tid"]] for event in of(found, "X")]
-    assert lines == ["NVTX", "NVTX (2)", "NVTX (3)", "NVTX"]
+    assert lines == ["NVTX", "NVTX (2)", "NVTX", "NVTX"]
 
 
 @pytest.mark.parametrize("clock", ["monotonic", "monotonic_raw"])

@@ -249,8 +249,8 @@ class _Line:
         self._owner = f"\0{owner}"
         self._name = track.name
         self._tids: list[int] = []
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._running: list[list[tuple[int, int]]] = []
+        """Start and end of the slices that are open in each lane, where they overlap."""
 
     def rename(self, name: str) -> None:
         for lane in range(len(self._tids)):
@@ -258,25 +258,28 @@ class _Line:
         self._name = name
 
     def of_slice(self, start: int, end: int) -> int:
-        """The tid of a slice from `start` to `end`."""
+        """The tid of a slice from `start` to `end`: of the first lane in which it nests."""
         if not self._track.overlapping:
             return self._tids[self._lane(0)]
-        free = (lane for lane, until in enumerate(self._ends) if until <= start)
-        lane = self._lane(next(free, len(self._ends)))
-        self._starts[lane], self._ends[lane] = start, end
+        for running in self._running:
+            while running and running[-1][1] <= start:
+                running.pop()
+        fits = (lane for lane, running in enumerate(self._running) if not running or end <= running[-1][1])
+        lane = self._lane(next(fits, len(self._running)))
+        self._running[lane].append((start, end))
         return self._tids[lane]
 
     def of_instant(self, at: int) -> int:
-        """The tid of what happens in a slice: the latest that has begun and not ended by then."""
-        running = [lane for lane, start in enumerate(self._starts) if start <= at <= self._ends[lane]]
-        return self._tids[self._lane(max(running, key=self._starts.__getitem__, default=0))]
+        """The tid of what happens in a slice: the one that began last, of those that run."""
+        running = [(*slices[-1], lane) for lane, slices in enumerate(self._running) if slices]
+        _, _, lane = max((each for each in running if each[0] <= at <= each[1]), default=(0, 0, 0))
+        return self._tids[self._lane(lane)]
 
     def _lane(self, lane: int) -> int:
         if lane == len(self._tids):
             name = _numbered(self._name, lane)
             self._tids.append(self._tracks.own(self.row, name, self._track.sort, self._owner))
-            self._starts.append(0)
-            self._ends.append(-1)
+            self._running.append([])
         return lane
 
 

@@ -1,0 +1,408 @@
+"""Reads what `nsys export --type sqlite` writes.
+
+Written from the published schema ("SQLite Schema Reference" of the Nsight Systems guide, schema versions 2
+and 3), never run on a file of a real nsys. Tables are made only where there is something for them, and
+columns come and go between versions: both are looked up by name, and what is not there is not shown.
+
+Above 400 lines in one file, because all of it is one schema.
+
+Times are ns since the session began; `TARGET_INFO_SESSION_START_TIME.utcEpochNs` says when that was. Exports
+without it cannot be aligned. A serialized id is <hardware 8><VM 8><process 24><thread 24> bits.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from stepscope.errors import RecordError
+from stepscope.timeline.readers.blocks import Notes
+from stepscope.timeline.readers.contract import (
+    Claim,
+    Event,
+    Flow,
+    FoundFile,
+    Instant,
+    Origin,
+    Recording,
+    Slice,
+    Track,
+)
+
+_MAGIC = b"SQLite format 3\0"
+_RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_NVTX = "NVTX_EVENTS"
+_START = "TARGET_INFO_SESSION_START_TIME"
+_PROCESS = ~0xFFFFFF
+"""Of a serialized thread id, the process: as `globalPid` has it."""
+_MARK, _THREAD_NAME, _DOMAIN, _PUSH_POP, _START_END = 34, 39, 75, (59, 70), (60, 71)
+"""NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
+_STRINGS = 1 << 16
+"""Texts of `StringIds` that are kept."""
+NO_TIME = "events without a time"
+BACKWARDS = "events that end before they begin"
+NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
+
+
+_Key: TypeAlias = tuple[object, ...]
+
+
+class _Device(NamedTuple):
+    """A table of what ran on devices."""
+
+    table: str
+    category: str
+    names: tuple[str, ...]
+    """Columns with the id of its name, the best one first."""
+    args: Mapping[str, str]
+    """Our word for each column, in Kineto's where there is one."""
+
+
+_WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
+_DEVICES = (
+    _Device(
+        "CUPTI_ACTIVITY_KIND_KERNEL", "kernel", ("demangledName", "shortName", "mangledName"),
+        {
+            **_WHERE, **{size + axis: size + axis for size in ("grid", "block") for axis in "XYZ"},
+            "registers per thread": "registersPerThread", "shared memory": "dynamicSharedMemory",
+            "graph node": "graphNodeId",
+        },
+    ),
+    _Device(
+        "CUPTI_ACTIVITY_KIND_MEMCPY", "gpu_memcpy", (),
+        {**_WHERE, "bytes": "bytes", "kind": "copyKind", "graph node": "graphNodeId"},
+    ),
+    _Device(
+        "CUPTI_ACTIVITY_KIND_MEMSET", "gpu_memset", (),
+        {**_WHERE, "bytes": "bytes", "value": "value", "graph node": "graphNodeId"},
+    ),
+)  # fmt: skip
+
+
+class NsysReader:
+    """SQLite exports of Nsight Systems. A report itself (`.nsys-rep`) only nsys can read."""
+
+    name = "nsys"
+
+    def claims(self, file: FoundFile) -> Claim | None:
+        if file.path.suffix == ".nsys-rep":
+            exported = file.path.with_suffix(".sqlite").exists()
+            fix = f"nsys export --type sqlite {file.path.name}"
+            return Claim(read=False, why=None if exported else f"to have it in the timeline: {fix}")
+        if not file.head(len(_MAGIC)).startswith(_MAGIC):
+            return None
+        try:
+            with closing(_connect(file.path)) as database:
+                known = _tables(database)
+        except sqlite3.Error:
+            return Claim() if file.path.suffix == ".sqlite" else None  # damaged: `open` says how
+        ours = "StringIds" in known and any(
+            table.startswith(("CUPTI_", "NVTX_", "TARGET_")) for table in known
+        )
+        return Claim() if ours else None
+
+    def open(self, file: FoundFile, notes: Notes) -> Recording:
+        return _Export(file.path, notes)
+
+
+class _Export:
+    """One file, opened."""
+
+    def __init__(self, path: Path, notes: Notes) -> None:
+        self._notes = notes
+        self._tracks: dict[_Key, int] = {}
+        self._strings: dict[int | None, str | None] = {}
+        try:
+            self._database = _connect(path)
+            self._columns = {table: _columns(self._database, table) for table in _tables(self._database)}
+            self.origin = self._origin()
+        except sqlite3.Error as error:
+            raise RecordError(f"damaged: {error}") from error
+        if "StringIds" not in self._columns:
+            raise RecordError("it holds no export of nsys (no StringIds)")
+        self._linked = False
+        """Whether the temporary tables say which call launched what."""
+
+    def close(self) -> None:
+        self._database.close()
+
+    def events(self) -> Iterator[Event]:
+        reads: list[Callable[[], Iterator[Event]]] = [
+            self._link,
+            self._nvtx,
+            self._runtime,
+            *(partial(self._device, each) for each in _DEVICES),
+        ]
+        for read in reads:
+            try:
+                yield from read()
+            except sqlite3.Error as error:
+                self._notes.file(f"damaged: {error}; a table, or the rest of it, is left out")
+
+    def _origin(self) -> Origin:
+        began = self._first(_START, "utcEpochNs")
+        self._since_ns = began if isinstance(began, int) and began > 0 else 0
+        pids = sorted({_pid(process) for process in self._processes()})
+        missing = f"the export does not say when its session began ({_START}.utcEpochNs)"
+        return Origin(
+            clock="realtime" if self._since_ns else "unknown",
+            why=None if self._since_ns else missing,
+            host=self._host(),
+            pid=pids[0] if len(pids) == 1 else None,
+            processes=tuple(pids),
+        )
+
+    def _processes(self) -> set[int]:
+        """Serialized ids of the processes that anything is of."""
+        found: set[int] = set()
+        for table in (_RUNTIME, _NVTX, *(device.table for device in _DEVICES)):
+            for column in ("globalPid", "globalTid"):
+                if self._has(table, column):
+                    query = f"SELECT DISTINCT {column} & {_PROCESS} FROM {table} WHERE {column} IS NOT NULL"
+                    found |= {process for (process,) in self._database.execute(query)}
+        return found
+
+    def _host(self) -> str | None:
+        if not self._has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
+            return None
+        query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1"
+        found = self._database.execute(query).fetchone()
+        return None if found is None else str(found[0])
+
+    def _first(self, table: str, column: str) -> object:
+        if not self._has(table, column):
+            return None
+        found = self._database.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
+        return None if found is None else found[0]
+
+    def _string(self, number: int | None) -> str | None:
+        """Of `StringIds`. Names are few and come again and again; other texts there may be large."""
+        if number not in self._strings:
+            if len(self._strings) >= _STRINGS:
+                self._strings.clear()
+            found = self._database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
+            self._strings[number] = None if found is None else str(found[0])
+        return self._strings[number]
+
+    def _link(self) -> Iterator[Event]:
+        """Notes, on disk, which call launched what on a device first: arrows are drawn between those two."""
+        linked = [
+            device.table for device in _DEVICES if self._has(device.table, "correlationId", "globalPid")
+        ]
+        if not linked or not self._has(_RUNTIME, "correlationId", "globalTid"):
+            return
+        run = self._database.execute
+        for table in ("launched", "called"):
+            columns = "process INT, correlation INT, at INT, PRIMARY KEY (process, correlation)"
+            run(f"CREATE TEMP TABLE {table} ({columns}) WITHOUT ROWID")
+        for table in linked:
+            run(
+                f"INSERT INTO launched SELECT globalPid, correlationId, min(start) FROM {table}"
+                " WHERE globalPid IS NOT NULL AND correlationId > 0 GROUP BY 1, 2"
+                " ON CONFLICT DO UPDATE SET at = min(at, excluded.at)"
+            )
+        run(
+            f"INSERT INTO called SELECT process, correlation, min(start) FROM {_RUNTIME} JOIN launched"
+            f" ON process = globalTid & {_PROCESS} AND correlation = correlationId GROUP BY 1, 2"
+        )
+        matched = "(process, correlation) IN (SELECT process, correlation FROM called)"
+        run(f"DELETE FROM launched WHERE NOT {matched}")
+        self._linked = True
+        yield from ()
+
+    def _nvtx(self) -> Iterator[Event]:
+        """Ranges and marks: pushed ones on a track for each thread, started ones on one for each process."""
+        domains = dict(self._nvtx_texts(_DOMAIN, "domainId"))
+        kinds = ", ".join(map(str, (_MARK, *_PUSH_POP, *_START_END)))
+        wanted = ("eventType", "text", "textId", "globalTid", "domainId")
+        for start, end, kind, text, text_id, thread, domain in self._rows(
+            _NVTX, wanted, f"WHERE eventType IN ({kinds})"
+        ):
+            process = None if thread is None else thread & _PROCESS
+            if kind in _START_END:
+                key, label = ("ranges", process), "NVTX ranges"
+            else:
+                key, label = ("nvtx", thread), f"NVTX {self._thread(thread)}"
+            yield from self._declare(key, label, process, 0)
+            track, name = self._tracks[key], text or self._string(text_id) or "(no text)"
+            args = {"domain": domains[domain]} if domain in domains else None
+            if kind == _MARK or not end:  # 0 where the export has no NULL
+                if kind != _MARK:
+                    self._notes.events(NEVER_ENDED)
+                yield Instant(
+                    track=track, name=name, at_ns=start + self._since_ns, category="nvtx", args=args
+                )
+            elif self._is_sound(start, end):
+                yield self._slice(track, name, start, end, "user_annotation", args)
+
+    def _runtime(self) -> Iterator[Event]:
+        wanted = ("nameId", "globalTid", "correlationId", "returnValue")
+        linked = self._at_link(_RUNTIME, "called", f"globalTid & {_PROCESS}")
+        for start, end, name_id, thread, correlation, returned, first in self._rows(
+            _RUNTIME, wanted, *linked
+        ):
+            if not self._is_sound(start, end):
+                continue
+            process, key = None if thread is None else thread & _PROCESS, ("runtime", thread)
+            yield from self._declare(key, f"CUDA API {self._thread(thread)}", process, 1)
+            args = {"correlation": correlation, **({"return value": returned} if returned else {})}
+            name = self._string(name_id) or "(no name)"
+            yield self._slice(self._tracks[key], name, start, end, "cuda_runtime", args)
+            if first:
+                yield self._flow("start", key, start, process, correlation)
+
+    def _device(self, device: _Device) -> Iterator[Event]:
+        kinds = self._copy_kinds() if device.category == "gpu_memcpy" else {}
+        wanted = ("globalPid", *device.names, *device.args.values())
+        named = len(device.names)
+        linked = self._at_link(device.table, "launched", "globalPid")
+        for start, end, process, *values, first in self._rows(device.table, wanted, *linked):
+            if not self._is_sound(start, end):
+                continue
+            args = {
+                word: value
+                for word, value in zip(device.args, values[named:], strict=True)
+                if value is not None
+            }
+            where = tuple(args.get(word, "unknown") for word in ("device", "stream"))
+            key = ("device", process, *where)
+            yield from self._declare(key, "GPU {} stream {}".format(*where), process, _place(*where))
+            if "kind" in args:
+                args["kind"] = kinds.get(args["kind"], args["kind"])
+            names = (self._string(number) for number in values[:named])
+            name = next(filter(None, names), None) or _unnamed(device, args)
+            yield self._slice(self._tracks[key], name, start, end, device.category, _grouped(args))
+            if first:
+                yield self._flow("end", key, start, process, args["correlation"])
+
+    def _rows(self, table: str, wanted: Sequence[str], clauses: str = "", *more: str) -> Iterator[Any]:
+        """(start, end, the wanted columns, and more) by their start. A column that is not there is None."""
+        if table not in self._columns:
+            return
+        if not self._has(table, "start", "end"):
+            self._notes.file(f"left out: {table} has no columns start and end")
+            return
+        has = self._columns[table]
+        columns = ", ".join([*(f"t.{each}" if each in has else "NULL" for each in wanted), *more])
+        query = f"SELECT t.start, t.end, {columns} FROM {table} t {clauses} ORDER BY t.start, t.end DESC"
+        for row in self._database.execute(query):
+            if type(row[0]) is int:
+                yield row
+            else:
+                self._notes.events(NO_TIME)
+
+    def _at_link(self, table: str, first: str, process: str) -> tuple[str, str]:
+        """What `_rows` adds to know which of a table's rows is the first of its correlation."""
+        if not self._linked or not self._has(table, process.split()[0], "correlationId"):
+            return "", "NULL"
+        join = f"l.process = t.{process} AND l.correlation = t.correlationId"
+        return f"LEFT JOIN temp.{first} l ON {join}", "l.at = t.start"
+
+    def _is_sound(self, start: int, end: object) -> bool:
+        if type(end) is not int or start == end == 0:  # CUPTI's way to say that it does not know
+            self._notes.events(NO_TIME)
+        elif end < start:
+            self._notes.events(BACKWARDS)
+        else:
+            return True
+        return False
+
+    def _slice(
+        self, track: int, name: str, start: int, end: int, category: str, args: Mapping[str, object] | None
+    ) -> Slice:
+        at_ns = start + self._since_ns
+        return Slice(track=track, name=name, start_ns=at_ns, dur_ns=end - start, category=category, args=args)
+
+    def _flow(
+        self, point: Literal["start", "end"], key: _Key, start: int, process: int | None, correlation: int
+    ) -> Flow:
+        return Flow(
+            track=self._tracks[key], at_ns=start + self._since_ns, id=f"{process} {correlation}", point=point,
+            name="launch", category="ac2g",
+        )  # fmt: skip
+
+    def _declare(self, key: _Key, name: str, process: int | None, sort: int) -> Iterator[Track]:
+        if key not in self._tracks:
+            self._tracks[key] = len(self._tracks)
+            pid = None if process is None else _pid(process)
+            # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
+            yield Track(track=self._tracks[key], name=name, pid=pid, sort=sort, overlapping=True)
+
+    def _thread(self, thread: int | None) -> str:
+        if thread is None:
+            return "thread unknown"
+        name, number = self._thread_names.get(thread), thread & ~_PROCESS
+        return f"thread {number}" if name is None else f"thread {number} ({name})"
+
+    @cached_property
+    def _thread_names(self) -> dict[int, str]:
+        found = {}
+        if self._has("ThreadNames", "globalTid", "nameId"):
+            for thread, name_id in self._database.execute("SELECT globalTid, nameId FROM ThreadNames"):
+                if (name := self._string(name_id)) is not None:
+                    found[thread] = name
+        return {**found, **dict(self._nvtx_texts(_THREAD_NAME, "globalTid"))}
+
+    def _nvtx_texts(self, kind: int, column: str) -> Iterator[tuple[int, str]]:
+        """The texts of NVTX events that only name something, by what they name."""
+        if self._has(_NVTX, "eventType", "text", "textId", column):
+            query = f"SELECT {column}, text, textId FROM {_NVTX} WHERE eventType = {kind}"
+            for number, text, text_id in self._database.execute(query):
+                if name := text or self._string(text_id):
+                    yield number, name
+
+    def _copy_kinds(self) -> dict[object, str]:
+        if not self._has("ENUM_CUDA_MEMCPY_OPER", "id", "label"):
+            return {}
+        return dict(self._database.execute("SELECT id, label FROM ENUM_CUDA_MEMCPY_OPER"))
+
+    def _has(self, table: str, *columns: str) -> bool:
+        return set(columns) <= self._columns.get(table, frozenset())
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Read-only, without locks or files of its own beside it."""
+    uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+    database.text_factory = lambda text: text.decode(errors="replace")
+    database.execute("PRAGMA temp_store = FILE")  # what is sorted or linked does not fill the memory
+    return database
+
+
+def _tables(database: sqlite3.Connection) -> set[str]:
+    return {
+        name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+    }
+
+
+def _columns(database: sqlite3.Connection, table: str) -> frozenset[str]:
+    return frozenset(row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+
+
+def _pid(process: int) -> int:
+    return process >> 24 & 0xFFFFFF
+
+
+def _place(device: object, stream: object) -> int:
+    """Of a stream among a recording's tracks: below the threads."""
+    return (
+        1000 + 1000 * (device if isinstance(device, int) else 0) + (stream if isinstance(stream, int) else 0)
+    )
+
+
+def _unnamed(device: _Device, args: Mapping[str, object]) -> str:
+    if device.category == "gpu_memcpy":
+        return f"Memcpy {args['kind']}" if "kind" in args else "Memcpy"
+    return "Memset" if device.category == "gpu_memset" else "(no name)"
+
+
+def _grouped(args: dict[str, Any]) -> dict[str, Any]:
+    """Grid and block as lists, as Kineto has them."""
+    for word in ("grid", "block"):
+        if all(f"{word}{axis}" in args for axis in "XYZ"):
+            args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]
+    return args
