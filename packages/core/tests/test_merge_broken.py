@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepscope.timeline.readers.blocks import BLOCK, Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements
+from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements, raw_batch
 
 CUT = "cut off: its list of events does not end"
 HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
@@ -147,7 +147,7 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
         text[chance.randrange(len(text))] = chance.randrange(256)
 
     def elements(blocks: list[bytes]) -> tuple[list[bytes], bytes | None]:
-        reader = Elements(Notes())
+        reader = Elements(Notes(), raw_batch)
         found = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch.elements]
         found += [bytes(raw) for batch in reader.end() for raw in batch.elements]
         return found, reader.trailer

@@ -3,6 +3,7 @@
 Imports neither torch nor Ray.
 """
 
+from stepscope.timeline.activity import TraceActivity, Traces, load_traces
 from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.merge import Merged, MergedFile, MergedRow, merge_bytes, merge_step
 from stepscope.timeline.model import (
@@ -27,8 +28,11 @@ __all__ = [
     "Selection",
     "Span",
     "Timeline",
+    "TraceActivity",
+    "Traces",
     "Window",
     "load_step",
+    "load_traces",
     "merge_bytes",
     "merge_step",
     "span_bytes",

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from stepscope.timeline.readers.blocks import Notes, read_blocks
-from stepscope.timeline.readers.elements import LONGEST, TOKEN, Batch, Elements, mend
+from stepscope.timeline.readers.elements import LONGEST, TOKEN, Batch, Elements, mend, raw_batch
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
@@ -31,12 +31,21 @@ class Distributed(msgspec.Struct, frozen=True):
     world_size: int | None = None
 
 
+class DeviceProperties(msgspec.Struct, frozen=True):
+    """One of `deviceProperties` of Kineto."""
+
+    id: int | None = None
+    name: str | None = None
+    total_bytes: int | None = msgspec.field(default=None, name="totalGlobalMem")
+
+
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     """What stands around the events. None: the file does not say."""
 
     base_ns: int | None
     distributed: Distributed | None
     host: str | None
+    devices: tuple[DeviceProperties, ...] = ()
 
 
 class ChromeTrace:
@@ -50,18 +59,35 @@ class ChromeTrace:
         """Reads up to the events; through the whole file where the base is not before them."""
         found: dict[str, msgspec.Raw] = {}
         silent = ChromeTrace(self.path)  # the reading that counts is the one of `events`
-        for _ in silent._scan(found, None):
+        for _ in silent._scan(found, raw_batch, None):
             if "baseTimeNanoseconds" in found:
                 break
         return _typed(found)
 
     def events(self, on_read: Callable[[int], None] | None = None) -> Iterator[Batch]:
         """All events that can be read, in the file's order."""
-        yield from self._scan({}, on_read)
+        yield from self._scan({}, raw_batch, on_read)
 
-    def _scan(self, found: dict[str, msgspec.Raw], on_read: Callable[[int], None] | None) -> Iterator[Batch]:
+    def read(
+        self,
+        parse: Callable[[bytes], _T],
+        take: Callable[[_T], None],
+        on_read: Callable[[int], None] | None = None,
+    ) -> TraceFields:
+        """Hands `take` what `parse` made of the events, block by block; returns what stands around them."""
+        found: dict[str, msgspec.Raw] = {}
+        for some in self._scan(found, parse, on_read):
+            take(some)
+        return _typed(found)
+
+    def _scan(
+        self,
+        found: dict[str, msgspec.Raw],
+        parse: Callable[[bytes], _T],
+        on_read: Callable[[int], None] | None,
+    ) -> Iterator[_T]:
         header: bytes | None = b""
-        elements = Elements(self.notes)
+        elements = Elements(self.notes, parse)
         for block in read_blocks(self.path, self.notes, on_read):
             if header is None:
                 yield from elements.feed(block)
@@ -130,6 +156,7 @@ def _typed(found: dict[str, msgspec.Raw]) -> TraceFields:
         base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,
         distributed=_value(found, "distributedInfo", Distributed),
         host=_value(found, "host_name", str),
+        devices=_value(found, "deviceProperties", tuple[DeviceProperties, ...]) or (),
     )
 
 

@@ -7,8 +7,8 @@ it refuses is walked through by its strings and brackets, element by element.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ _ESCAPE = re.compile(
 )
 """What JSON has (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -45,23 +46,34 @@ class Batch(NamedTuple):
     elements: list[msgspec.Raw]
 
 
-class Elements:
+def raw_batch(text: bytes) -> Batch:
+    """Elements that nobody looks into: the way of a merge."""
+    return Batch(text, _elements(b"[%b]" % text))
+
+
+class Elements(Generic[T]):
     """Feed it the text from behind the `[` on; it hands out elements and stops behind the `]`."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, parse: Callable[[bytes], T]) -> None:
+        """
+        Args:
+            parse: Makes something of elements with commas between them. It raises `DecodeError` for what is
+                no JSON, and for nothing else.
+        """
+        self._parse = parse
         self.trailer: bytes | None = None
         """What stands behind the array's end. None: its end was not seen."""
         self._notes = notes
         self._rest = b""
 
-    def feed(self, block: bytes) -> Iterator[Batch]:
+    def feed(self, block: bytes) -> Iterator[T]:
         if self.trailer is not None:
             if len(self.trailer) < LONGEST:
                 self.trailer += block
             return
         text = self._rest + block
         cut = _last_boundary(text)
-        batch = _sound(text[:cut]) if cut else None
+        batch = _sound(text[:cut], self._parse) if cut else None
         if batch is not None:
             self._rest = text[cut:].lstrip(_BLANK)
             yield batch
@@ -70,12 +82,12 @@ class Elements:
         else:
             self._rest = text
 
-    def end(self) -> Iterator[Batch]:
+    def end(self) -> Iterator[T]:
         """The text is over: what is left of it."""
         if self.trailer is None:
             yield from self._walk(self._rest, last=True)
 
-    def _walk(self, text: bytes, *, last: bool) -> Iterator[Batch]:
+    def _walk(self, text: bytes, *, last: bool) -> Iterator[T]:
         """Element by element. One that is no JSON costs itself: the search goes on at the next event."""
         found: list[bytes] = []
         at = 0
@@ -103,15 +115,14 @@ class Elements:
                 break
             at = following.start()
         if found:
-            joined = b",\n".join(found)
-            yield Batch(joined, _elements(b"[%b]" % joined))
+            yield self._parse(b",\n".join(found))
 
     def _checked(self, element: bytes) -> bytes:
         """The element, mended where that helps; nothing where it does not."""
-        if _sound(element):
+        if _sound(element, raw_batch) is not None:
             return element
         mended = mend(element)
-        if _sound(mended) is None:
+        if _sound(mended, raw_batch) is None:
             return b""
         self._notes.events(MENDED)
         return mended
@@ -138,11 +149,11 @@ def _escaped(match: re.Match[bytes]) -> bytes:
     return b"\\u%04x" % match[3][0] if match[3] else b"\\\\"
 
 
-def _sound(text: bytes) -> Batch | None:
+def _sound(text: bytes, parse: Callable[[bytes], T]) -> T | None:
     try:
         if not text.isascii():
             text.decode()
-        return Batch(text, _elements(b"[%b]" % text))
+        return parse(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

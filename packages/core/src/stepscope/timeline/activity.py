@@ -1,0 +1,123 @@
+"""From a step's folder to what its torch traces say, each placed on the clock of the capture's owner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from stepscope.files.layout import StepLayout
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.timeline.model import FileProblem, Timeline
+from stepscope.timeline.readers.chrome import TraceFields
+from stepscope.timeline.readers.installed import Readers
+from stepscope.timeline.rows import Row, Rows, axis_of, offset_at
+from stepscope.timeline.trace_content import TraceContent
+from stepscope.timeline.trace_pool import read_all
+from stepscope.timeline.traces import TraceFile, find_traces
+
+
+class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace: whose it is, what it says, and where in the step that was."""
+
+    file: str
+    """Relative to the step's folder."""
+    name: str
+    """Of the process, as in the timeline where it left spans: `actor 0`, `rollout replica 1`."""
+    info: ProcessInfo
+    process: int | None
+    """Index in `Timeline.processes`. None: it left no spans (an engine's worker)."""
+    stage: str | None
+    """None: of the whole capture."""
+    unaligned: str | None
+    """Why its times cannot be placed in the step. None: they can."""
+    shift_ns: int
+    """Unix ns on the owner's clock = us of the trace * 1000 + `shift_ns`."""
+    content: TraceContent
+    options: Mapping[str, str | int | float | bool | None]
+    """How it was recorded, by its sidecar."""
+    ignored: Mapping[str, str]
+    """Options that were not honoured: {option: reason}."""
+    versions: Mapping[str, str]
+
+    def unix_ns(self, us: float) -> int:
+        """A time of the trace on the owner's clock. Means nothing where `unaligned` says so."""
+        return round(us * 1000) + self.shift_ns
+
+
+class Traces(msgspec.Struct, frozen=True, kw_only=True):
+    """What was made of all traces of a step."""
+
+    activities: tuple[TraceActivity, ...]
+    """By process, in the timeline's order of rows."""
+    unread: tuple[str, ...]
+    """Files that are no torch traces, each with what is to be said of it."""
+    problems: tuple[FileProblem, ...]
+
+
+def load_traces(
+    path: str | os.PathLike[str], timeline: Timeline, *, on_read: Callable[[int], None] | None = None
+) -> Traces:
+    """Reads the torch traces of a step, many on several cores; memory does not grow with their size.
+
+    Args:
+        path: The step's folder.
+        timeline: Of the same folder: says which processes there are, and places their clocks.
+        on_read: Called with a number of bytes each time that many more of the files were read.
+    """
+    found = find_traces(StepLayout(path), timeline.run_id, Readers.installed())
+    torch = [trace for trace in found.traces if trace.reader is None]
+    others = [trace.name for trace in found.traces if trace.reader is not None]
+    contents = read_all([trace.path for trace in torch], on_read)
+    rows = Rows(timeline, axis_of(timeline))
+    placed = [_row(rows, trace, content) for trace, content in zip(torch, contents, strict=True)]
+    rows.number()
+    activities = [
+        _activity(timeline, trace, content, row)
+        for trace, content, row in zip(torch, contents, placed, strict=True)
+    ]
+    order = sorted(range(len(activities)), key=lambda at: (placed[at].pid, activities[at].file))
+    problems = [*found.problems, *_problems(torch, contents)]
+    return Traces(
+        activities=tuple(activities[at] for at in order),
+        unread=(*found.unread, *(f"{name}: no torch trace; stepscope merge shows it" for name in others)),
+        problems=tuple(problems),
+    )
+
+
+def _row(rows: Rows, trace: TraceFile, content: TraceContent) -> Row:
+    fields = TraceFields(base_ns=content.base_ns, distributed=content.distributed, host=content.host)
+    reason = None if content.base_ns is not None else "the trace has no baseTimeNanoseconds"
+    key = None if trace.sidecar is None else trace.sidecar.process
+    return rows.of_trace(trace.whose(fields), key, unaligned=reason)
+
+
+def _activity(timeline: Timeline, trace: TraceFile, content: TraceContent, row: Row) -> TraceActivity:
+    sidecar, base_ns = trace.sidecar, content.base_ns or 0
+    offset_ns = 0
+    if row.clock is not None:
+        middle_us = ((content.first_us or 0.0) + (content.last_us or 0.0)) / 2
+        offset_ns = offset_at(row.clock, base_ns + round(middle_us * 1000))
+    own = None if row.process is None else timeline.processes[row.process]
+    return TraceActivity(
+        file=trace.name,
+        name=row.name if own is None or row.unaligned is not None else own.name,
+        info=row.info,
+        process=row.process,
+        stage=None if sidecar is None else sidecar.artifact.stage,
+        unaligned=row.unaligned,
+        shift_ns=base_ns - offset_ns,
+        content=content,
+        options={} if sidecar is None else sidecar.options,
+        ignored={} if sidecar is None else sidecar.artifact.ignored,
+        versions={} if sidecar is None else sidecar.versions,
+    )
+
+
+def _problems(traces: Sequence[TraceFile], contents: Sequence[TraceContent]) -> list[FileProblem]:
+    return [
+        FileProblem(file=trace.name, what=what, events=events)
+        for trace, content in zip(traces, contents, strict=True)
+        for what, events in content.problems.items()
+    ]

@@ -1,0 +1,75 @@
+"""When anything of a kind ran: intervals that come in any order become those that do not overlap."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TypeAlias
+
+Pair: TypeAlias = tuple[float, float]
+"""(start, end)."""
+_CHUNK = 1 << 15
+
+
+class Cover:
+    """Adds up intervals in 16 bytes each; those that touch the latest one, in none."""
+
+    def __init__(self, chunk: int = _CHUNK) -> None:
+        self._chunk = chunk
+        self._chunks: list[array[float]] = []
+        self._latest: list[Pair] = []
+        self._start, self._end = 0.0, -1.0
+
+    def add(self, start: float, end: float) -> None:
+        if self._start <= start <= self._end:
+            if end > self._end:
+                self._end = end
+                self._latest[-1] = (self._start, end)
+            return
+        self._latest.append((start, end))
+        self._start, self._end = start, end
+        if len(self._latest) >= self._chunk:
+            self._pack()
+
+    def pairs(self) -> list[Pair]:
+        """The intervals as they are covered: ascending, none touching another."""
+        if not self._chunks:
+            return list(united(sorted(self._latest)))
+        self._pack()
+        return list(united(sorted(chain.from_iterable(map(_unpacked, self._chunks)))))
+
+    def _pack(self) -> None:
+        flat = array("d")
+        for pair in united(sorted(self._latest)):
+            flat.extend(pair)
+        self._chunks.append(flat)
+        self._latest.clear()
+        self._start, self._end = 0.0, -1.0
+
+
+def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
+    """Intervals in the order of their starts, with those that touch made one."""
+    rest = iter(ascending)
+    for first in rest:
+        start, end = first
+        break
+    else:
+        return
+    for begins, ends in rest:
+        if begins > end:
+            yield start, end
+            start, end = begins, ends
+        elif ends > end:
+            end = ends
+    yield start, end
+
+
+def length(*covers: Iterable[Pair]) -> float:
+    """How long at least one of several covers is covered."""
+    return sum(end - start for start, end in united(sorted(chain.from_iterable(covers))))
+
+
+def _unpacked(flat: array[float]) -> Iterator[Pair]:
+    values = iter(flat)
+    return zip(values, values, strict=True)

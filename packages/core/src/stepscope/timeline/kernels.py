@@ -1,0 +1,329 @@
+"""What one torch trace says of operators, kernels, devices, engine iterations and memory, read in one pass.
+
+Typed decoding that skips `args` makes it fast, and one block of the file at a time keeps it small: beside
+that stay a record for each name, and 16 bytes for each stretch of device or operator time.
+Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from stepscope.timeline.cover import Cover, Pair, length
+from stepscope.timeline.event_names import is_collective, iteration_of, work_of
+from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope.timeline.trace_content import (
+    Collective,
+    Device,
+    Iteration,
+    Kernel,
+    Operator,
+    Peak,
+    TraceContent,
+    Work,
+)
+
+_OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
+_DEVICE = frozenset(
+    {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset", "mtia_ccp_events", "gpu_kernel"}
+)
+_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "xpu_runtime", "Runtime"})
+_ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
+
+_BESIDE = 0.002
+"""us by which an operator may seem to begin before its neighbour ends: `ts` and `dur` are rounded each."""
+ANOTHER_SHAPE = "events that are not as Kineto writes them"
+OF_NO_TIME = "events of impossible duration"
+
+
+def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
+    """What the trace in `path` says. Nothing in the file, or its absence, is an exception; see `problems`."""
+    content, unordered = _read(path, frozenset(), on_read)
+    # Kineto writes a thread's operators in the order of their starts. Threads where it is not so are sorted.
+    return _read(path, unordered, None)[0] if unordered else content
+
+
+def nothing_read(why: str) -> TraceContent:
+    """The content of a file that could not be read."""
+    trace = ChromeTrace(Path())
+    trace.notes.file(why)
+    return _Reading(trace, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
+
+
+class _Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    name: str = ""
+    cat: str = ""
+    pid: int | str = 0
+    tid: int | str = 0
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _MemoryArgs(msgspec.Struct, gc=False):
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+    kind: int | None = msgspec.field(default=None, name="Device Type")
+    device: int | None = msgspec.field(default=None, name="Device Id")
+
+
+class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
+    name: str = ""
+    ts: float = 0.0
+    args: _MemoryArgs | None = None
+
+
+def _nothing(phase: str) -> type[msgspec.Struct]:
+    return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
+
+
+_Event: TypeAlias = _Complete | _Instant
+_skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
+_union: Any = reduce(or_, _skipped, _Complete | _Instant)
+"""A type made at run time: events of other phases become structs without a field."""
+_decode = msgspec.json.Decoder(list[_union], strict=False).decode
+_decode_one = msgspec.json.Decoder(_union, strict=False).decode
+_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+_Thread: TypeAlias = tuple[int | str, int | str]
+
+
+class _Nesting:
+    """The operators of one thread that have begun and, as far as one knows, not ended."""
+
+    __slots__ = ("last", "later", "open")
+
+    def __init__(self) -> None:
+        self.last = float("-inf")
+        self.open: list[tuple[float, Operator]] = []
+        self.later: list[tuple[float, float, str]] | None = None
+        """(start, -duration, name) of all, where they must be sorted first."""
+
+
+def _covers() -> dict[Work, Cover]:
+    return defaultdict(Cover)
+
+
+class _Reading:
+    """The state of one pass over one file."""
+
+    def __init__(self, trace: ChromeTrace, sort: frozenset[_Thread]) -> None:
+        self.notes = trace.notes
+        self.unordered: set[_Thread] = set()
+        self.events = 0
+        self.operators: dict[str, Operator] = {}
+        self.kernels: dict[str, Kernel] = {}
+        self.ran = Cover()
+        self.devices: dict[int | str, dict[Work, Cover]] = defaultdict(_covers)
+        self.collectives: dict[str, list[Pair]] = defaultdict(list)
+        self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
+        self.peaks: dict[tuple[int, int], Peak] = {}
+        self.first, self.last = float("inf"), float("-inf")
+        self.others: set[str] = set()
+        """Categories that nothing was taken from."""
+        self._threads: dict[_Thread, _Nesting] = defaultdict(_Nesting)
+        for thread in sort:
+            self._threads[thread].later = []
+        self._thread: _Thread | None = None
+        self._nesting = _Nesting()
+        self._handlers: dict[str, Callable[[_Complete], None]] = {
+            **dict.fromkeys(_OPERATORS, self._operator),
+            **dict.fromkeys(_DEVICE, self._kernel),
+            **dict.fromkeys(_ANNOTATIONS, self._annotation),
+            "Trace": self._window,
+        }
+
+    def parse(self, text: bytes) -> list[_Event]:
+        """Raises DecodeError for what is no JSON; events of another shape are counted, and left out."""
+        text = b"[%b]" % text
+        try:
+            found: list[_Event] = _decode(text)
+        except msgspec.ValidationError:
+            found = []
+            for element in _raw(text):
+                try:
+                    found.append(_decode_one(element))
+                except msgspec.ValidationError:
+                    self.notes.events(ANOTHER_SHAPE)
+        return found
+
+    def take(self, events: list[_Event]) -> None:
+        self.events += len(events)
+        handlers, others = self._handlers, self.others
+        for event in events:
+            if type(event) is _Complete:
+                handler = handlers.get(event.cat)
+                if handler is None:
+                    others.add(event.cat)
+                elif event.dur >= 0:
+                    handler(event)
+                else:
+                    self.notes.events(OF_NO_TIME)
+            elif type(event) is _Instant and event.name == "[memory]" and event.args is not None:
+                self._memory(event.ts, event.args)
+
+    def _operator(self, event: _Complete) -> None:
+        start, thread = event.ts, (event.pid, event.tid)
+        if thread != self._thread:
+            self._thread, self._nesting = thread, self._threads[thread]
+        nesting = self._nesting
+        if nesting.later is not None:
+            nesting.later.append((start, -event.dur, event.name))
+            return
+        if start < nesting.last:
+            self.unordered.add(thread)
+        nesting.last = start
+        self._nest(nesting.open, event.name, start, event.dur)
+
+    def _nest(self, still: list[tuple[float, Operator]], name: str, start: float, dur: float) -> None:
+        operator = self.operators.get(name)
+        if operator is None:
+            operator = self.operators[name] = Operator(name, outer="::" not in name)
+        operator.count += 1
+        operator.total_us += dur
+        if dur > operator.max_us:
+            operator.max_us = dur
+        begun = start + _BESIDE
+        while still and still[-1][0] < begun:
+            still.pop()
+        end = start + dur
+        if still:
+            above_end, above = still[-1]
+            above.below_us += dur if end <= above_end else above_end - start
+            if above.outer:
+                self.ran.add(start, end)
+        elif not operator.outer:
+            self.ran.add(start, end)
+        still.append((end, operator))
+
+    def _kernel(self, event: _Complete) -> None:
+        name, start, dur = event.name, event.ts, event.dur
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            kernel = self.kernels[name] = Kernel(name, work_of(event.cat, name))
+        kernel.count += 1
+        kernel.total_us += dur
+        if dur > kernel.max_us:
+            kernel.max_us = dur
+        self.devices[event.pid][kernel.work].add(start, start + dur)
+        if kernel.work == "communication":
+            self.collectives[name].append((start, start + dur))
+
+    def _annotation(self, event: _Complete) -> None:
+        if is_collective(event.name):
+            self.collectives[event.name].append((event.ts, event.ts + event.dur))
+            return
+        iteration = iteration_of(event.name, event.ts, event.dur)
+        if iteration is not None:
+            self.iterations[event.cat, event.pid, event.tid].append(iteration)
+
+    def _memory(self, ts: float, args: _MemoryArgs) -> None:
+        if args.allocated is None or args.kind is None:
+            return
+        device = args.kind, 0 if args.device is None else max(0, args.device)
+        peak = self.peaks.get(device)
+        if peak is None:
+            peak = self.peaks[device] = Peak(_device_name(*device), 0, ts, 0, None)
+        if args.allocated > peak.allocated_bytes:
+            peak.allocated_bytes, peak.allocated_at_us = args.allocated, ts
+        peak.reserved_bytes = max(peak.reserved_bytes, args.reserved or 0)
+
+    def _window(self, event: _Complete) -> None:
+        self._seen(event.ts, event.ts + event.dur)
+
+    def _seen(self, start: float, end: float) -> None:
+        self.first, self.last = min(self.first, start), max(self.last, end)
+
+    def finish(self, fields: TraceFields) -> TraceContent:
+        for nesting in self._threads.values():
+            for start, minus_dur, name in sorted(nesting.later or ()):
+                self._nest(nesting.open, name, start, -minus_dur)
+        ran = self.ran.pairs()
+        if ran:
+            self._seen(ran[0][0], ran[-1][1])
+        devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
+        for device in devices:
+            self._seen(device.first_us, device.last_us)
+        on_cpu = sorted(pair for name, pairs in self.collectives.items() if ":" in name for pair in pairs)
+        for (kind, number), peak in self.peaks.items():
+            total = [found.total_bytes for found in fields.devices if found.id == number and kind]
+            peak.capacity_bytes = total[0] if total else None
+        return TraceContent(
+            base_ns=fields.base_ns,
+            distributed=fields.distributed,
+            host=fields.host,
+            first_us=self.first if self.first <= self.last else None,
+            last_us=self.last if self.first <= self.last else None,
+            events=self.events,
+            operators=sorted(self.operators.values(), key=lambda each: (-each.self_us, each.name)),
+            operators_us=length(ran),
+            waiting_us=length(on_cpu, ran) - length(ran) if on_cpu else 0.0,
+            kernels=sorted(self.kernels.values(), key=lambda each: (-each.total_us, each.name)),
+            devices=devices,
+            collectives=[
+                _collective(name, sorted(pairs)) for name, pairs in sorted(self.collectives.items())
+            ],
+            iterations=self._iterations(),
+            memory=list(self.peaks.values()),
+            runtime=not self.others.isdisjoint(_RUNTIME),
+            device_names=[found.name for found in fields.devices if found.name is not None],
+            problems=dict(self.notes.counts),
+        )
+
+    def _iterations(self) -> list[Iteration]:
+        """Those of one track: on the device if they are there, where they last as long as they take."""
+
+        def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:
+            return key[0] == "gpu_user_annotation", len(self.iterations[key]), str(key)
+
+        best = max(self.iterations, key=worth, default=None)
+        found = [] if best is None else self.iterations[best]
+        return sorted(found, key=lambda iteration: iteration.start_us)
+
+
+def _read(
+    path: Path, sort: frozenset[_Thread], on_read: Callable[[int], None] | None
+) -> tuple[TraceContent, frozenset[_Thread]]:
+    trace = ChromeTrace(path)
+    reading = _Reading(trace, sort)
+    fields = trace.read(reading.parse, reading.take, on_read)
+    return reading.finish(fields), frozenset(reading.unordered)
+
+
+def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
+    pairs = {work: cover.pairs() for work, cover in covers.items()}
+    compute, communication = pairs.get("compute", []), pairs.get("communication", [])
+    compute_us = length(compute)
+    return Device(
+        name=str(key),
+        first_us=min(each[0][0] for each in pairs.values()),
+        last_us=max(each[-1][1] for each in pairs.values()),
+        busy_us=length(*pairs.values()),
+        compute_us=compute_us,
+        communication_us=length(communication),
+        alone_us=length(compute, communication) - compute_us,
+        memory_us=length(pairs.get("memory", [])),
+    )
+
+
+def _by_name(item: tuple[int | str, object]) -> tuple[bool, int, str]:
+    key = item[0]
+    return isinstance(key, str), key if isinstance(key, int) else 0, str(key)
+
+
+def _collective(name: str, pairs: list[Pair]) -> Collective:
+    ascending = sorted(pairs)
+    return Collective(name, [start for start, _ in ascending], [end for _, end in ascending])
+
+
+def _device_name(kind: int, number: int) -> str:
+    # c10::DeviceType
+    names = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 20: "npu"}
+    name = names.get(kind, f"device type {kind}")
+    return name if name == "cpu" else f"{name}:{number}"

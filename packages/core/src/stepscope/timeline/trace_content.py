@@ -1,0 +1,110 @@
+"""What is taken from a torch trace, as typed records. Times are us on the trace's own clock."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.timeline.readers.chrome import Distributed
+
+Work: TypeAlias = Literal["compute", "communication", "memory", "other"]
+
+
+class Iteration(msgspec.Struct, gc=False):
+    """One forward pass of an inference engine, as its own annotation says."""
+
+    start_us: float
+    dur_us: float
+    prefills: int
+    """Requests whose prompt was read in it."""
+    decodes: int
+    """Requests that got a token in it."""
+    prefill_tokens: int | None
+
+
+class Operator(msgspec.Struct):
+    """All calls of one operator on the CPU."""
+
+    name: str
+    count: int = 0
+    total_us: float = 0.0
+    max_us: float = 0.0
+    below_us: float = 0.0
+    """Of the total, in operators below it."""
+    outer: bool = False
+    """No operator of a library: what `record_function` or a decorator marks."""
+
+    @property
+    def self_us(self) -> float:
+        return self.total_us - self.below_us
+
+
+class Kernel(msgspec.Struct):
+    """All runs of one kernel, copy or fill on a device."""
+
+    name: str
+    work: Work
+    count: int = 0
+    total_us: float = 0.0
+    max_us: float = 0.0
+
+
+class Device(msgspec.Struct):
+    """What one device did, all streams together: no instant counts twice. On the trace's own clock."""
+
+    name: str
+    first_us: float
+    last_us: float
+    busy_us: float
+    compute_us: float
+    communication_us: float
+    alone_us: float
+    """Of the communication, what no computation hides."""
+    memory_us: float
+
+
+class Peak(msgspec.Struct):
+    """The most memory that torch's allocator held of one device, as `profile_memory` recorded it."""
+
+    device: str
+    allocated_bytes: int
+    allocated_at_us: float
+    reserved_bytes: int
+    capacity_bytes: int | None
+    """Of the device. None: the trace does not say."""
+
+
+class Collective(msgspec.Struct):
+    """All calls of one collective on this rank, in order."""
+
+    name: str
+    starts_us: list[float]
+    ends_us: list[float]
+
+
+class TraceContent(msgspec.Struct, kw_only=True):
+    """What a trace says. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
+
+    base_ns: int | None
+    distributed: Distributed | None
+    host: str | None
+    first_us: float | None
+    """None: nothing was recorded."""
+    last_us: float | None
+    events: int
+    operators: list[Operator]
+    operators_us: float
+    """When at least one operator ran on any thread."""
+    waiting_us: float
+    """When a collective went on that runs on the CPU and no operator did."""
+    kernels: list[Kernel]
+    devices: list[Device]
+    collectives: list[Collective]
+    iterations: list[Iteration]
+    memory: list[Peak]
+    runtime: bool
+    """Whether calls into CUDA, HIP or the like were recorded."""
+    device_names: list[str]
+    """What the trace says the host has."""
+    problems: dict[str, int | None]
