@@ -28,6 +28,8 @@ def trust(health: Health) -> Iterator[RenderableType]:
         yield listing(
             "Work of other steps, recorded in this one", [say_other(step) for step in health.other_steps]
         )
+    if notes := clock_notes(health):
+        yield listing("Collectives that align no clock", notes)
     if health.skipped:
         yield listing("Not recorded, on purpose", health.skipped)
 
@@ -56,8 +58,21 @@ def clock(process: ProcessRow) -> str:
     found = process.clock
     if found.uncertainty_ns is None:
         return "unaligned"
-    how = f"moved {duration(-found.offset_ns)}" if found.alignment == "measured" else found.alignment
+    how: str = found.alignment
+    if found.alignment in ("measured", "collectives"):
+        how = f"moved {duration(-found.offset_ns)}"
+        how += f" by {count(found.matched, 'collective')}" if found.matched else ""
+        how += f", drift {found.drift_ppm:+.1f} ppm" if abs(found.drift_ppm or 0) >= 0.05 else ""
     return f"{how}, +-{duration(found.uncertainty_ns)}{', was set' if found.jumped else ''}"
+
+
+def clock_notes(health: Health) -> list[str]:
+    """Why collectives say nothing of some clock, though there were some: a line for each reason."""
+    notes: dict[str, list[str]] = {}
+    for process in health.processes:
+        if process.clock.note is not None:
+            notes.setdefault(process.clock.note, []).append(process.name)
+    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 
 
 def doubts(health: Health) -> Iterator[str]:

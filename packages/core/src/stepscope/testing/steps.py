@@ -23,10 +23,18 @@ OPENED_NS = 1_750_000_000_000_000_000
 class StepFolder:
     """One step of one run. Add processes, let them record, then `write`."""
 
-    def __init__(self, save_path: str | os.PathLike[str], *, step: int = 2, run_id: str = "run1") -> None:
+    def __init__(
+        self,
+        save_path: str | os.PathLike[str],
+        *,
+        step: int = 2,
+        run_id: str = "run1",
+        opened_ns: int = OPENED_NS,
+    ) -> None:
         self.layout: StepLayout = RunLayout(save_path).step(step)
         self.step = step
         self.run_id = run_id
+        self.opened_ns = opened_ns
         self.processes: list[FakeProcess] = []
 
     def process(
@@ -83,7 +91,7 @@ class FakeProcess:
         return 1_000_000_000 * self.info.pid + at_ns
 
     def wall_ns(self, at_ns: int) -> int:
-        return OPENED_NS + at_ns + self._skew_ns + at_ns * self._drift_ppm // 1_000_000
+        return self._folder.opened_ns + at_ns + self._skew_ns + at_ns * self._drift_ppm // 1_000_000
 
     def span(
         self, stage: str, start_ns: int, end_ns: int | None, *, role: str | None = None,
@@ -109,9 +117,9 @@ class FakeProcess:
         """What a carrier says of one of its spans."""
         return SpanLink(process=self.info.key, span=span, step=self._folder.step)
 
-    def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0) -> None:
-        """The owner measures the other's clock, as exactly as it says."""
-        offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns)
+    def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
+        """The owner measures the other's clock, and is wrong by `error_ns` (the way back took longer)."""
+        offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns) + error_ns
         found = ClockOffset(
             process=other.info.key,
             offset_ns=offset_ns,

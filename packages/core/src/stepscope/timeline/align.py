@@ -64,7 +64,7 @@ def align(
     (two machines of one name). On another host each knot is moved by the offset most certain there.
     """
     knots, drift_ns, jumped = _knots(opened, closed)
-    offsets = _measured(key, reference)
+    offsets = sampled(key, reference)
     same_host = host == reference.host
     if same_host and all(abs(offset.offset_ns) <= offset.uncertainty_ns for offset in offsets.values()):
         offsets = {}
@@ -77,11 +77,41 @@ def align(
         uncertainty_ns=known_ns + abs(drift_ns) * jumped if same_host or offsets else None,
         drift_ns=drift_ns,
         jumped=jumped,
+        drift_ppm=_ppm(knots, moved[-1][0] - moved[0][0]) if len(offsets) > 1 else None,
     )
-    return Aligned(
-        Placement([(mono, wall - offset) for (mono, wall), (offset, _) in zip(knots, moved, strict=True)]),
-        clock,
+    return Aligned(_moved(knots, [offset_ns for offset_ns, _ in moved]), clock)
+
+
+def align_at(
+    opened: ClockAnchor,
+    closed: ClockAnchor | None,
+    opening_ns: int,
+    closing_ns: int,
+    known_ns: int,
+    matched: int,
+) -> Aligned:
+    """A placement by what `matched` collectives say: the offsets at both ends, right within +- `known_ns`."""
+    knots, drift_ns, jumped = _knots(opened, closed)
+    clock = ProcessClock(
+        alignment="collectives",
+        offset_ns=opening_ns,
+        closing_offset_ns=closing_ns if len(knots) > 1 else opening_ns,
+        uncertainty_ns=known_ns,
+        drift_ns=drift_ns,
+        jumped=jumped,
+        drift_ppm=_ppm(knots, closing_ns - opening_ns),
+        matched=matched,
     )
+    return Aligned(_moved(knots, [opening_ns, closing_ns]), clock)
+
+
+def _ppm(knots: Sequence[tuple[int, int]], gained_ns: int) -> float | None:
+    lasted_ns = knots[-1][1] - knots[0][1]
+    return None if lasted_ns <= 0 else round(gained_ns / lasted_ns * 1_000_000, 3)
+
+
+def _moved(knots: Sequence[tuple[int, int]], offsets_ns: Sequence[int]) -> Placement:
+    return Placement([(mono, wall - offset) for (mono, wall), offset in zip(knots, offsets_ns, strict=False)])
 
 
 def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
@@ -97,8 +127,8 @@ def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[
     return knots, drift_ns, jumped
 
 
-def _measured(key: str, reference: Reference) -> dict[int, ClockOffset]:
-    """The process' offsets by the time, on its own wall clock, when they were measured."""
+def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
+    """What was measured of a process' clock, by the time that it showed then."""
     place = reference.place
     if place is None:
         return {}
@@ -108,9 +138,13 @@ def _measured(key: str, reference: Reference) -> dict[int, ClockOffset]:
 
 def _offset_at(wall_ns: int, offsets: Mapping[int, ClockOffset]) -> tuple[int, int]:
     """(offset, uncertainty) at one time of the other's wall clock, by the measurement that knows most."""
-    aged = [
-        (offset.uncertainty_ns + abs(wall_ns - at_ns) * _WANDER_PPM // 1_000_000, offset.offset_ns)
-        for at_ns, offset in offsets.items()
+    known = [
+        (aged(offset.uncertainty_ns, wall_ns - at_ns), offset.offset_ns) for at_ns, offset in offsets.items()
     ]
-    uncertainty_ns, offset_ns = min(aged, default=(0, 0))
+    uncertainty_ns, offset_ns = min(known, default=(0, 0))
     return offset_ns, uncertainty_ns
+
+
+def aged(uncertainty_ns: int, age_ns: int) -> int:
+    """The uncertainty of an offset that long before, or after, it was measured."""
+    return uncertainty_ns + abs(age_ns) * _WANDER_PPM // 1_000_000

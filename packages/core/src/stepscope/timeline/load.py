@@ -14,6 +14,7 @@ from stepscope.files.spans import Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.timeline.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
+from stepscope.timeline.refine import refine
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.tree import parents_of
 
@@ -43,7 +44,7 @@ def load_step(
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
     chosen = run_id or runs[-1]
     mine = sorted((source for source in sources if source.run_id == chosen), key=_order)
-    return _assemble(mine, tuple(runs), problems)
+    return _assemble(layout, mine, tuple(runs), problems)
 
 
 def span_bytes(path: str | os.PathLike[str]) -> int:
@@ -59,12 +60,14 @@ def _order(source: Source) -> tuple[bool, bool, str, int, int]:
     return not source.owner, source.owner and alone, info.role, rank, source.opened.wall_ns
 
 
-def _assemble(sources: Sequence[Source], runs: tuple[str, ...], problems: list[FileProblem]) -> Timeline:
+def _assemble(
+    layout: StepLayout, sources: Sequence[Source], runs: tuple[str, ...], problems: list[FileProblem]
+) -> Timeline:
     step, run_id = sources[0].step, sources[0].run_id
     strays = [source for source in sources if source.step != step]
     problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
     sources = [source for source in sources if source.step == step]
-    aligned = _align(sources)
+    aligned = _align(sources, layout)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
     processes = tuple(map(_process, sources, names, aligned, records))
@@ -81,16 +84,18 @@ def _assemble(sources: Sequence[Source], runs: tuple[str, ...], problems: list[F
     )
 
 
-def _align(sources: Sequence[Source]) -> list[Aligned]:
+def _align(sources: Sequence[Source], layout: StepLayout) -> list[Aligned]:
     """Of each source, in order; the first one is the owner, unless the owner left nothing."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
         (host, _), *_ = Counter(source.info.host for source in sources).most_common(1)
         reference = Reference(host, place=None, uncertainty_ns=0, offsets=())
-        return [_align_one(source, reference) for source in sources]
-    placed = align_owner(owner.opened, owner.closed)
-    reference = Reference(owner.info.host, placed.place, owner.opened.uncertainty_ns, owner.part.clocks)
-    return [placed, *(_align_one(source, reference) for source in sources[1:])]
+        aligned = [_align_one(source, reference) for source in sources]
+    else:
+        placed = align_owner(owner.opened, owner.closed)
+        reference = Reference(owner.info.host, placed.place, owner.opened.uncertainty_ns, owner.part.clocks)
+        aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
+    return refine(sources, aligned, reference, layout)
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:

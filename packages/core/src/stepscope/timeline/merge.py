@@ -47,7 +47,13 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty_ns: int | None
     """Its times are true within +- this against the owner's. None: unknown."""
     offset_ns: int = 0
-    """What its wall clock was ahead; taken out."""
+    """What its wall clock was ahead at the opening; taken out."""
+    drift_ppm: float | None = None
+    """How fast it gained on the owner's; taken out. None: not known."""
+    matched: int = 0
+    """How many collectives that rests on."""
+    note: str | None = None
+    """Why collectives do not say more of its clock."""
     reason: str | None = None
     """Why it is unaligned."""
 
@@ -301,5 +307,8 @@ def _merged_row(row: Row) -> MergedRow:
         alignment="unaligned" if clock is None else clock.alignment,
         uncertainty_ns=None if clock is None else clock.uncertainty_ns,
         offset_ns=0 if clock is None else clock.offset_ns,
+        drift_ppm=None if clock is None else clock.drift_ppm,
+        matched=0 if clock is None else clock.matched,
+        note=None if row.clock is None else row.clock.clock.note,
         reason=row.unaligned,
     )

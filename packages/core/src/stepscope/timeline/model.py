@@ -14,7 +14,7 @@ from stepscope.files.manifest import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import AttrValue
 
-Alignment: TypeAlias = Literal["owner", "same host", "measured", "unaligned"]
+Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "unaligned"]
 
 
 class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,8 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
 
     alignment: Alignment
     """`owner`: it is the owner's. `same host`: the two share a wall clock. `measured`: by the owner's
-    exchanges with it. `unaligned`: on another host, and nothing was measured."""
+    exchanges with it. `collectives`: by those and by what its host's collectives with others allow.
+    `unaligned`: on another host, and nothing was measured."""
     offset_ns: int = 0
     """How far its wall clock was ahead of the owner's; already subtracted. At its opening."""
     closing_offset_ns: int = 0
@@ -33,6 +34,12 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     """How much its wall clock gained on its monotonic clock while the capture was open."""
     jumped: bool = False
     """The wall clock was set meanwhile: positions follow the monotonic clock from the opening on."""
+    drift_ppm: float | None = None
+    """How fast it gained on the owner's; already subtracted. None: not known, or the same clock."""
+    matched: int = 0
+    """How many collectives the offset rests on."""
+    note: str | None = None
+    """Why collectives say nothing of it, or not all that they could."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.report.figures import duration, size
 from stepscope.report.health import Health, ProcessRow
-from stepscope.report.health_text import clock, doubts, say_other, say_span
+from stepscope.report.health_text import clock, clock_notes, doubts, say_other, say_span
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import listing, section, table
 
@@ -43,6 +43,8 @@ def _lists(found: Health) -> Iterator[Html]:
         yield listing("Errors", [f"{say_span(row)}: {row.error}" for row in found.errors])
     if found.other_steps:
         yield listing("Work of other steps, recorded in this one", [say_other(o) for o in found.other_steps])
+    if notes := clock_notes(found):
+        yield listing("Collectives that align no clock", notes)
     if found.skipped:
         yield listing("Not recorded, on purpose", found.skipped)
 

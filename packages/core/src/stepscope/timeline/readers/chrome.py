@@ -29,6 +29,8 @@ class Distributed(msgspec.Struct, frozen=True):
 
     rank: int | None = None
     world_size: int | None = None
+    pg_config: msgspec.Raw = msgspec.Raw(b"[]")
+    """A list of process groups, each with its `ranks`."""
 
 
 class DeviceProperties(msgspec.Struct, frozen=True):

@@ -1,0 +1,309 @@
+"""Collectives in the traces of torch: when a process entered and left each, by process group and kind.
+
+Only those count that no rank leaves before all have entered: a broadcast's root may leave at once. On GPUs
+the kernels of NCCL and RCCL are read, whose arguments name group and kind (and, of newer torch, a number); of
+gloo its own events, which name no group.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from stepscope.timeline.readers.blocks import Notes, read_blocks
+from stepscope.timeline.readers.chrome import ChromeTrace, Distributed
+from stepscope.timeline.readers.elements import TOKEN
+
+MOST = 1 << 18
+"""Collectives of one process that are looked at."""
+_KEPT = 4096
+"""Of one kind on one host. Of more, every second run of `_RUN` is kept, or every fourth and so on."""
+_RUN = 64
+_GLOO = b'"gloo:'
+_NCCL = b'"Collective name"'
+_LONGEST = 1 << 20
+"""Bytes of an event beyond which it is none of those."""
+_NAMED = re.compile(rb'"name":\s*\Z')
+_KERNEL = re.compile(rb'"cat":\s*"kernel"')
+_ALL_WAIT = frozenset(
+    (
+        "gloo:all_reduce", "gloo:sparse_all_reduce", "gloo:all_gather", "gloo:barrier", "gloo:reduce_scatter",
+        "allreduce", "allreduce_coalesced", "barrier", "all_barrier", "allgather", "_allgather_base",
+        "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base",
+        "reduce_scatter_tensor_coalesced",
+    )
+)  # fmt: skip
+_SAME_SIZE = frozenset(
+    ("gloo:all_reduce", "allreduce", "allreduce_coalesced", "_allgather_base", "_reduce_scatter_base")
+)
+"""Of these every rank's part has one size."""
+
+
+class Kind(NamedTuple):
+    """Collectives of one kind in one process group: they run in one order on all ranks."""
+
+    world: str
+    """Whose group it is: every torch world has a group called "0"."""
+    group: str
+    """Its name and its ranks, as the traces say them. Empty: they do not say."""
+    op: str
+
+
+class Times(NamedTuple):
+    """One collective on one host, unix ns of its wall clock."""
+
+    entered_ns: int
+    """When the last of its ranks did."""
+    left_ns: int
+    """When the first of its ranks did."""
+    size: int
+    """A number that is equal for equal sizes. 0: not said."""
+
+
+class Series(msgspec.Struct):
+    """The collectives of one kind on one host."""
+
+    numbered: bool
+    """By torch, so that partial series can be matched. Otherwise the keys of `times` count them."""
+    count: int
+    times: dict[int, Times]
+
+
+class Refused(NamedTuple):
+    """Why the collectives of a kind cannot be told from one another."""
+
+    why: str
+
+
+_UNNAMED = Refused("they do not say of which process group they are, and there is not just one")
+
+
+class _Group(msgspec.Struct, frozen=True):
+    ranks: tuple[int, ...] = ()
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    op: msgspec.Raw = msgspec.field(name="Collective name", default=msgspec.Raw())
+    group: msgspec.Raw = msgspec.field(name="Process Group Name", default=msgspec.Raw())
+    ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw())
+    elements: msgspec.Raw = msgspec.field(name="In msg nelems", default=msgspec.Raw())
+    shape: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
+    number: msgspec.Raw = msgspec.field(name="Seq", default=msgspec.Raw())
+
+
+class _Event(msgspec.Struct, frozen=True):
+    name: str
+    ts: float
+    dur: float
+    args: _Arguments = _Arguments()
+
+
+_decode = msgspec.json.Decoder(_Event, strict=False).decode
+_groups = msgspec.json.Decoder(list[_Group]).decode
+
+
+def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
+    """Of one process of `world`, in the order in which it ran them; from all of its traces."""
+    found: dict[Kind, _Recorded] = {}
+    count = 0
+    for path in traces:
+        fields = ChromeTrace(path).fields()
+        if fields.base_ns is None:
+            continue
+        alone = _only_group(fields.distributed)
+        for event in _events(path, _needles(fields.distributed)):
+            kind = _kind(event, world, alone)
+            if kind is not None:
+                found.setdefault(kind, _Recorded()).add(event, fields.base_ns, sized=kind.op in _SAME_SIZE)
+                count += 1
+            if count == MOST:
+                return dict.fromkeys(found, Refused(f"more than {MOST:,} in one process"))
+    return {kind: recorded.series() if kind.group else _UNNAMED for kind, recorded in found.items()}
+
+
+def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series | Refused:
+    """Those of several processes of one host, as one."""
+    joined: Series | Refused | None = None
+    for rank in ranks:
+        mine = rank.get(kind)
+        if mine is not None:
+            joined = mine if joined is None else _both(joined, mine)
+    return Refused("there are none") if joined is None else joined
+
+
+def match(
+    one: Series | Refused, other: Series | Refused, shift: int = 0
+) -> dict[int, tuple[Times, Times]] | str:
+    """Pairs of the same collective; or why they cannot be told.
+
+    Args:
+        shift: How many positions further the other one's stand, as if its first ones were missing.
+    """
+    if isinstance(one, Refused):
+        return one.why
+    if isinstance(other, Refused):
+        return other.why
+    if one.numbered != other.numbered:
+        return "only one side's are numbered"
+    if not one.numbered and one.count != other.count:
+        return f"{one.count} against {other.count}, and nothing numbers them"
+    pairs = {
+        key: (times, other.times[key + shift])
+        for key, times in one.times.items()
+        if key + shift in other.times
+    }
+    if any(a.size and b.size and a.size != b.size for a, b in pairs.values()):
+        return "sizes differ, so that they are not the same ones"
+    return pairs or "none is on both sides"
+
+
+class _Recorded:
+    """One process' collectives of one kind, as they come."""
+
+    def __init__(self) -> None:
+        self._entered, self._left, self._sizes, self._numbers = (array("q") for _ in range(4))
+
+    def add(self, event: _Event, base_ns: int, *, sized: bool) -> None:
+        entered_ns = base_ns + round(event.ts * 1000)
+        self._entered.append(entered_ns)
+        self._left.append(entered_ns + round(event.dur * 1000))
+        size = bytes(event.args.elements or event.args.shape) if sized else b""
+        self._sizes.append(crc32(size) + 1 if size else 0)
+        number = bytes(event.args.number)
+        self._numbers.append(int(number) if number.isdigit() and len(number) < 19 else -1)
+
+    def series(self) -> Series:
+        order = sorted(range(len(self._entered)), key=self._entered.__getitem__)
+        numbered = min(self._numbers) >= 0
+        keys = [self._numbers[at] for at in order] if numbered else list(range(len(order)))
+        every = 1
+        while len(order) > every * _KEPT:
+            every *= 2
+        unsure = set() if numbered else self._overlapping(order)
+        often = Counter(keys)
+        times = {
+            key: Times(self._entered[at], self._left[at], self._sizes[at])
+            for place, (key, at) in enumerate(zip(keys, order, strict=True))
+            if key // _RUN % every == 0 and place not in unsure and often[key] == 1
+        }
+        return Series(numbered, len(order), times)
+
+    def _overlapping(self, order: Sequence[int]) -> set[int]:
+        """Places of those that ran at once: which of them came first may look otherwise on another rank."""
+        found: set[int] = set()
+        latest = -1
+        for place in range(1, len(order)):
+            before = order[place - 1]
+            if latest < 0 or self._left[before] >= self._left[order[latest]]:
+                latest = place - 1
+            if self._entered[order[place]] < self._left[order[latest]]:
+                found |= {latest, place}
+        return found
+
+
+def _both(one: Series | Refused, other: Series | Refused) -> Series | Refused:
+    if isinstance(one, Refused) or isinstance(other, Refused):
+        return one if isinstance(one, Refused) else other
+    pairs = match(one, other)
+    if isinstance(pairs, str):
+        return Refused(pairs)
+    times = {
+        key: Times(max(a.entered_ns, b.entered_ns), min(a.left_ns, b.left_ns), a.size or b.size)
+        for key, (a, b) in pairs.items()
+    }
+    return Series(one.numbered, one.count, times)
+
+
+def _needles(said: Distributed | None) -> tuple[bytes, ...]:
+    """What to search for: gloo's events are only looked for where gloo is, since they name no group."""
+    return (_GLOO, _NCCL) if said is not None and b"gloo" in bytes(said.pg_config) else (_NCCL,)
+
+
+def _only_group(said: Distributed | None) -> str:
+    """The ranks of the one process group that a trace knows of; of groups of one rank there may be more."""
+    try:
+        groups = {group.ranks for group in ([] if said is None else _groups(said.pg_config))}
+    except msgspec.DecodeError:
+        return ""
+    several = [ranks for ranks in groups if len(ranks) != 1]
+    return str(list(several[0])) if len(several) == 1 else ""
+
+
+def _kind(event: _Event, world: str, alone: str) -> Kind | None:
+    """None: not one in which all wait for all."""
+    if event.name.startswith("gloo:"):
+        return Kind(world, alone, event.name) if event.name in _ALL_WAIT else None
+    op = _text(event.args.op)
+    group = f"{_text(event.args.group)} {_text(event.args.ranks)}"
+    return Kind(world, group, op) if op in _ALL_WAIT else None
+
+
+def _text(raw: msgspec.Raw) -> str:
+    return bytes(raw).decode(errors="replace").strip('"')
+
+
+def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
+    """The events in which one of these stands. Bytes of others are not even looked at."""
+    text = b""
+    for block in read_blocks(path, Notes()):
+        text += block
+        done = 0
+        for at, needle in _hits(text, needles):
+            start = _start(text, at, needle)
+            if start < done:
+                continue
+            end = _end(text, start)
+            if end is None:
+                break
+            done = end
+            event = _decoded(text[start:end])
+            if event is not None:
+                yield event
+        else:
+            # What goes on in the next block began at the last brace or, if that opens arguments, before it.
+            start = max(done, text.rfind(b"{", 0, max(0, text.rfind(b"{"))))
+        text = text[start:] if len(text) - start < _LONGEST else b""
+
+
+def _hits(text: bytes, needles: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    found = []
+    for needle in needles:
+        at = text.find(needle)
+        while at >= 0:
+            found.append((at, needle))
+            at = text.find(needle, at + 1)
+    return sorted(found)
+
+
+def _start(text: bytes, at: int, needle: bytes) -> int:
+    """Where the event begins whose name, or whose argument, stands at `at`; -1: it is not one of those."""
+    brace = text.rfind(b"{", 0, at)
+    if needle == _GLOO:
+        return brace if _NAMED.search(text[max(brace, at - 32) : at]) else -1
+    start = text.rfind(b"{", 0, max(0, brace))
+    return start if start >= 0 and _KERNEL.search(text[start:brace]) else -1
+
+
+def _end(text: bytes, start: int) -> int | None:
+    """Behind the object that begins at `start`; None: it does not end in `text`."""
+    depth = 0
+    for token in TOKEN.finditer(text, start, start + _LONGEST):
+        mark = text[token.start()]
+        depth += (mark in b"{[") - (mark in b"}]")
+        if depth == 0:
+            return token.end()
+    return None
+
+
+def _decoded(text: bytes) -> _Event | None:
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,120 @@
+"""The wall clocks of a step's hosts: which processes have which, and what samples say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.timeline.align import Aligned, Reference, aged, sampled
+from stepscope.timeline.sources import Source
+
+DRIFT_PPM = 500
+"""How much faster than the other one of two clocks can be: as much as kernels slew one."""
+
+
+class Line(NamedTuple):
+    """How far a wall clock is ahead of another: steadily changing between two times that it shows."""
+
+    first_ns: int
+    last_ns: int
+    first_offset_ns: int
+    last_offset_ns: int
+
+    def at(self, wall_ns: int) -> int:
+        change_ns = self.last_offset_ns - self.first_offset_ns
+        lasted_ns = max(self.last_ns - self.first_ns, 1)
+        return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // lasted_ns
+
+    def inverse(self, first_ns: int, last_ns: int) -> Line:
+        """How far the other one is ahead of this one, by times that the other shows."""
+        return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
+
+    def then(self, other: Line) -> Line:
+        """How far it is ahead of a third one, of which `other` says how far the second is ahead."""
+        first, last = (at - offset for at, offset in zip(self[:2], self[2:], strict=True))
+        return self._replace(
+            first_offset_ns=self.first_offset_ns + other.at(first),
+            last_offset_ns=self.last_offset_ns + other.at(last),
+        )
+
+    def _of_other(self, other_ns: int) -> int:
+        wall_ns = other_ns
+        for _ in range(4):  # each time 2,000 times more exact
+            wall_ns = other_ns + self.at(wall_ns)
+        return self.at(wall_ns)
+
+
+class Sample(NamedTuple):
+    """How far a clock was ahead of the owner's when it showed `wall_ns`, right within +- `within_ns`."""
+
+    wall_ns: int
+    offset_ns: int
+    within_ns: int
+
+
+class Clock(msgspec.Struct, eq=False):
+    """One wall clock: a host's."""
+
+    host: str
+    owner: bool
+    """What the others are aligned to; it needs no samples."""
+    processes: list[int]
+    """Indices of the sources that have it."""
+    first_ns: int
+    last_ns: int
+    """From when until when they lived, as it showed."""
+    samples: list[Sample]
+
+    def guess(self, wall_ns: int) -> Sample | None:
+        """By the sample that knows most about this time. None: there is none."""
+        known = ((aged(s.within_ns, wall_ns - s.wall_ns), s) for s in self.samples)
+        best = min(known, default=None)
+        return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])
+
+
+def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference) -> Iterator[Clock]:
+    """The reference's first, then by host. A host whose processes' samples contradict each other has none."""
+    hosts: dict[str, list[int]] = {reference.host: []}
+    for index in sorted(range(len(sources)), key=lambda index: sources[index].info.host):
+        if sources[index].info.host != reference.host or aligned[index].clock.alignment != "measured":
+            hosts.setdefault(sources[index].info.host, []).append(index)
+    for host, indices in hosts.items():
+        if not indices:
+            continue
+        samples = [
+            Sample(at_ns, offset.offset_ns, offset.uncertainty_ns)
+            for index in indices
+            for at_ns, offset in sampled(sources[index].info.key, reference).items()
+            if host != reference.host
+        ]
+        extents = [extent(sources[index]) for index in indices]
+        clock = Clock(
+            host,
+            host == reference.host,
+            indices,
+            min(e[0] for e in extents),
+            max(e[1] for e in extents),
+            samples,
+        )
+        if _one_clock(samples):
+            yield clock
+
+
+def _one_clock(samples: Sequence[Sample]) -> bool:
+    return all(
+        abs(a.offset_ns - b.offset_ns)
+        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * DRIFT_PPM // 1_000_000
+        for a, b in pairwise(samples)
+    )
+
+
+def extent(source: Source) -> tuple[int, int]:
+    """From when until when it lived, by its own wall clock."""
+    opened, closed = source.opened, source.closed
+    if closed is not None:
+        return opened.wall_ns, closed.wall_ns
+    latest_ns = opened.mono_ns if source.file is None else source.file.latest_ns or opened.mono_ns
+    return opened.wall_ns, opened.wall_ns + max(0, latest_ns - opened.mono_ns)

@@ -1,0 +1,310 @@
+"""Aligns clocks of different hosts more exactly than the capture's samples do: by what must have come first.
+
+No rank leaves an all-reduce before the last one has entered it. So each one that two hosts took part in
+bounds from both sides by how much the clock of one can be ahead; all of them and the clock samples together
+bound it more. The offset is taken to change steadily during the step (two crystals that differ), which is the
+line that `Band` looks for; if no line fits, clocks may wander from one as far as `_WANDER_PPM` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
+from stepscope.files.sidecar import Sidecar
+from stepscope.timeline.align import Aligned, Reference, align_at
+from stepscope.timeline.band import Band
+from stepscope.timeline.collectives import Kind, Refused, Series, Times, join, match, read_collectives
+from stepscope.timeline.hosts import DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.sources import Source
+
+_SUFFIXES = (".json", ".json.gz")
+_REACH_NS = 3_600_000_000_000
+"""How wrong a sample, or the first collective, can be."""
+_WANDER_PPM = (0, 1, 15)
+"""How far from a steady offset clocks may be, of the step's length; the first that fits counts. Up to PHI of
+RFC 5905."""
+_SHIFTS = (1, -1, 2, -2, 3, -3)
+"""By how much the windows of two ranks might differ, without that their numbers of collectives do."""
+
+Pairs = Mapping[int, tuple[Times, Times]]
+
+
+class Found(NamedTuple):
+    """What collectives say of one clock against another."""
+
+    line: Line
+    within_ns: int
+    matched: int
+    """How many collectives it rests on."""
+
+
+def refine(
+    sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference, layout: StepLayout
+) -> list[Aligned]:
+    """The same placements, better ones for processes of hosts whose traces hold collectives with others.
+
+    Where all is of one host nothing is read. What is read is searched for collectives, not parsed.
+    """
+    clocks = list(clocks_of(sources, aligned, reference))
+    if len(clocks) < 2 or any(placed.clock.jumped for placed in aligned):
+        return list(aligned)
+    notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
+    found = _against_each_other(clocks, sources, _traces(sources, layout), notes)
+    refined = list(aligned)
+    for clock, known in _against_owner(clocks, found, notes):
+        for index in clock.processes:
+            refined[index] = _better(sources[index], aligned[index], known, reference)
+    for clock in clocks[1:]:
+        if why := "; ".join(dict.fromkeys(notes[clock.host])):
+            for index in clock.processes:
+                refined[index] = _noted(refined[index], why)
+    return refined
+
+
+def _traces(sources: Sequence[Source], layout: StepLayout) -> dict[int, list[Path]]:
+    """Of each source, by its index. Traces that no sidecar assigns to one are left out."""
+    by_key = {source.info.key: index for index, source in enumerate(sources)}
+    found: dict[int, list[Path]] = {}
+    for path in sorted(layout.sidecars()):
+        try:
+            said = msgspec.json.decode(path.read_bytes(), type=Sidecar)
+        except (OSError, msgspec.DecodeError):
+            continue  # whoever reads the traces names it
+        index = by_key.get(said.process or "")
+        if index is not None and said.run_id == sources[0].run_id and said.artifact.path.endswith(_SUFFIXES):
+            found.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
+    return found
+
+
+def _against_each_other(
+    clocks: Sequence[Clock],
+    sources: Sequence[Source],
+    traces: Mapping[int, list[Path]],
+    notes: Mapping[str, list[str]],
+) -> list[tuple[Clock, Clock, Found]]:
+    """(one, another, what the other is ahead of it). One host's collectives are in memory at a time, and for
+    each kind those of the first host that had it."""
+    firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
+    found = []
+    for clock in clocks:
+        ranks = [_read(sources[index], traces[index]) for index in clock.processes if index in traces]
+        pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
+        for kind in dict.fromkeys(chain.from_iterable(ranks)):
+            mine = join(kind, ranks)
+            first, theirs = firsts.setdefault(kind, (clock, mine))
+            if first is not clock:
+                pairs.setdefault(first.host, []).append((first, kind, theirs, mine))
+        for matches in pairs.values():
+            first = matches[0][0]
+            known = _Search(first, clock).search([each[1:] for each in matches], notes[clock.host])
+            if known is not None:
+                found.append((first, clock, known))
+    return found
+
+
+def _read(source: Source, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
+    replica = "" if source.info.replica is None else f" replica {source.info.replica}"
+    return read_collectives(source.info.role + replica, traces)
+
+
+class _Search:
+    """For the line that one clock is ahead of another by."""
+
+    def __init__(self, first: Clock, clock: Clock) -> None:
+        self._clock = clock
+        self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
+        self._samples = list(_differences(first, clock))
+        self._near_ns = self._samples[0].offset_ns if self._samples else 0
+        """What values in bands are relative to."""
+        self._matched = 0
+
+    def search(
+        self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
+    ) -> Found | None:
+        """Kind by kind, the surest ones first. One that fits no line with what is known is left out."""
+        bands: list[Band] = []
+        for kind, theirs, mine in sorted(matches, key=_unsure):
+            pairs = match(theirs, mine)
+            if isinstance(pairs, str):
+                notes.append(_say(kind, pairs))
+                continue
+            bands = bands or self._begin(pairs)
+            cut = [
+                self._cut(band, pairs, slack_ns) for band, slack_ns in zip(bands, self._slacks, strict=True)
+            ]
+            tier = next((tier for tier, band in enumerate(cut) if band), None)
+            if tier is None:
+                notes.append(
+                    _say(kind, "they contradict the clock samples, or each other: not the same ones")
+                )
+            elif self._ambiguous(theirs, mine, bands[tier], self._slacks[tier]):
+                notes.append(_say(kind, "nothing tells which one is which: their windows may differ"))
+            else:
+                bands = cut
+                self._matched += len(pairs)
+        return self._found(bands) if self._matched else None
+
+    @property
+    def _slacks(self) -> list[int]:
+        return [self._lasted_ns * ppm // 1_000_000 for ppm in _WANDER_PPM]
+
+    def _begin(self, pairs: Pairs) -> list[Band]:
+        """One band for each of the wanderings, of lines relative to `_near_ns`."""
+        if not self._samples:
+            theirs, mine = next(iter(pairs.values()))
+            self._near_ns = (mine.entered_ns + mine.left_ns - theirs.entered_ns - theirs.left_ns) // 2
+        bands = []
+        for slack_ns in self._slacks:
+            band = Band(_REACH_NS, self._lasted_ns * DRIFT_PPM // 1_000_000)
+            for at_ns, offset_ns, within_ns in self._samples:
+                self._bound(band, at_ns, offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns)
+            bands.append(band)
+        return bands
+
+    def _cut(self, band: Band, pairs: Pairs, slack_ns: int) -> Band:
+        """What is left of a band when no rank left any of these before the others had entered it."""
+        cut = band.copy()
+        for theirs, mine in pairs.values():
+            if not cut:
+                break
+            self._bound(cut, mine.entered_ns, mine.entered_ns - theirs.left_ns - slack_ns, None)
+            self._bound(cut, mine.left_ns, None, mine.left_ns - theirs.entered_ns + slack_ns)
+        return cut
+
+    def _bound(self, band: Band, at_ns: int, low_ns: int | None, high_ns: int | None) -> None:
+        low = -2.0 * _REACH_NS if low_ns is None else low_ns - self._near_ns
+        high = 2.0 * _REACH_NS if high_ns is None else high_ns - self._near_ns
+        band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
+
+    def _ambiguous(self, theirs: Series | Refused, mine: Series | Refused, band: Band, slack_ns: int) -> bool:
+        """Whether, without numbers, each could as well be the next one, or the one before."""
+        if isinstance(theirs, Refused) or isinstance(mine, Refused) or mine.numbered:
+            return False
+        for shift in _SHIFTS:
+            shifted = match(theirs, mine, shift) if abs(shift) < max(mine.count, 2) else {}
+            if not isinstance(shifted, str) and self._cut(band, shifted, slack_ns):
+                return True
+        return False
+
+    def _found(self, bands: Sequence[Band]) -> Found:
+        band, slack_ns = next((b, slack) for b, slack in zip(bands, self._slacks, strict=True) if b)
+        return _found(self._clock, band, self._near_ns, slack_ns, self._matched)
+
+
+def _found(clock: Clock, band: Band, near_ns: int, slack_ns: int, matched: int) -> Found:
+    fit = band.fit()
+    line = Line(clock.first_ns, clock.last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
+    return Found(line, fit.within_ns + slack_ns, matched)
+
+
+def _unsure(match: tuple[Kind, Series | Refused, Series | Refused]) -> tuple[bool, int]:
+    mine = match[2]
+    return (True, 0) if isinstance(mine, Refused) else (not mine.numbered, -mine.count)
+
+
+def _say(kind: Kind, why: str) -> str:
+    return f"{kind.op.removeprefix('gloo:')} of {kind.world}: {why}"
+
+
+def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
+    """What samples say of `clock` against `first`; the owner's host, which has none, is the owner's clock."""
+    for sample in clock.samples:
+        owner_ns = sample.wall_ns - sample.offset_ns
+        known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))
+        if known is not None:
+            yield Sample(
+                sample.wall_ns, sample.offset_ns - known.offset_ns, sample.within_ns + known.within_ns
+            )
+        elif first.owner:
+            yield sample
+
+
+def _against_owner(
+    clocks: Sequence[Clock], found: Sequence[tuple[Clock, Clock, Found]], notes: Mapping[str, list[str]]
+) -> Iterator[tuple[Clock, Found]]:
+    """What each clock is ahead of the owner's: hosts that had collectives together keep together.
+
+    Where the owner's host is not among them, all their samples say together where they are.
+    """
+    left = list(clocks)
+    while left:
+        root = left[0]  # the owner's first
+        known = _around(root, found)
+        left = [clock for clock in left if clock not in known]
+        if len(known) == 1:
+            continue
+        base = Found(Line(root.first_ns, root.last_ns, 0, 0), 0, 0) if root.owner else _anchored(root, known)
+        for clock, one in known.items():
+            if isinstance(base, str):
+                notes[clock.host].append(base)
+            elif not clock.owner:
+                within_ns = one.within_ns + base.within_ns
+                matched = one.matched or max(each.matched for each in known.values())
+                yield clock, Found(one.line.then(base.line), within_ns, matched)
+
+
+def _around(root: Clock, found: Sequence[tuple[Clock, Clock, Found]]) -> dict[Clock, Found]:
+    """What each clock that collectives link to the root is ahead of it, along the surest path (Dijkstra)."""
+    known: dict[Clock, Found] = {}
+    open_ = {root: Found(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
+    while open_:
+        near = min(open_, key=lambda clock: open_[clock].within_ns)
+        known[near] = open_.pop(near)
+        for one, other, said in found:
+            if near not in (one, other):
+                continue
+            far = other if near is one else one
+            if far in known:
+                continue
+            line = said.line if near is one else said.line.inverse(far.first_ns, far.last_ns)
+            within_ns = known[near].within_ns + said.within_ns
+            if far not in open_ or within_ns < open_[far].within_ns:
+                open_[far] = Found(line.then(known[near].line), within_ns, said.matched)
+    return known
+
+
+def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
+    """What the root is ahead of the owner's clock, by the samples of all; or why that cannot be said."""
+    samples = [
+        Sample(wall_ns - line.at(wall_ns), offset_ns - line.at(wall_ns), own_ns + within_ns)
+        for clock, (line, within_ns, _) in known.items()
+        for wall_ns, offset_ns, own_ns in clock.samples
+    ]
+    if not samples:
+        return "collectives align it to other hosts, but nothing to the owner's"
+    lasted_ns = max(root.last_ns - root.first_ns, 1)
+    near_ns = samples[0].offset_ns
+    for ppm in _WANDER_PPM:
+        slack_ns = lasted_ns * ppm // 1_000_000
+        band = Band(_REACH_NS, lasted_ns * DRIFT_PPM // 1_000_000)
+        for at_ns, offset_ns, within_ns in samples:
+            low_ns, high_ns = offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns
+            band.cut((at_ns - root.first_ns) / lasted_ns, low_ns - near_ns, high_ns - near_ns)
+        if band:
+            return _found(root, band, near_ns, slack_ns, 0)
+    return "its host's clock samples contradict those of hosts that it had collectives with"
+
+
+def _better(source: Source, before: Aligned, found: Found, reference: Reference) -> Aligned:
+    """By the collectives, unless the samples alone know more and agree."""
+    line, within_ns, matched = found
+    offsets = [line.at(wall_ns) for wall_ns in extent(source)]
+    known_ns = source.opened.uncertainty_ns + reference.uncertainty_ns + within_ns
+    was = before.clock
+    if source.closed is None:
+        known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own pace from its opening on
+    if was.uncertainty_ns is not None and was.uncertainty_ns <= known_ns:
+        apart = (was.offset_ns - offsets[0], was.closing_offset_ns - offsets[1])
+        if max(map(abs, apart)) <= known_ns:
+            return before
+    return align_at(source.opened, source.closed, offsets[0], offsets[1], known_ns, matched)
+
+
+def _noted(placed: Aligned, why: str) -> Aligned:
+    return placed._replace(clock=msgspec.structs.replace(placed.clock, note=why))

@@ -1,0 +1,243 @@
+"""Clocks of hosts aligned by their collectives: real ones of gloo, under skews that the test knows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope.timeline import ProcessClock, load_step, merge_step, refine
+
+MS = 1_000_000
+S = 1_000 * MS
+_BASE = re.compile(rb'("baseTimeNanoseconds": )(\d+)')
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The traces of four ranks that reduced a hundred times, on the one clock of this machine."""
+    folder = tmp_path_factory.mktemp("gloo")
+    main = Path(__file__).with_name("gloo_main.py")
+    subprocess.run([sys.executable, str(main), str(folder), "4", "100"], check=True, timeout=300)
+    return [(folder / f"rank{rank}.json").read_bytes() for rank in range(4)]
+
+
+def extent_ns(traces: list[bytes]) -> tuple[int, int]:
+    """From the first event of all to the last one."""
+    times = []
+    for trace in traces:
+        found = json.loads(trace)
+        base_ns = found["baseTimeNanoseconds"]
+        times += [
+            base_ns + int((event["ts"] + event["dur"] * end) * 1000)
+            for event in found["traceEvents"]
+            if event["ph"] == "X"
+            for end in (0, 1)
+        ]
+    return min(times), max(times)
+
+
+def ahead(trace: bytes, skew_ns: int) -> bytes:
+    """As if recorded on a host whose clock is ahead."""
+    return _BASE.sub(lambda match: match[1] + b"%d" % (int(match[2]) + skew_ns), trace)
+
+
+def drifting(trace: bytes, since_ns: int, ppm: int) -> bytes:
+    """As if recorded by a clock that gains, from `since_ns` on."""
+    found = json.loads(trace)
+    base_us = (found["baseTimeNanoseconds"] - since_ns) / 1000
+    for event in found["traceEvents"]:
+        if "ts" in event:
+            event["ts"] += (event["ts"] + base_us) * ppm / 1_000_000
+    return json.dumps(found).encode()
+
+
+def without(trace: bytes, places: slice) -> bytes:
+    """A trace that lacks some of its collectives, of each kind."""
+    found = json.loads(trace)
+    for name in ("gloo:all_reduce", "gloo:all_gather"):
+        mine = sorted((e for e in found["traceEvents"] if e["name"] == name), key=lambda event: event["ts"])
+        for event in mine[places]:
+            found["traceEvents"].remove(event)
+    return json.dumps(found).encode()
+
+
+def put(folder: StepFolder, process: FakeProcess, trace: bytes) -> None:
+    """The trace of one of its processes."""
+    path = folder.layout.traces / process.info.role / f"rank{process.info.rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(trace)
+    artifact = Artifact(
+        path=str(path.relative_to(folder.layout.root)), kind="torch_trace", tool="torch",
+        role=process.info.role, rank=process.info.rank, host=process.info.host, pid=process.info.pid,
+        size_bytes=len(trace),
+    )  # fmt: skip
+    sidecar = Sidecar(
+        step=folder.step, run_id=folder.run_id, artifact=artifact, process=process.info.key,
+        opened=None, closed=None,
+    )  # fmt: skip
+    sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
+
+
+class Step:
+    """A driver with ranks 0 and 1 on one host, ranks 2 and 3 on another whose clock is ahead."""
+
+    def __init__(self, path: Path, traces: list[bytes], skew_ns: int, ppm: int = 0) -> None:
+        first_ns, last_ns = extent_ns(traces)
+        self.folder = StepFolder(path, opened_ns=first_ns)
+        self.lasted_ns = last_ns - first_ns
+        self.driver = self.folder.process("trainer", owner=True)
+        self.ranks = [
+            self.folder.process("actor", 0, host="host-a"),
+            self.folder.process("actor", 1, host="host-a"),
+            self.folder.process("actor", 2, host="host-b", skew_ns=skew_ns, drift_ppm=ppm),
+            self.folder.process("actor", 3, host="host-b", skew_ns=skew_ns, drift_ppm=ppm),
+        ]
+        for process, trace in zip(self.ranks, traces, strict=True):
+            there = process.info.host == "host-b"
+            put(
+                self.folder,
+                process,
+                ahead(drifting(trace, first_ns, ppm) if there and ppm else trace, skew_ns * there),
+            )
+        for process in (self.driver, *self.ranks):
+            process.close(self.lasted_ns)
+
+    def clock(self) -> ProcessClock:
+        """Of rank 2, after everything was written and read."""
+        timeline = load_step(self.folder.write())
+        (found,) = (process for process in timeline.processes if process.info.rank == 2)
+        return found.clock
+
+
+@pytest.mark.parametrize("skew_ns", [5 * MS, -5 * MS, 11_560 * MS])
+def test_collectives_alone_say_how_far_a_host_is_ahead(
+    tmp_path: Path, recorded: list[bytes], skew_ns: int
+) -> None:
+    clock = Step(tmp_path, recorded, skew_ns).clock()
+    assert clock.alignment == "collectives", clock.note
+    assert clock.uncertainty_ns is not None
+    assert abs(clock.offset_ns - skew_ns) <= clock.uncertainty_ns
+    assert abs(clock.closing_offset_ns - skew_ns) <= clock.uncertainty_ns
+    assert clock.uncertainty_ns < 5 * MS
+    assert clock.matched == 200
+
+
+def entered_and_left(path: Path) -> list[tuple[float, float]]:
+    """Of each all-reduce in the merged timeline: when the last rank entered, and when the first one left."""
+    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    ranks: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["name"] == "gloo:all_reduce":
+            ranks.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    together = zip(*(sorted(rank) for rank in ranks.values()), strict=True)
+    return [(max(start for start, _ in each), min(end for _, end in each)) for each in together]
+
+
+def test_in_the_merged_timeline_no_rank_leaves_before_the_last_has_entered(
+    tmp_path: Path, recorded: list[bytes]
+) -> None:
+    step = Step(tmp_path, recorded, 11_560 * MS)
+    path = step.folder.write()
+    merged = merge_step(path)
+    rows = {row.rank: row for row in merged.rows}
+    assert [rows[rank].alignment for rank in range(4)] == ["same host"] * 2 + ["collectives"] * 2
+    assert (rows[2].matched, rows[2].note) == (200, None)
+    found = entered_and_left(path)
+    assert len(found) == 100
+    assert all(entered < left for entered, left in found)
+
+
+def test_collectives_sharpen_a_poor_sample(tmp_path: Path, recorded: list[bytes]) -> None:
+    step = Step(tmp_path, recorded, 11_560 * MS)
+    for at_ns in (0, step.lasted_ns):
+        step.driver.measures(step.ranks[2], at_ns, uncertainty_ns=20 * MS, error_ns=13 * MS)
+    clock = step.clock()
+    assert (clock.alignment, clock.note) == ("collectives", None)
+    assert clock.uncertainty_ns is not None
+    assert abs(clock.offset_ns - 11_560 * MS) <= clock.uncertainty_ns < 5 * MS
+
+
+def test_a_sample_that_knows_more_stays(tmp_path: Path, recorded: list[bytes]) -> None:
+    step = Step(tmp_path, recorded, 5 * MS)
+    for at_ns in (0, step.lasted_ns):
+        step.driver.measures(step.ranks[2], at_ns, uncertainty_ns=500)
+    clock = step.clock()
+    assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == ("measured", 5 * MS, 500)
+
+
+def test_one_ranks_sample_serves_its_host(tmp_path: Path, recorded: list[bytes]) -> None:
+    step = Step(tmp_path, recorded, 5 * MS)
+    for at_ns in (0, step.lasted_ns):
+        step.driver.measures(step.ranks[3], at_ns, uncertainty_ns=10_000)
+    clock = step.clock()
+    assert clock.alignment == "collectives"
+    assert clock.uncertainty_ns is not None
+    assert abs(clock.offset_ns - 5 * MS) <= clock.uncertainty_ns < 20_000
+
+
+def test_a_drift_of_200_ppm_is_found(tmp_path: Path, recorded: list[bytes]) -> None:
+    step = Step(tmp_path, recorded, 11_560 * MS, ppm=200)
+    clock = step.clock()
+    assert clock.alignment == "collectives", clock.note
+    assert clock.uncertainty_ns is not None
+    assert abs(clock.offset_ns - 11_560 * MS) <= clock.uncertainty_ns
+    gained_ns = step.ranks[2].wall_ns(step.lasted_ns) - step.driver.wall_ns(step.lasted_ns)
+    assert abs(clock.closing_offset_ns - gained_ns) <= clock.uncertainty_ns
+
+
+def test_a_sample_that_collectives_contradict_is_kept_and_it_is_said(
+    tmp_path: Path, recorded: list[bytes]
+) -> None:
+    step = Step(tmp_path, recorded, 11_560 * MS)
+    step.driver.measures(step.ranks[2], 0, uncertainty_ns=MS, error_ns=300 * MS)
+    clock = step.clock()
+    assert (clock.alignment, clock.offset_ns) == ("measured", 11_860 * MS)
+    assert "contradict the clock samples" in (clock.note or "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        ([slice(0), slice(0), slice(0), slice(95, 100)], "100 against 95"),
+        ([slice(0), slice(0), slice(95, 100), slice(95, 100)], "100 against 95"),
+        ([slice(95, 100), slice(95, 100), slice(5), slice(5)], "contradict|which is which"),
+    ],
+    ids=["of one rank", "of one host", "of both, at different ends"],
+)
+def test_partial_windows_are_not_matched_and_it_is_said(
+    tmp_path: Path, recorded: list[bytes], missing: list[slice], why: str
+) -> None:
+    traces = [without(trace, places) for trace, places in zip(recorded, missing, strict=True)]
+    clock = Step(tmp_path, traces, 5 * MS).clock()
+    assert clock.alignment == "unaligned"
+    assert re.search(why, clock.note or "")
+
+
+def test_of_several_groups_unnamed_collectives_are_not_matched(tmp_path: Path, recorded: list[bytes]) -> None:
+    more = b'"pg_config": [{"pg_name": "1", "ranks": [0, 2]}, '
+    traces = [trace.replace(b'"pg_config": [', more) for trace in recorded]
+    clock = Step(tmp_path, traces, 5 * MS).clock()
+    assert clock.alignment == "unaligned"
+    assert "of which process group" in (clock.note or "")
+
+
+def test_on_one_host_no_trace_is_searched(
+    tmp_path: Path, recorded: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(S)
+    actor = folder.process("actor", 0)
+    actor.close(S)
+    put(folder, actor, recorded[0])
+    monkeypatch.setattr(refine, "read_collectives", pytest.fail)
+    assert load_step(folder.write()).processes[1].clock.alignment == "same host"
