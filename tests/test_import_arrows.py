@@ -24,13 +24,15 @@ MAY_IMPORT = {
     "timeline": {"files", "errors"},
     "report": {"files", "errors", "timeline"},
     "compat": {"config", "recording"},
-    "cli": ON_DISK | OFFLINE | {"demo"},
+    "doctor": {"errors", "config", "recording"},
+    "cli": ON_DISK | OFFLINE | {"demo", "doctor"},
     "__init__": {"config", "errors", "recording"},
 }
 """Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
 
 PUBLIC = {
-    f"stepscope.{name}" for name in ("errors", "config", "engines", "backends", "testing", "timeline.readers")
+    f"stepscope.{name}"
+    for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
 } | {
     f"stepscope.backends.{name}"
     for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")

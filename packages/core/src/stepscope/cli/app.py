@@ -14,6 +14,7 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.demo import demo
 from stepscope.cli.diff import diff
+from stepscope.cli.doctor import doctor
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
 from stepscope.cli.merge import merge
@@ -36,6 +37,7 @@ app.command()(merge)
 app.command()(diff)
 app.command()(ls)
 app.command()(validate)
+app.command()(doctor)
 
 _with_traceback = False
 """Whether errors end the command with a traceback. One writer: `options`."""

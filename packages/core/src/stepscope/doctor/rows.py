@@ -1,0 +1,27 @@
+"""One finding, and how it is shown."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+State: TypeAlias = Literal["green", "amber", "red", "absent"]
+"""`green`: works. `amber`: works, with something to know. `red`: will not work. `absent`: not installed, and
+nothing here needs it."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `stepscope doctor`."""
+
+    subject: str
+    """What was looked at: `torch`, `disk`."""
+    state: State
+    found: str
+    """What was seen, with its numbers."""
+    fix: str | None = None
+    """What to do; every red row has one."""
+
+    def __post_init__(self) -> None:
+        if self.state == "red" and not self.fix:
+            raise ValueError(f"the red row {self.subject!r} needs a fix")

@@ -1,0 +1,65 @@
+"""Asks torch what it can record, in a process of its own: importing it takes seconds, and may crash.
+
+Run as a program it prints one JSON object. What it starts is a profiler window around one small operation, on
+the device too where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class ProbeError(Exception):
+    """The process did not answer: its last words."""
+
+
+def ask() -> dict[str, Any]:
+    """What torch says on this machine: version, cuda, devices, and the events that a window recorded.
+
+    Raises:
+        ProbeError: torch cannot be imported, or the process ended or hung.
+    """
+    command = [sys.executable, "-m", "stepscope.doctor.torch_probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer within {TIMEOUT_S:g} s") from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def answer() -> dict[str, Any]:
+    """The program: to be run where nothing else is."""
+    torch: Any = import_module("torch")
+    kinds = torch.profiler.ProfilerActivity
+    possible = torch.profiler.supported_activities()
+    has_cuda = torch.cuda.is_available()
+    wanted = [
+        kind for kind in (kinds.CPU, kinds.CUDA) if kind in possible and (has_cuda or kind is kinds.CPU)
+    ]
+    with torch.profiler.profile(activities=wanted) as profiler:
+        torch.ones(8, device="cuda" if has_cuda else "cpu").sum().item()
+    events = profiler.events() or ()
+    device = [event for event in events if "CUDA" in str(event.device_type)]
+    return {
+        "version": torch.__version__,
+        "built_for": torch.version.cuda or torch.version.hip,
+        "cuda": has_cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "activities": sorted(str(activity).rpartition(".")[2] for activity in possible),
+        "cpu_events": len(events) - len(device),
+        "device_events": len(device),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer()))  # noqa: T201  # the answer, to the process that asked

@@ -1,0 +1,239 @@
+"""`stepscope doctor`: rows that tell the truth about this machine, and about machines that are worse off."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+
+import pytest
+
+from stepscope.cli.app import run
+from stepscope.config import ProfileConfig
+from stepscope.doctor import Row, cluster, examine, libraries, machine, torch_probe
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def rows_of(config: Path | None = None) -> dict[str, Row]:
+    return {row.subject: row for row in examine.examine(config)}
+
+
+def test_a_red_row_without_a_fix_is_no_row() -> None:
+    with pytest.raises(ValueError, match="the red row 'disk' needs a fix"):
+        Row(subject="disk", state="red", found="full")
+
+
+# This machine -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.needs("ray")
+def test_on_this_machine_it_names_what_is_installed() -> None:
+    import torch
+
+    rows = rows_of()
+    assert rows["python"].found.startswith(sys.version.split()[0])
+    assert rows["stepscope"].state == "green"
+    assert rows["torch"].found.startswith(torch.__version__)
+    assert rows["torch.profiler"].state == "green"
+    assert rows["CUDA"].state == ("green" if torch.cuda.is_available() else "absent")
+    assert (rows["ray"].state, rows["ray"].found) == ("green", version("ray"))
+
+
+def test_without_torch_it_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "torch" else spec(name))
+    row = rows_of()["torch"]
+    assert (row.state, row.fix) == ("absent", None)
+    assert "not installed in this environment" in row.found
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks torch, which takes seconds."""
+    monkeypatch.setattr(libraries, "torch", lambda environ: iter(()))
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_its_exit_code_and_its_json_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("steps: [2]\nmode: sometimes\n")
+    assert run(["doctor", str(wrong), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = [row for row in rows if row["state"] == "red"]
+    assert row["subject"] == "configuration"
+    assert "mode is 'sometimes'; allowed:" in row["found"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_the_screen_shows_each_fix_below_its_finding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"save_path: {tmp_path}/out\n")
+    assert run(["doctor", str(config)]) == 0
+    shown = capsys.readouterr().out
+    assert "note  configuration" in shown
+    assert "fix: set steps:" in shown
+    assert "failing" in shown
+
+
+# Machines that are worse off --------------------------------------------------------------------------------
+
+
+def test_packages_of_different_versions_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"stepscope": "0.2.0", "stepscope-npu": "0.1.0"}
+    monkeypatch.setattr(machine, "installed", there.get)
+    row = machine.own_packages()
+    assert (row.state, row.fix) == ("red", "pip install stepscope==0.2.0 stepscope-npu==0.2.0")
+
+
+def test_a_folder_below_a_file_is_red(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    row = machine.save_path(ProfileConfig(save_path=str(tmp_path / "file" / "out")))
+    assert row.state == "red"
+    assert "Not a directory" in row.found
+
+
+@pytest.mark.parametrize(("free_mb", "state"), [(500, "red"), (1500, "amber"), (4000, "green")])
+def test_a_disk_is_held_against_the_budget(
+    free_mb: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, free_mb << 20))
+    row = machine.save_path(ProfileConfig(save_path=str(tmp_path), budget={"trace_mb": 2048}))
+    assert row.state == state
+
+
+def test_a_small_shm_names_the_option_of_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "isdir", lambda _: True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
+    row = machine.shared_memory()
+    assert row.state == "amber"
+    assert "--shm-size" in str(row.fix)
+
+
+def test_a_torch_that_cannot_be_imported_is_red_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise RuntimeError('Failed to load the backend extension: torch_npu: libascend_hal.so')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
+    (row,) = libraries.torch({})
+    assert row.state == "red"
+    assert "libascend_hal.so" in row.found
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in str(row.fix)
+
+
+def test_a_torch_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(torch_probe.ProbeError, match="no answer within 120 s"):
+        torch_probe.ask()
+
+
+GPU = {
+    "version": "2.13.0",
+    "built_for": "13.0",
+    "cuda": True,
+    "devices": ["NVIDIA H100"] * 8,
+    "activities": ["CPU", "CUDA"],
+    "cpu_events": 9,
+    "device_events": 0,
+}
+
+
+def test_a_window_without_kernels_names_who_else_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_probe, "ask", lambda: GPU)
+    rows = {row.subject: row for row in libraries.torch({"NSYS_PROFILING_SESSION_ID": "7"})}
+    assert rows["CUDA"].found == "8 device(s): NVIDIA H100"
+    assert rows["CUPTI"].state == "red"
+    assert "NSYS_PROFILING_SESSION_ID is set" in rows["CUPTI"].found
+
+
+def test_a_cuda_build_without_a_device_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_probe, "ask", lambda: GPU | {"cuda": False, "devices": []})
+    rows = {row.subject: row for row in libraries.torch({})}
+    assert rows["CUDA"].state == "amber"
+    assert "nvidia-smi" in str(rows["CUDA"].fix)
+
+
+def test_an_injection_library_that_is_gone_is_red() -> None:
+    (row,) = libraries.recorded_from_outside({"NVTX_INJECTION64_PATH": "/opt/gone.so"})
+    assert (row.state, row.found) == ("red", "/opt/gone.so is not there")
+
+
+def test_nsys_is_needed_only_by_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert libraries.nsys("torch").state == "absent"
+    assert libraries.nsys("nsys").state == "red"
+
+
+def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nsys"
+    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    row = libraries.nsys("nsys")
+    assert (row.state, row.found) == ("green", f"NVIDIA Nsight Systems version 2026.2, {program}")
+
+
+def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "installed", lambda _: "2.44.1")
+    assert libraries.ray().state == "red"
+
+
+def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "entry_points", lambda group: ())
+    monkeypatch.setattr(libraries, "installed", {"vllm": "0.32.0"}.get)
+    rows = {row.subject: row for row in libraries.engines()}
+    assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
+    assert "pip install 'stepscope[vllm]'" in str(rows["vllm"].fix)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint(name="broken", value="nowhere_at_all:rows", group=examine.GROUP),
+        EntryPoint(name="mine", value=f"{__name__}:rows_of_mine", group=examine.GROUP),
+    ]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    monkeypatch.setattr(examine, "entry_points", lambda group: points)
+    rows = rows_of()
+    assert rows["broken"].state == "red"
+    assert "ModuleNotFoundError" in rows["broken"].found
+    assert rows["mine of mine"].state == "green"
+
+
+def rows_of_mine() -> list[Row]:
+    return [Row(subject="mine of mine", state="green", found="here")]
+
+
+# A cluster --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_clock_of_a_node_is_measured() -> None:
+    summary, node = cluster.nodes("auto")
+    assert (summary.state, summary.found) == ("green", "1 node(s) at auto")
+    assert node.state == "green"
+    assert "ms against this one, within" in node.found
+
+
+def test_a_clock_that_is_far_off_is_noted_with_its_uncertainty() -> None:
+    row = cluster._clock("node a", (11_560_000_000, 200_000))
+    assert row.state == "amber"
+    assert "clock +11560.000 ms against this one, within 0.200 ms" in row.found
