@@ -1,6 +1,5 @@
-"""Nothing yet: this distribution registers no entry point under `stepscope.backends`.
+"""The Ascend NPU side of stepscope: a backend that records with torch_npu.profiler and mstx (`tool: npu`).
 
-It will hold a backend that records with the Ascend profiler.
-The supported range of torch_npu is the `engine` extra of this distribution.
-It imports stepscope's public modules only.
+It needs a torch_npu, which is the user's own; the range it is written for is the `engine` extra of this
+distribution. It imports stepscope's public modules only.
 """

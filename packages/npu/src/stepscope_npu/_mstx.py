@@ -1,0 +1,57 @@
+"""mstx ranges around spans: opened and closed by id, on whatever thread, and closed on every path.
+
+`stream` is always None: with a stream torch_npu issues the range later, from its task-queue thread. Its own
+decorator `mstx_range` leaves the range open when the function raises, and is not used.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+
+class Ranges:
+    """The ranges of one window."""
+
+    def __init__(self, mstx: Any) -> None:
+        self._mstx = mstx
+        self._open: dict[int, None] = {}
+
+    def range(self, message: str) -> Range:
+        return Range(self, message)
+
+    def start(self, message: str) -> int:
+        """0 where nothing records it."""
+        number = self._mstx.range_start(message) or 0
+        if number:
+            self._open[number] = None
+        return int(number)
+
+    def end(self, number: int) -> None:
+        """Once; for a range that the window's end has closed already it does nothing."""
+        if number in self._open and self._open.pop(number, 0) is None:
+            self._mstx.range_end(number)
+
+    def end_all(self) -> None:
+        """Before the recording stops: a range that is open then is lost."""
+        for number in list(self._open):
+            self.end(number)
+
+
+class Range:
+    """One span's."""
+
+    __slots__ = ("_message", "_number", "_ranges")
+
+    def __init__(self, ranges: Ranges, message: str) -> None:
+        self._ranges = ranges
+        self._message = message
+        self._number = 0
+
+    def __enter__(self) -> None:
+        self._number = self._ranges.start(self._message)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ranges.end(self._number)

@@ -1,0 +1,176 @@
+"""What of an `NpuConfig` the installed torch_npu can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from stepscope.config import NpuConfig
+from stepscope.errors import BackendError
+from stepscope_npu._versions import SOURCE_CANN, TorchNpu
+
+Recorded: TypeAlias = dict[str, str | int | float | bool | None]
+
+_LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
+_FLAGS = {
+    "memory": "profile_memory",
+    "shapes": "record_shapes",
+    "module": "with_modules",
+    "stack": "with_stack",
+}
+"""Contents that are an argument of `torch_npu.profiler.profile`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A config, resolved against one torch_npu."""
+
+    torch_npu: TorchNpu
+    make_profile: Callable[..., Any]
+    """`torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. Makes the NPU context: call it
+    once the device is set."""
+    records_device: bool
+    markers: bool
+    ignored: dict[str, str]
+    recorded: Recorded
+    versions: dict[str, str]
+
+
+def resolve(config: NpuConfig, torch_npu: TorchNpu, *, own_thread: bool) -> Options:
+    """
+    Args:
+        own_thread: The window is on a thread of ours, where none of the recorded code runs.
+
+    Raises:
+        BackendError: this torch_npu lacks what the run cannot do without.
+    """
+    ignored: dict[str, str] = {}
+    contents = list(config.contents)
+    if config.markers and "npu" not in contents:
+        contents.insert(0, "npu")
+        ignored["npu.contents"] = "npu is recorded as well: without it torch_npu drops the markers of spans"
+    if own_thread and "cpu" in contents:
+        ignored["npu.contents.cpu"] = (
+            "torch_npu records the operators of the thread that starts it alone, and this capture was not "
+            "started on the main thread. Device data and markers are there"
+        )
+    activities = [
+        getattr(torch_npu.profiler.ProfilerActivity, name.upper())
+        for name in ("cpu", "npu")
+        if name in contents
+    ] or [torch_npu.profiler.ProfilerActivity.CPU]
+    try:
+        experimental = torch_npu.profiler._ExperimentalConfig(**_experimental(config, torch_npu, ignored))
+    except RuntimeError as error:  # the oldest want CANN's msprof at once for `db`
+        raise BackendError(
+            f"torch_npu {torch_npu.version} refuses npu.export {config.export}: {error}. "
+            f"Fix: put CANN's msprof on PATH ({SOURCE_CANN}), or npu.export: text"
+        ) from error
+    flags = {argument: name in contents for name, argument in _FLAGS.items()}
+
+    def make_profile(**arguments: Any) -> Any:
+        return torch_npu.profiler.profile(
+            activities=activities, experimental_config=experimental, **flags, **arguments
+        )
+
+    return Options(
+        torch_npu=torch_npu,
+        make_profile=make_profile,
+        records_device="npu" in contents,
+        markers=config.markers,
+        ignored=ignored,
+        recorded=_recorded(config, contents),
+        versions=dict(torch_npu.versions),
+    )
+
+
+def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, Any]:
+    """Arguments for `_ExperimentalConfig`, all of which it has."""
+    mstx = "mstx" if "mstx" in torch_npu.arguments else "msprof_tx"
+    arguments: dict[str, Any] = {
+        "profiler_level": torch_npu.choices("ProfilerLevel")[_LEVELS[config.level]],
+        "aic_metrics": _aic_metrics(config, torch_npu),
+        "l2_cache": config.l2_cache,
+        mstx: config.markers,
+        "data_simplification": config.data_simplification,
+        "export_type": torch_npu.choices("ExportType")["Db" if config.export == "db" else "Text"],
+        **_domains(config, torch_npu, ignored),
+    }
+    known = torch_npu.arguments - arguments.keys()
+    for name in config.extra:
+        if name not in known:
+            raise BackendError(
+                f"npu.extra names {name!r}, and the _ExperimentalConfig of torch_npu {torch_npu.version} "
+                f"takes {', '.join(sorted(known))}. Fix: take it out, or install a torch_npu that has it"
+            )
+    extra = {name: _plain(value) for name, value in config.extra.items()}
+    return {**arguments, **extra}
+
+
+def _aic_metrics(config: NpuConfig, torch_npu: TorchNpu) -> Any:
+    known = torch_npu.choices("AiCMetrics")
+    name = config.aic_metrics or "AiCoreNone"
+    if name not in known:
+        raise BackendError(
+            f"npu.aic_metrics is {name!r}, and torch_npu {torch_npu.version} has {', '.join(sorted(known))}. "
+            "Fix: choose one of these"
+        )
+    return known[name]
+
+
+def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, list[str]]:
+    """Which mstx domains are recorded. Markers of spans are in the default one, which must not be lost."""
+    if not config.markers:
+        return {}
+    if config.domains_include:
+        name, values = "include", [*dict.fromkeys((*config.domains_include, "default"))]
+    else:
+        name, values = "exclude", list(config.domains_exclude)
+    if not values:
+        return {}
+    argument = f"mstx_domain_{name}"
+    if argument not in torch_npu.arguments:
+        ignored[f"npu.domains_{name}"] = f"torch_npu {torch_npu.version} has no {argument}: all are recorded"
+        return {}
+    return {argument: values}
+
+
+def _plain(value: object) -> object:
+    """torch_npu checks for `list`, and nothing else that holds items."""
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:
+    """What a sidecar says of it."""
+    extra = {f"extra.{name}": value for name, value in config.extra.items()}
+    return {
+        "level": config.level,
+        "contents": ",".join(contents),
+        "aic_metrics": config.aic_metrics,
+        "l2_cache": config.l2_cache,
+        "export": config.export,
+        "markers": config.markers,
+        "patched_by_torch_npu": ",".join(patched_by_torch_npu()) or None,
+        **{name: ",".join(value) if isinstance(value, list) else value for name, value in extra.items()},
+    }
+
+
+def patched_by_torch_npu() -> list[str]:
+    """Functions of torch that importing torch_npu has replaced. They write the mstx ranges `dataloader` and
+    `save_checkpoint` into every recording, in the default domain.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    hooked: Mapping[str, object] = {
+        "DataLoader.__iter__": DataLoader.__iter__,
+        "torch.serialization.save": torch.serialization.save,
+    }
+    return [name for name, function in hooked.items() if _is_theirs(function)]
+
+
+def _is_theirs(function: object) -> bool:
+    # torch_npu's `save` is wrapped with functools.wraps: its code says where it is from, its module does not.
+    code = getattr(function, "__code__", None)
+    return code is not None and "_add_mstx_patch" in code.co_filename

@@ -1,0 +1,324 @@
+"""One window of the Ascend profiler, from start to the recordings that lie on disk.
+
+`begin`, `advance` and `end` run on the window's thread, one at a time, so nothing here locks: torch_npu's
+recording belongs to the thread that starts it, like torch's. Each cycle of a schedule is a profile of its
+own, made, with the handler that owns the output folder, in one go when it begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.backends.mini_batches import Phase, Place, first_active, place
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.user_profilers import busy as torch_busy
+from stepscope.backends.window_thread import WindowThread
+from stepscope.config import ScheduleConfig
+from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope_npu import _disk, _recordings
+from stepscope_npu._mstx import Ranges
+from stepscope_npu._options import Options
+from stepscope_npu._versions import refuse_msprof
+
+current: NpuWindow | None = None
+"""The window that holds this process. One writer: this module."""
+_parents: list[object] = []
+"""In the child of a fork: the parent's profile. Destructing it would stop the parent's recording."""
+
+
+@dataclass
+class Recorded:
+    """What one cycle recorded, on disk."""
+
+    folder: Path
+    cycle: int
+    lacking: str | None
+    truncated: str | None
+
+    def drop(self) -> None:
+        _disk.remove(self.folder.parent)
+
+
+class Cycle:
+    """The schedule of one profile, as torch_npu calls it. Unlike torch_npu's own it prints nothing.
+
+    Its fields are those of `torch_npu.profiler.schedule`: `profiler_info.json` gets its `__dict__`.
+    """
+
+    __slots__ = ("__dict__", "_actions")  # the actions are no JSON: not in `__dict__`
+
+    def __init__(self, actions: Any, *, warmup: int = 0, active: int = 1) -> None:
+        self.wait = self.skip_first = self.skip_first_wait = 0
+        self.warmup, self.active, self.repeat = warmup, active, 1
+        self._actions = actions
+
+    def __call__(self, step: int) -> Any:
+        if step < self.warmup:
+            return self._actions.WARMUP
+        last = self.warmup + self.active - 1
+        if step > last:
+            return self._actions.NONE
+        return self._actions.RECORD_AND_SAVE if step == last else self._actions.RECORD
+
+
+class NpuWindow:
+    """`folder` is where recordings are made; `about` goes into `profiler_metadata.json`."""
+
+    def __init__(
+        self,
+        name: str,
+        thread: WindowThread,
+        options: Options,
+        *,
+        folder: Path,
+        schedule: ScheduleConfig | None,
+        about: Mapping[str, object],
+    ) -> None:
+        self.name = name
+        self.thread = thread
+        self.options = options
+        self.phase: Phase = "off"
+        self.over = False
+        self.ranges = Ranges(options.torch_npu.mstx)
+        self._folder = folder
+        self._schedule = schedule
+        self._about = about
+        self._device: int | None = None
+        if thread.all_threads:  # a thread of ours, which has a current device of its own
+            self._device = options.torch_npu.module.npu.current_device()
+        self._profile: Any = None
+        self._output: _recordings.OutputFolder | None = None
+        self._made_in = folder
+        self._calls = _recordings.Calls()
+        self._mini_batch = 0
+        self._cycle = 0
+        self._recorded: deque[Recorded] = deque()
+        self._lost: str | None = None
+
+    def take(self) -> list[Recorded]:
+        """What is recorded and was not taken yet. From any thread.
+
+        Raises:
+            BackendError: nothing is, and this is why.
+        """
+        taken = []
+        while self._recorded:
+            taken.append(self._recorded.popleft())
+        lost, self._lost = self._lost, None
+        if lost is not None and not taken:
+            raise BackendError(f"{self.name} is lost: {lost}")
+        if lost is not None:
+            taken[-1].truncated = taken[-1].truncated or lost
+        return taken
+
+    def begin(self) -> None:
+        """Starts recording, or what the schedule has at mini-batch 0.
+
+        Raises:
+            ProfilerBusyError: somebody else's recording, or a window of ours, has this process.
+            BackendError: torch_npu does not start. Nothing is left running.
+        """
+        global current
+        refuse_msprof()
+        PROCESS_LOCK.acquire(self.name)
+        current = self
+        try:
+            self._go_to(place(self._schedule, 0))
+        except BaseException as error:
+            self.over = True
+            self._give_back()
+            if isinstance(error, Exception) and not isinstance(error, BackendError):
+                raise BackendError(f"{self.name} did not start: {error}") from error
+            raise
+
+    def advance(self) -> None:
+        """One mini-batch is done."""
+        if self.over or self._schedule is None:
+            return
+        self._mini_batch += 1
+        to = place(self._schedule, self._mini_batch)
+        try:
+            if self._profile is not None:
+                leaves = to.phase == "off" or to.cycle != self._cycle
+                if leaves:
+                    self._settle()
+                self._step()
+                if leaves:
+                    self._close(None)
+            self._go_to(to)
+        except Exception as error:
+            self._lost = f"after {self._mini_batch} mini-batches: {error}"
+            self.end()
+
+    def end(self, truncated: str | None = None) -> None:
+        """Ends recording for good. What was recorded by now is kept."""
+        if self.over:
+            return
+        self.over = True
+        try:
+            if self.phase != "active":
+                self._lost = self._lost or truncated or self._never_active()
+            if self._profile is not None:
+                self._settle()
+                if self._schedule is None:
+                    self._step()  # the schedule's one mini-batch: stopped without it, torch_npu complains
+                self._close(truncated or self._cut_short())
+        except Exception as error:
+            self._lost = f"torch_npu did not stop: {error}"
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        global current
+        current = None
+        PROCESS_LOCK.release()
+
+    def _go_to(self, to: Place) -> None:
+        self._cycle = to.cycle
+        if to.phase != "off" and self._profile is None:
+            self._open()
+        self.phase = to.phase
+
+    def _open(self) -> None:
+        """Handler, profile and start in one go."""
+        torch_npu = self.options.torch_npu
+        others = _recordings.busy(torch_npu) or torch_busy()
+        if others is not None:
+            raise ProfilerBusyError(
+                f"{self.name} cannot start: {others}, and together both would lose their data. "
+                "Fix: end that one before the capture, or capture other steps"
+            )
+        if self._device is not None:
+            torch_npu.module.npu.set_device(self._device)
+        self._made_in = _disk.make_folder(self._folder)
+        self._calls = _recordings.Calls()
+        self._output = _recordings.OutputFolder(torch_npu)
+        with _recordings.ours(self._calls):
+            handler = torch_npu.profiler.tensorboard_trace_handler(str(self._made_in), analyse_flag=False)
+            self._output.taken()
+            schedule = self._schedule or ScheduleConfig()
+            actions = torch_npu.profiler.ProfilerAction
+            self._profile = self.options.make_profile(
+                on_trace_ready=handler,
+                schedule=Cycle(actions, warmup=schedule.warmup, active=schedule.active),
+            )
+            self._profile.start()
+            about = json.dumps({**self._about, "cycle": self._cycle})
+            self._profile.add_metadata_json("stepscope", about)
+        self._verify_start()
+
+    def _verify_start(self) -> None:
+        """`start` returns None whatever happened."""
+        errors = list(self._calls.errors)
+        if not errors and self._calls.made & {"_start_profiler", "_warmup_profiler", "_init_profiler"}:
+            return
+        self._abandon()
+        raise BackendError(
+            f"{self.name} did not start: {'; '.join(errors) or 'torch_npu made no recording'}. "
+            "Its messages are on stdout"
+        )
+
+    def _step(self) -> None:
+        with _recordings.ours(self._calls):
+            self._profile.step()
+
+    def _settle(self) -> None:
+        """Waits for the device, which torch_npu up to 2.10 does not before it stops; closes open ranges."""
+        if self.options.records_device:
+            try:
+                self.options.torch_npu.module.npu.synchronize()
+            except Exception as error:
+                self._calls.errors.append(f"the device did not synchronize: {error}")
+        self.ranges.end_all()
+
+    def _close(self, truncated: str | None) -> None:
+        """Stops the profile if it has not come to its end, and looks at what it left."""
+        profile, self._profile = self._profile, None
+        was, self.phase = self.phase, "off"
+        with _recordings.ours(self._calls):
+            profile.stop()
+            self._force(profile)
+        profile.stopped = True  # else its destructor stops it once more
+        self._give_output_back()
+        if was == "warmup":
+            _disk.remove(self._made_in)
+            return
+        found = _disk.look(
+            self._made_in, records_device=self.options.records_device, errors=self._calls.errors
+        )
+        if found.folder is None or found.failed is not None:
+            _disk.remove(self._made_in)
+            self._lost = found.failed
+            return
+        self._recorded.append(Recorded(found.folder, self._cycle, found.lacking, truncated))
+
+    def _force(self, profile: Any) -> None:
+        """torch_npu gives up in the middle of stopping when a part of it raises; the rest goes on running."""
+        made, interface = self._calls.made, self.options.torch_npu.interface
+        if "_start_profiler" in made and "_stop_profiler" not in made:
+            self._try(interface._stop_profiler)
+        if "_init_profiler" in made and "_finalize_profiler" not in made:
+            self._try(profile.prof_if.finalize_trace)
+
+    def _try(self, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._calls.errors.append(str(error))
+
+    def _abandon(self) -> None:
+        """Drops a profile that did not start, with whatever of it runs."""
+        self.phase = "off"
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            with _recordings.ours(self._calls):
+                self._force(profile)
+            profile.stopped = (
+                True  # else its destructor stops it, and writes a file into the working directory
+            )
+        self._give_output_back()
+        _disk.remove(self._made_in)
+
+    def _give_output_back(self) -> None:
+        if self._output is not None:
+            self._output.give_back()
+            self._output = None
+
+    def _cut_short(self) -> str | None:
+        """Why the recording under way is not whole: its mini-batches are not all there."""
+        if self._schedule is None or self.phase != "active":
+            return None
+        length = self._schedule.wait + self._schedule.warmup + self._schedule.active
+        done = (self._mini_batch - first_active(self._schedule)) % length
+        return f"npu.schedule: the window ended after {done} of {self._schedule.active} active mini-batches"
+
+    def _never_active(self) -> str | None:
+        if self._schedule is None or self._recorded:
+            return None
+        return (
+            f"npu.schedule records from mini-batch {first_active(self._schedule)} on (skip_first + wait + "
+            f"warmup), and stepscope.advance() was called {self._mini_batch} times. Fix: a shorter schedule, "
+            "or call advance() after each mini-batch"
+        )
+
+    def forget(self) -> None:
+        """In the child of a fork: the recording is the parent's."""
+        _parents.append(self._profile)
+        if self._profile is not None:
+            self._profile.stopped = True
+        self._profile, self._output = None, None
+        self.phase, self.over = "off", True
+        self._recorded.clear()
+
+
+def forget() -> None:
+    """In the child of a fork."""
+    global current
+    window, current = current, None
+    if window is not None:
+        window.forget()

@@ -1,0 +1,535 @@
+"""What the backend does with one wheel's torch_npu: its calls into C++, failures, and other recordings.
+
+One file above 400 lines, because each test is a short scene over the same stand-in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+import stepscope
+from packages.npu.tests.on_a_wheel.unpacked import Compiled
+from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope.backends import PendingArtifact, SpanInfo
+from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.sidecar import Sidecar
+from stepscope.testing.backend_conformance import a_window, in_thread, written
+from stepscope_npu._backend import NpuBackend
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+FAMILY = os.environ["TORCH_NPU_FAMILY"]
+
+
+@pytest.fixture
+def make(compiled: Compiled, tmp_path: Path) -> Iterator[Any]:
+    made: list[NpuBackend] = []
+
+    def backend(**npu: object) -> NpuBackend:
+        data = {"tool": "npu", "save_path": str(tmp_path / "run"), "npu": npu}
+        made.append(NpuBackend(ProfileConfig.from_mapping(data)))
+        return made[-1]
+
+    yield backend
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+def torch_npu() -> ModuleType:
+    import torch_npu as module
+
+    return module  # type: ignore[no-any-return]  # an engine: mypy does not look
+
+
+@pytest.fixture
+def their_profile(torch_npu: Any, tmp_path: Path) -> Any:
+    """A profiler of the user's own; writes to `tmp_path / "theirs"`."""
+
+    def profile() -> Any:
+        profiler = torch_npu.profiler
+        handler = profiler.tensorboard_trace_handler(str(tmp_path / "theirs"), analyse_flag=False)
+        return profiler.profile(on_trace_ready=handler)
+
+    return profile
+
+
+def mark(backend: NpuBackend, stage: str = "update", is_async: bool = False) -> None:
+    with backend.range(SpanInfo(stage=stage, role="actor", span=1, is_async=is_async)):
+        pass
+
+
+def record(backend: NpuBackend, step: int = 2) -> list[PendingArtifact]:
+    backend.start(a_window(step=step))
+    mark(backend)
+    return backend.stop()
+
+
+def messages(folder: Path) -> list[str]:
+    [found] = folder.glob("PROF_*/host/ranges.json")
+    return [one["message"] for one in json.loads(found.read_text())]
+
+
+# Calls into C++, against what was seen before.
+
+SCENES: dict[str, dict[str, object]] = {
+    "the defaults": {},
+    "an empty list of contents": {"contents": []},
+    "the host alone, with markers": {"contents": ["cpu"]},
+    "the host alone, without markers": {"contents": ["cpu"], "markers": False},
+    "all contents": {"contents": ["npu", "cpu", "memory", "shapes", "module", "stack"]},
+    "level1 with counters": {"level": "level1", "aic_metrics": "PipeUtilization", "l2_cache": True},
+    "markers alone": {"level": "level_none"},
+    "database": {"export": "db"},
+    "domains": {"domains_include": ["weights"]},
+    "all domains": {"domains_exclude": []},
+    "extra": {"extra": {"record_op_args": True}},
+}
+
+
+def test_the_calls_into_cpp_are_those_that_were_seen_before(
+    make: Any, compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    msprof = tmp_path / "msprof"  # the oldest ask it for its help before they take `db`
+    msprof.write_text("#!/bin/sh\necho '  --type  text db'\n")
+    msprof.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    seen = []
+    for name, npu in SCENES.items():
+        compiled.calls.clear()
+        written(record(make(**npu)), tmp_path / name)
+        seen += [f"== {name}", *compiled.calls]
+    compiled.calls.clear()
+    backend = make(schedule={"skip_first": 1, "warmup": 1, "active": 2, "repeat": 2})
+    backend.start(a_window())
+    for _ in range(8):
+        mark(backend)
+        backend.advance()
+    written(backend.stop(), tmp_path / "schedule")
+    seen += ["== a schedule over eight mini-batches", *compiled.calls, ""]
+    golden = GOLDENS / f"calls_{FAMILY}.txt"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text("\n".join(seen))
+    assert "\n".join(seen) == golden.read_text()
+
+
+def test_markers_survive_domains_that_do_not_name_their_own(make: Any, tmp_path: Path) -> None:
+    [artifact] = record(make(domains_include=["weights"]))
+    [folder] = written([artifact], tmp_path / "out")
+    assert messages(folder) == ["actor.update"]
+
+
+def test_what_this_torch_npu_lacks_is_ignored_and_recorded_or_refused(make: Any) -> None:
+    [artifact] = record(make())
+    assert ("npu.domains_exclude" in artifact.ignored) == (FAMILY == "A")
+    artifact.discard()
+    with pytest.raises(BackendError, match=r"npu\.extra names 'flux_capacitor'.*takes .*op_attr"):
+        make(extra={"flux_capacitor": True}).check()
+
+
+def test_host_data_of_the_system_is_passed_through_where_it_is_known(make: Any) -> None:
+    backend = make(extra={"host_sys": ["cpu"], "gc_detect_threshold": 1.0})
+    if FAMILY == "A":
+        with pytest.raises(BackendError, match=r"npu\.extra names 'host_sys'"):
+            backend.check()
+    else:
+        backend.check()
+
+
+def test_settings_that_have_no_effect_print_no_warning(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for artifact in record(make()):
+        artifact.discard()
+    assert "WARN" not in capsys.readouterr().out
+
+
+# The three defects of another tool's NPU path, none of which is here.
+
+
+def test_verl_defect_no_npu_data_by_default(make: Any, compiled: Compiled) -> None:
+    for artifact in record(make(contents=[])):
+        artifact.discard()
+    assert any(call.startswith("_start_profiler") and call.endswith("CPU+NPU)") for call in compiled.calls)
+
+
+def test_verl_defect_a_stage_that_raises_leaves_its_range_open(
+    make: Any, compiled: Compiled, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    with pytest.raises(ZeroDivisionError):
+        with backend.range(SpanInfo(stage="update", role="actor", span=1, is_async=False)):
+            raise ZeroDivisionError
+    assert compiled.calls[-1].startswith("_range_end(N")
+    [folder] = written(backend.stop(), tmp_path / "out")
+    assert messages(folder) == ["actor.update"]
+
+
+def test_verl_defect_steps_share_a_folder(captured: Any) -> None:
+    config = captured(steps=[2, 3])
+    for step in (2, 3):
+        with capture(step, config=config) as block:
+            Trainer().update()
+        block.result.wait()
+    folders = list(Path(config.save_path).rglob("*_ascend_pt"))
+    assert sorted(path.relative_to(config.save_path).parts[0] for path in folders) == [
+        "step_000002",
+        "step_000003",
+    ]
+    assert all(messages(folder) == ["actor.update"] for folder in folders)
+
+
+# Whole captures.
+
+
+class Trainer:
+    @profile_step(role="actor")
+    def update(self, fails: bool = False) -> None:
+        if fails:
+            raise ValueError("mine")
+
+    @profile_step(role="ref", stage="log_prob")
+    async def log_prob(self, gate: asyncio.Event) -> None:
+        await gate.wait()
+
+
+@pytest.fixture
+def captured(compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+    def config(**settings: object) -> ProfileConfig:
+        return ProfileConfig.from_mapping(
+            {"tool": "npu", "save_path": str(tmp_path / "run"), "steps": [2], **settings}
+        )
+
+    return config
+
+
+def outcome(config: ProfileConfig, name: str) -> Expectation:
+    layout = RunLayout(config.save_path).step(2)
+    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
+    [found] = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return found
+
+
+def test_a_capture_leaves_a_folder_with_a_sidecar_that_has_three_clocks(captured: Any) -> None:
+    config = captured()
+    with capture(2, config=config) as block:
+        Trainer().update()
+    block.result.wait()
+    found = outcome(config, "npu trace")
+    assert found.state == "ok"
+    [artifact] = found.artifacts
+    root = RunLayout(config.save_path).step(2).root
+    folder = root / artifact.path
+    assert folder.parts[-2] == "actor" or folder.parts[-3] == "traces"
+    sidecar = msgspec.json.decode(Path(f"{folder}.meta.json").read_bytes(), type=Sidecar)
+    for anchor in (sidecar.opened, sidecar.closed):
+        assert anchor is not None
+        assert anchor.raw_ns is not None
+    assert sidecar.artifact.kind == "npu_recording"
+    assert sidecar.options["contents"] == "npu,cpu"
+    assert json.loads((folder / "profiler_metadata.json").read_text())["stepscope"]["step"] == 2
+    assert not (root / ".recordings").exists()
+
+
+def test_discrete_mode_has_a_folder_for_each_stage_and_role(captured: Any) -> None:
+    config = captured(mode="discrete", roles={"*": {"ranks": "all"}})
+    with capture(2, config=config) as block:
+        Trainer().update()
+
+        async def both() -> None:
+            gate = asyncio.Event()
+            gate.set()
+            await Trainer().log_prob(gate)
+
+        asyncio.run(both())
+    block.result.wait()
+    found = sorted(Path(config.save_path).rglob("*_ascend_pt"))
+    assert [path.parent.name for path in found] == ["actor", "ref"]
+    assert [messages(path) for path in found] == [["actor.update"], ["ref.log_prob"]]
+
+
+def test_interleaved_tasks_have_markers_that_overlap(captured: Any) -> None:
+    async def both() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(Trainer().log_prob(gate)) for gate in (first, second)]
+        await asyncio.sleep(0)
+        first.set()  # it began first and ends first: push and pop would cross
+        await asyncio.sleep(0)
+        second.set()
+        await asyncio.gather(*tasks)
+
+    config = captured()
+    with capture(2, config=config) as block:
+        asyncio.run(both())
+    block.result.wait()
+    [folder] = Path(config.save_path).rglob("*_ascend_pt")
+    assert messages(folder) == ["ref.log_prob", "ref.log_prob"]
+
+
+def test_a_capture_without_device_data_is_partial_and_says_so(captured: Any, compiled: Compiled) -> None:
+    compiled.no_prof = True
+    config = captured()
+    with capture(2, config=config) as block, span("work"):
+        pass
+    block.result.wait()
+    found = outcome(config, "npu trace")
+    assert found.state == "partial"
+    assert found.reason is not None
+    assert "no PROF_* folder" in found.reason
+    assert len(found.artifacts) == 1
+
+
+def test_a_capture_that_the_profiler_fails_goes_on(captured: Any, compiled: Compiled) -> None:
+    compiled.fails["_start_profiler"] = "CANN 8 is not for this driver"
+    config = captured()
+    with capture(2, config=config) as block:
+        Trainer().update()
+    block.result.wait()
+    found = outcome(config, "npu trace")
+    assert found.state == "failed"
+    assert "CANN 8 is not for this driver" in str(found.reason)
+
+
+# Failures that torch_npu swallows.
+
+
+def test_a_start_that_fails_in_cpp_says_why(make: Any, compiled: Compiled) -> None:
+    compiled.fails["_init_profiler"] = "aclprofInit: 100000"
+    backend = make()
+    with pytest.raises(BackendError, match="did not start: init_profiler: aclprofInit: 100000"):
+        backend.start(a_window())
+    del backend
+    gc.collect()  # a profile's destructor stops it once more, and writes into the working directory
+
+
+def test_a_start_that_fails_in_cpp_leaves_nothing_running(make: Any, compiled: Compiled) -> None:
+    compiled.fails["_start_profiler"] = "no"
+    with pytest.raises(BackendError):
+        make().start(a_window())
+    assert compiled.calls[-1] == "_finalize_profiler()"
+    compiled.fails.clear()
+    assert record(make())
+
+
+def test_a_stop_that_fails_in_cpp_is_finished_all_the_same(
+    make: Any, compiled: Compiled, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    mark(backend)
+    compiled.fails["_stop_profiler"] = "aclprofStop: 100000"
+    [artifact] = backend.stop()
+    assert artifact.lacking is not None
+    assert "aclprofStop: 100000" in artifact.lacking
+    compiled.fails.clear()
+    artifact.discard()
+    assert record(make())
+
+
+def test_a_device_that_does_not_synchronize_does_not_keep_the_recording(
+    make: Any, compiled: Compiled, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    compiled.fails["synchronize"] = "the device is lost"
+    [artifact] = backend.stop()
+    assert "the device did not synchronize: the device is lost" in str(artifact.lacking)
+    assert compiled.calls.count("_stop_profiler()") == compiled.calls.count("_finalize_profiler()") == 1
+    compiled.fails.clear()
+    written([artifact], tmp_path / "out")
+    assert record(make())
+
+
+def test_a_recording_without_any_data_is_an_error_at_stop(make: Any, compiled: Compiled) -> None:
+    compiled.no_prof = True
+    backend = make(contents=["npu"])
+    backend.start(a_window())
+    with pytest.raises(BackendError, match=r"neither PROF_\* nor FRAMEWORK data.*CANN's log"):
+        backend.stop()
+    assert backend.stop() == []
+
+
+def test_a_range_that_is_open_at_the_stop_is_closed_before_it(make: Any, compiled: Compiled) -> None:
+    backend = make()
+    backend.start(a_window())
+    with backend.range(SpanInfo(stage="update", role="actor", span=1, is_async=False)):
+        [artifact] = backend.stop()
+        calls = [call.split("(")[0] for call in compiled.calls]
+    artifact.discard()
+    assert calls.index("synchronize") < calls.index("_range_end") < calls.index("_stop_profiler")
+    assert [call.split("(")[0] for call in compiled.calls].count("_range_end") == calls.count("_range_end")
+
+
+@pytest.mark.parametrize("variable", ["PROFILING_MODE", "PROFILER_SAMPLECONFIG"])
+def test_a_process_that_msprof_profiles_is_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    backend = make()
+    backend.prepare()
+    monkeypatch.setenv(variable, "dynamic")
+    with pytest.raises(BackendError, match=f"{variable} is set: msprof.*Fix: unset {variable}"):
+        make().check()
+    with pytest.raises(BackendError, match=variable):
+        backend.start(a_window())
+
+
+# Threads and devices.
+
+
+def test_a_window_of_another_thread_is_on_the_device_of_that_thread(make: Any, compiled: Compiled) -> None:
+    compiled.device = 1
+    backend = make()
+    try:
+        in_thread(lambda: backend.start(a_window()) or True)
+    finally:
+        compiled.device = 0
+    [artifact] = backend.stop()
+    calls = [call for call in compiled.calls if call != "_lazy_init()"]
+    assert calls[0] == "set_device(1)"
+    assert "npu.contents.cpu" in artifact.ignored
+    artifact.discard()
+
+
+# Mini-batches.
+
+
+def test_each_cycle_of_a_schedule_is_a_recording_and_a_cut_one_says_so(make: Any, tmp_path: Path) -> None:
+    backend = make(schedule={"active": 2, "repeat": 0})
+    backend.start(a_window())
+    for _ in range(3):
+        mark(backend)
+        backend.advance()
+    first, second = backend.stop()
+    assert (first.truncated, first.options["cycle"]) == (None, 0)
+    assert second.truncated == "npu.schedule: the window ended after 1 of 2 active mini-batches"
+    assert [len(messages(path)) for path in written([first, second], tmp_path / "out")] == [2, 1]
+
+
+def test_a_schedule_that_is_never_reached_says_so(make: Any) -> None:
+    backend = make(schedule={"skip_first": 5})
+    backend.start(a_window())
+    backend.advance()
+    with pytest.raises(BackendError, match=r"records from mini-batch 5 on .* was called 1 times"):
+        backend.stop()
+
+
+def test_a_window_that_ends_in_a_warm_up_leaves_nothing(make: Any, tmp_path: Path) -> None:
+    backend = make(schedule={"warmup": 2})
+    backend.start(a_window())
+    backend.advance()
+    with pytest.raises(BackendError, match="records from mini-batch 2 on"):
+        backend.stop()
+    assert not list((tmp_path / "run").rglob("*_ascend_pt"))
+
+
+# Other recordings in the process.
+
+
+def test_a_profiler_the_user_has_made_writes_where_the_user_said(
+    make: Any, their_profile: Any, tmp_path: Path
+) -> None:
+    theirs = their_profile()
+    [artifact] = record(make())
+    theirs.start()
+    theirs.stop()
+    assert len(list((tmp_path / "theirs").glob("*_ascend_pt/profiler_info.json"))) == 1
+    artifact.discard()
+
+
+def test_a_recording_of_the_users_is_left_alone(make: Any, their_profile: Any, tmp_path: Path) -> None:
+    backend = make()
+    backend.prepare()
+    theirs = their_profile()
+    theirs.start()
+    with pytest.raises(ProfilerBusyError, match=r"torch_npu\.profiler recording that is not stepscope's"):
+        backend.start(a_window())
+    theirs.stop()
+    [folder] = (tmp_path / "theirs").glob("*_ascend_pt")
+    assert (folder / "FRAMEWORK").is_dir()
+    assert record(backend)
+
+
+def test_a_recording_the_user_starts_ends_ours_and_gets_its_data(
+    make: Any, their_profile: Any, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    mark(backend)
+    theirs = their_profile()
+    theirs.start()
+    theirs.add_metadata("mine", "yes")
+    theirs.stop()
+    [artifact] = backend.stop()
+    assert str(artifact.truncated).startswith("other code started torch_npu.profiler on thread")
+    [folder] = written([artifact], tmp_path / "out")
+    assert messages(folder) == ["actor.update"]
+    [theirs_folder] = (tmp_path / "theirs").glob("*_ascend_pt")
+    assert (theirs_folder / "FRAMEWORK").is_dir()
+    assert "mine" in (theirs_folder / "profiler_metadata.json").read_text()
+
+
+def test_torch_profiler_first_and_then_this_is_refused(make: Any) -> None:
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        with pytest.raises(ProfilerBusyError, match=r"a torch\.profiler session"):
+            make().start(a_window())
+        torch.ones(2) + 1
+    assert any(event.name == "aten::add" for event in theirs.events())
+
+
+def test_torch_profiler_after_this_ends_ours_and_works(make: Any) -> None:
+    import torch
+
+    backend = make()
+    backend.start(a_window())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        torch.ones(2) + 1
+    assert any(event.name == "aten::add" for event in theirs.events())
+    [artifact] = backend.stop()
+    assert str(artifact.truncated).startswith("other code started torch.profiler on thread")
+    artifact.discard()
+
+
+# What torch_npu does to torch.
+
+
+def test_hooks_of_torch_npu_are_named_in_the_sidecar(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.utils.data import DataLoader
+
+    [artifact] = record(make())
+    artifact.discard()
+    assert artifact.options["patched_by_torch_npu"] is None
+    try:
+        from torch_npu.profiler import _add_mstx_patch
+    except ImportError:
+        assert FAMILY == "A"
+        return
+    for owner, name in ((DataLoader, "__iter__"), (torch.serialization, "save")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back what comes now
+    _add_mstx_patch._apply_mstx_patch()
+    [artifact] = record(make())
+    artifact.discard()
+    assert artifact.options["patched_by_torch_npu"] == "DataLoader.__iter__,torch.serialization.save"
+
+
+def test_nothing_is_left_of_it_that_another_capture_could_meet(stepscope_idle: None) -> None:
+    assert stepscope.flush() == []
+
+
+@pytest.fixture
+def stepscope_idle() -> None:
+    gc.collect()
