@@ -56,9 +56,11 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
-    """Spans of stage `trajectory` that ended."""
+    """Spans of stage `trajectory` that ended and that this step consumes."""
     open: int
-    """Those that were never seen to end."""
+    """Those of them that were never seen to end."""
+    of_other_steps: int
+    """Those that another step consumes: this one waits for none of them."""
     spreads: tuple[Spread, ...]
     """Trajectories, turns, then what runs in them, the longest in sum first."""
     last: int
@@ -82,11 +84,13 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
     if not members:
         return None
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
-    ended = [timeline.spans[index] for index in roots if timeline.spans[index].end_ns is not None]
-    last, held_ns, rollout_ns = _held(ended)
+    mine = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
+    ended = [span for span in mine if span.end_ns is not None]
+    last, held_ns, rollout_ns = _held([s for s in ended if timeline.processes[s.process].aligned])
     return LongTail(
         trajectories=len(ended),
-        open=len(roots) - len(ended),
+        open=len(mine) - len(ended),
+        of_other_steps=len(roots) - len(mine),
         spreads=_spreads(kinds),
         last=last,
         held_ns=held_ns,

@@ -132,7 +132,7 @@ def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[
 
 def _args(span: Span, step: int) -> Event:
     said: Event = {"role": span.role}
-    for name in ("trajectory", "turn", "policy_version", "error"):
+    for name in ("trajectory", "turn", "policy_version", "begun_step", "error"):
         if (value := getattr(span, name)) is not None:
             said[name] = value
     if span.step != step:

@@ -154,6 +154,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         end_ns=None,
         dur_ns=None,
         step=step if record.step is None else record.step,
+        begun_step=None if record.link is None or record.link.step == step else record.link.step,
         policy_version=record.policy_version,
         trajectory=record.trajectory,
         turn=record.turn,

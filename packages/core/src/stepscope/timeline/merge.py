@@ -12,7 +12,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.timeline.drawn import Drawn
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.load import load_step, span_bytes
-from stepscope.timeline.model import FileProblem, Timeline
+from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
 from stepscope.timeline.place import Place
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -304,7 +304,7 @@ def _merged_row(row: Row) -> MergedRow:
         replica=info.replica,
         host=info.host,
         native_pid=info.pid or None,
-        alignment="unaligned" if clock is None else clock.alignment,
+        alignment="unaligned" if clock is None else _alignment(row, clock),
         uncertainty_ns=None if clock is None else clock.uncertainty_ns,
         offset_ns=0 if clock is None else clock.offset_ns,
         drift_ppm=None if clock is None else clock.drift_ppm,
@@ -312,3 +312,8 @@ def _merged_row(row: Row) -> MergedRow:
         note=None if row.clock is None else row.clock.clock.note,
         reason=row.unaligned,
     )
+
+
+def _alignment(row: Row, clock: ProcessClock) -> str:
+    """What is not the owner itself has only its clock."""
+    return "same host" if clock.alignment == "owner" and row.process is None else clock.alignment

@@ -83,6 +83,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     """By the process' own monotonic clock; `end_ns - start_ns` differs from it by the clock's drift."""
     step: int
     """The step that owns the work."""
+    begun_step: int | None = None
+    """The captured step in which the span stands that it ran below, where that is another one."""
     policy_version: int | None = None
     trajectory: str | None = None
     turn: int | None = None
