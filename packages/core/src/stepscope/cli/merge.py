@@ -12,9 +12,10 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, is_step
+from stepscope.files.layout import StepLayout
 from stepscope.report.figures import size
 from stepscope.report.tables import listing
-from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline import Format, Merged, Selection, merge_bytes, merge_step
 
 _RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 _SHOWN = 20
@@ -39,6 +40,12 @@ def merge(
         Path | None,
         typer.Option("--output", "-o", help="Where to write. [default: STEP_DIR/timeline.json.gz]"),
     ] = None,
+    to_format: Annotated[
+        str,
+        typer.Option(
+            "--format", help="json: Chrome's trace events. perfetto: Perfetto's own (timeline.pftrace.gz)."
+        ),
+    ] = "json",
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
@@ -54,9 +61,11 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
-    target = path / "timeline.json.gz" if output is None else output
+    chosen = _format(to_format)
+    layout = StepLayout(path)
+    target = output or (layout.perfetto if chosen == "perfetto" else layout.timeline)
     with screen.progress("merging", merge_bytes(path)) as done:
-        merged = merge_step(path, run_id=run, selection=selection, to=output, on_read=done)
+        merged = merge_step(path, run_id=run, selection=selection, to=target, to_format=chosen, on_read=done)
     if json:
         screen.show_json(merged)
     else:
@@ -70,6 +79,14 @@ def _check_step(path: Path) -> None:
     steps = find_run(path)  # says what is there instead, if it is no run either
     first = next(iter(steps.values())).root
     raise CommandError(f"{path} is the folder of a run: give one step's, such as {first}")
+
+
+def _format(text: str) -> Format:
+    if text == "json":
+        return "json"
+    if text == "perfetto":
+        return "perfetto"
+    raise CommandError(f"--format is {text!r}; use json or perfetto")
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:

@@ -5,7 +5,7 @@ Imports neither torch nor Ray.
 
 from stepscope.timeline.activity import TraceActivity, Traces, load_traces
 from stepscope.timeline.load import load_step, span_bytes
-from stepscope.timeline.merge import Merged, MergedFile, MergedRow, merge_bytes, merge_step
+from stepscope.timeline.merge import Format, Merged, MergedFile, MergedRow, merge_bytes, merge_step
 from stepscope.timeline.model import (
     Alignment,
     FileProblem,
@@ -20,6 +20,7 @@ from stepscope.timeline.selection import Selection
 __all__ = [
     "Alignment",
     "FileProblem",
+    "Format",
     "Merged",
     "MergedFile",
     "MergedRow",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -13,6 +14,7 @@ from stepscope.timeline.drawn import Drawn
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
+from stepscope.timeline.perfetto.write import PerfettoFile, perfetto_file
 from stepscope.timeline.place import Place
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
@@ -24,6 +26,9 @@ from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
 from stepscope.timeline.tracks import Tracks, row_metadata
 from stepscope.timeline.write import TimelineFile, timeline_file
+
+Format: TypeAlias = Literal["json", "perfetto"]
+Output: TypeAlias = TimelineFile | PerfettoFile
 
 _EVERYTHING = Selection()
 _RESERVE = 1 << 16
@@ -105,6 +110,7 @@ def merge_step(
     run_id: str | None = None,
     selection: Selection = _EVERYTHING,
     to: str | os.PathLike[str] | None = None,
+    to_format: Format = "json",
     on_read: Callable[[int], None] | None = None,
 ) -> Merged:
     """Writes the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
@@ -115,7 +121,8 @@ def merge_step(
     Args:
         path: A step's folder.
         run_id: Which run, where several wrote into the folder. None: the one that opened it last.
-        to: Where to write. None: `timeline.json.gz` in the step's folder.
+        to: Where to write. None: `timeline.json.gz`, or `timeline.pftrace.gz`, in the step's folder.
+        to_format: `json`: Chrome's trace events, gzip. `perfetto`: Perfetto's own, gzip if the name ends so.
         on_read: Called with a number of bytes each time that many more of the files were read.
 
     Raises:
@@ -124,10 +131,10 @@ def merge_step(
     """
     layout = StepLayout(path)
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
-    target = layout.timeline if to is None else Path(to)
-    with timeline_file(target, merge.axis.base_ns) as out:
+    target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline
+    with (perfetto_file if to_format == "perfetto" else timeline_file)(target, merge.axis.base_ns) as out:
         merge.write(out)
-        merged = merge.merged()
+        merged = merge.merged(out.left_out())
         out.finish(merged)
     return merged
 
@@ -169,7 +176,7 @@ class _Merge:
         reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
         return trace, fields, self._rows.of_trace(trace.whose(fields), key, unaligned=reason)
 
-    def write(self, out: TimelineFile) -> None:
+    def write(self, out: Output) -> None:
         for row in self._order:
             spans = list(self._drawn.of(row, self._tracks))
             if spans:
@@ -196,7 +203,7 @@ class _Merge:
     def _wanted(self, trace: TraceFile, row: Row) -> bool:
         return self._selection.role(trace.role, row.info.role) and self._selection.rank(row.info.rank)
 
-    def _limit(self, out: TimelineFile, left: int) -> int | None:
+    def _limit(self, out: Output, left: int) -> int | None:
         """The size of the file at which the next trace ends: what is left is shared equally."""
         if self._selection.max_mb is None:
             return None
@@ -205,7 +212,7 @@ class _Merge:
 
     def _write_trace(
         self,
-        out: TimelineFile,
+        out: Output,
         number: int,
         trace: TraceFile,
         fields: TraceFields,
@@ -221,7 +228,7 @@ class _Merge:
         self._note(trace, file.notes)
 
     def _write_recorded(
-        self, out: TimelineFile, number: int, trace: TraceFile, recorded: Recorded, limit: int | None
+        self, out: Output, number: int, trace: TraceFile, recorded: Recorded, limit: int | None
     ) -> None:
         rows = {pid: row for pid, row in recorded.rows.items() if self._wanted(trace, row)}
         if rows:
@@ -237,7 +244,7 @@ class _Merge:
 
     def _write_texts(
         self,
-        out: TimelineFile,
+        out: Output,
         trace: TraceFile,
         texts: Iterable[bytes],
         counts: Rewriter | Drawing,
@@ -268,14 +275,14 @@ class _Merge:
         counts = notes.counts.items()
         self._problems += [FileProblem(file=trace.name, what=what, events=events) for what, events in counts]
 
-    def _show(self, row: Row, out: TimelineFile) -> None:
+    def _show(self, row: Row, out: Output) -> None:
         """Writes what is to be known of the row before its first event."""
         if not row.shown:
             row.shown = True
             out.objects(list(row_metadata(row)))
         out.objects(self._tracks.take())
 
-    def merged(self) -> Merged:
+    def merged(self, left_out: list[str]) -> Merged:
         timeline = self._timeline
         shown = [row for row in self._order if row.shown]
         unaligned = [(row.name, row.unaligned) for row in shown if row.unaligned is not None]
@@ -289,7 +296,7 @@ class _Merge:
             files=tuple(self._files),
             spans=self._spans,
             selection=self._selection.words(),
-            left_out=tuple(self._left_out),
+            left_out=(*self._left_out, *left_out),
             problems=tuple(self._problems),
         )
 

@@ -42,6 +42,10 @@ class TimelineFile:
         self._out(self._gzip.flush(self._sync))
         return self.written
 
+    def left_out(self) -> list[str]:
+        """What this format has no place for."""
+        return []
+
     def finish(self, metadata: object) -> None:
         """Ends the events; `metadata` stands behind them as `stepscope`."""
         self._put(b'\n],"stepscope":' + msgspec.json.encode(metadata) + b"}\n")

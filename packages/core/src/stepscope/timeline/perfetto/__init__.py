@@ -1,0 +1,1 @@
+"""Writes a merged timeline as Perfetto's protobuf instead of Chrome's JSON."""
