@@ -40,7 +40,7 @@ def demo(
     captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]
     merged = [merge_step(layout.root) for layout in captured]  # first: the pages link to what is there
     pages = Pages()
-    reports = read_reports(captured, pages=pages)
+    reports = read_reports(captured, pages=pages, traces=True)
     pages.add_run(RunLayout(result.save_path), reports.steps, reports.unreadable)
     show_reports(reports)
     say_pages(pages)

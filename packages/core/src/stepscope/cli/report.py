@@ -17,7 +17,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, report_step
 from stepscope.report.text import render, render_overview
-from stepscope.timeline import load_step, span_bytes
+from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,10 +45,13 @@ def report(
             help="Write report.html into each step's folder and into the run's. Default: unless --json.",
         ),
     ] = None,
+    traces: Annotated[
+        bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
+    ] = True,
 ) -> None:
     """Where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
     pages = Pages() if html or (html is None and not json) else None
-    reports = read_reports(find_steps(path, step, run), run, pages)
+    reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
     if pages is not None and step is None and not is_step(path):
         pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
@@ -56,18 +59,25 @@ def report(
     else:
         show_reports(reports)
     failed = False if pages is None else say_pages(pages)
-    complete = all(found.health.complete for found in reports.steps)
+    complete = all(found.health.complete and not trouble(found) for found in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
 
 
-def read_reports(steps: list[StepLayout], run: str | None = None, pages: Pages | None = None) -> Reports:
+def read_reports(
+    steps: list[StepLayout], run: str | None = None, pages: Pages | None = None, *, traces: bool = False
+) -> Reports:
     """The reports of these steps, and their pages. A bar shows how far the reading is.
+
+    Args:
+        traces: Whether to read the profilers' traces, which are large.
 
     Raises:
         CommandError: nothing could be made of any of them.
     """
-    with screen.progress("reading spans", sum(span_bytes(step.root) for step in steps)) as done:
-        read = {step.root.name: _read(step, run, done, pages) for step in steps}
+    measure = merge_bytes if traces else span_bytes
+    what = "reading spans and traces" if traces else "reading spans"
+    with screen.progress(what, sum(measure(step.root) for step in steps)) as done:
+        read = {step.root.name: _read(step, run, done, pages, traces) for step in steps}
     reports = [found for found in read.values() if isinstance(found, StepReport)]
     unreadable = {name: found for name, found in read.items() if isinstance(found, str)}
     if not reports:
@@ -76,16 +86,21 @@ def read_reports(steps: list[StepLayout], run: str | None = None, pages: Pages |
 
 
 def _read(
-    step: StepLayout, run: str | None, done: Callable[[int], None], pages: Pages | None
+    step: StepLayout, run: str | None, done: Callable[[int], None], pages: Pages | None, traces: bool
 ) -> StepReport | str:
     try:
         timeline = load_step(step.root, run_id=run, on_read=done)
     except RecordError as error:
         return str(error)
-    found = report_step(timeline)
+    found = report_step(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
     if pages is not None:
         pages.add_step(step, timeline, found)
     return found
+
+
+def trouble(report: StepReport) -> bool:
+    """Whether a trace could not be read in full."""
+    return report.traces is not None and bool(report.traces.problems)
 
 
 def say_pages(pages: Pages) -> bool:

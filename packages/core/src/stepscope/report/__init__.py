@@ -1,17 +1,55 @@
 """Where a step's time went: pure functions of a timeline that return typed tables, and these as text."""
 
+from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.breakdown import Breakdown, Line, Overlap, break_down
+from stepscope.report.devices import (
+    DeviceRow,
+    MemoryRow,
+    NoDevice,
+    OperatorRow,
+    TraceRow,
+    TraceTables,
+    explain_no_device,
+    find_peaks,
+    rank_operators,
+    tabulate_traces,
+    use_devices,
+)
+from stepscope.report.engine import Engine, Load, view_engines
 from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow, check_health
-from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread, Wait, find_long_tail
+from stepscope.report.idle import Cause, Idle, find_idle
+from stepscope.report.long_tail import (
+    Bubble,
+    Extreme,
+    Hold,
+    LongTail,
+    SlowTrajectory,
+    Spread,
+    Wait,
+    find_long_tail,
+)
+from stepscope.report.rows import Table
 from stepscope.report.stages import Share, Stage, time_stages
 from stepscope.report.step import StepReport, report_step
 
 __all__ = [
+    "Advice",
     "Breakdown",
+    "Bubble",
+    "Cause",
+    "DeviceRow",
+    "Engine",
+    "Evidence",
     "Extreme",
     "Health",
+    "Hold",
+    "Idle",
     "Line",
+    "Load",
     "LongTail",
+    "MemoryRow",
+    "NoDevice",
+    "OperatorRow",
     "OtherStep",
     "Overlap",
     "ProcessRow",
@@ -21,10 +59,21 @@ __all__ = [
     "Spread",
     "Stage",
     "StepReport",
+    "Table",
+    "TraceRow",
+    "TraceTables",
     "Wait",
+    "advise",
     "break_down",
     "check_health",
+    "explain_no_device",
+    "find_idle",
     "find_long_tail",
+    "find_peaks",
+    "rank_operators",
     "report_step",
+    "tabulate_traces",
     "time_stages",
+    "use_devices",
+    "view_engines",
 ]

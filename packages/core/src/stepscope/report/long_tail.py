@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from stepscope.report.accounting import Label, rank_of
-from stepscope.report.breakdown import divide_spans
+from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.breakdown import WAITING, divide_spans
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
+LAST = (10, 5, 1)
+"""Percent of the trajectories, the last to end, that it is told how long the others waited for."""
 
 
 class Extreme(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,30 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
 
 
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the others waited for the last ones."""
+
+    percent: int
+    trajectories: int
+    """So many percent of them, rounded up."""
+    held_ns: int
+    """From the end of the others to the end of the last."""
+
+
+class Bubble(msgspec.Struct, frozen=True, kw_only=True):
+    """What replicas did from the end of the first nine tenths of the trajectories to the end of the last."""
+
+    replicas: int
+    """Processes that recorded work of role `rollout`, the owner not among them."""
+    tail_ns: int
+    idle_ns: int
+    """Replica time: of `replicas * tail_ns`, what they did nothing in."""
+    in_flight_before: float
+    """Trajectories at once, on average, from the first start to the tail."""
+    in_flight: float
+    """In the tail."""
+
+
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Spans of stage `trajectory` that ended and that this step consumes."""
@@ -69,6 +95,11 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """From the end of the others to the end of the last tenth. None with fewer than two trajectories."""
     rollout_ns: int | None
     """From the first trajectory's start to the last one's end."""
+    holds: tuple[Hold, ...]
+    """For the last 10, 5 and 1 %. Empty with fewer than two trajectories; those that are the same as a larger
+    one are left out."""
+    bubble: Bubble | None
+    """None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
 
 
@@ -95,6 +126,8 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
         last=last,
         held_ns=held_ns,
         rollout_ns=rollout_ns,
+        holds=tuple(_holds(sorted(span.end_ns or 0 for span in ended))),
+        bubble=_bubble(timeline, ended) if len(ended) > 1 else None,
         worst=tuple(_slow(timeline, index, members) for index in _worst(timeline, roots)),
     )
 
@@ -128,6 +161,42 @@ def _held(ended: Sequence[Span]) -> tuple[int, int | None, int | None]:
     last = -(-len(ends) // 10)
     held_ns = ends[-1] - ends[-last - 1] if len(ends) > 1 else None
     return last, held_ns, ends[-1] - min(span.start_ns for span in ended)
+
+
+def _holds(ends: Sequence[int]) -> Iterator[Hold]:
+    before = len(ends)
+    for percent in LAST:
+        last = -(-len(ends) * percent // 100)
+        if last < before:
+            yield Hold(percent=percent, trajectories=last, held_ns=ends[-1] - ends[-last - 1])
+        before = last
+
+
+def _bubble(timeline: Timeline, ended: Sequence[Span]) -> Bubble:
+    ends = sorted(span.end_ns or 0 for span in ended)
+    start_ns, until_ns = min(span.start_ns for span in ended), ends[-1]
+    from_ns = ends[-1 - -(-len(ends) // 10)]
+    worked: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for span in timeline.spans:
+        process = timeline.processes[span.process]
+        if span.role == "rollout" and process.aligned and not process.owner:
+            begins, stops = max(span.start_ns, from_ns), min(timeline.until_ns(span), until_ns)
+            mine = worked[span.process]
+            if begins < stops and span.stage not in WAITING:
+                mine.append((begins, stops))
+    tail_ns = until_ns - from_ns
+    return Bubble(
+        replicas=len(worked),
+        tail_ns=tail_ns,
+        idle_ns=sum(tail_ns - union_ns(pairs) for pairs in worked.values()),
+        in_flight_before=_in_flight(ended, start_ns, from_ns),
+        in_flight=_in_flight(ended, from_ns, until_ns),
+    )
+
+
+def _in_flight(spans: Sequence[Span], start_ns: int, end_ns: int) -> float:
+    shared = (min(span.end_ns or 0, end_ns) - max(span.start_ns, start_ns) for span in spans)
+    return round(sum(ns for ns in shared if ns > 0) / max(end_ns - start_ns, 1), 2)
 
 
 def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.rows import Table
 from stepscope.timeline import Span, Timeline
 
 
@@ -43,13 +44,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest process. None for one process."""
 
 
-def time_stages(timeline: Timeline) -> tuple[Stage, ...]:
+def time_stages(timeline: Timeline) -> Table[Stage]:
     """Every role's stages, the longest total first."""
     spans: dict[Label, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.role, span.stage].append(span)
     found = [_stage(timeline, label, mine) for label, mine in spans.items()]
-    return tuple(sorted(found, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
+    return Table(sorted(found, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
 
 
 def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.breakdown import Breakdown, break_down
+from stepscope.report.devices import TraceTables, tabulate_traces
+from stepscope.report.engine import Engine, view_engines
 from stepscope.report.health import Health, check_health
+from stepscope.report.idle import Idle, find_idle
 from stepscope.report.long_tail import LongTail, find_long_tail
 from stepscope.report.stages import Stage, time_stages
-from stepscope.timeline import Timeline
+from stepscope.timeline import Timeline, Traces
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,22 +25,47 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """All runs that left something in the step's folder."""
     opened_ns: int
     """When the capture opened, unix ns."""
+    advice: tuple[Advice, ...]
+    """Alarms first, then what could save most."""
     breakdown: Breakdown
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """None: no span belongs to a trajectory."""
+    idle: tuple[Idle, ...]
+    engines: tuple[Engine, ...]
+    """Replicas that recorded prefill and decode, in a trace or in spans."""
+    traces: TraceTables | None
+    """None: they were not read."""
     health: Health
 
 
-def report_step(timeline: Timeline) -> StepReport:
-    """The report of one step. Pure: the same timeline gives the same tables."""
+def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
+    """The report of one step. Pure: the same timeline and traces give the same tables.
+
+    Args:
+        traces: What `load_traces` made of the step's traces. None: the report is of spans alone.
+    """
+    activities = () if traces is None else traces.activities
+    found = Evidence(
+        breakdown=break_down(timeline),
+        stages=time_stages(timeline),
+        long_tail=find_long_tail(timeline),
+        idle=find_idle(timeline, activities),
+        engines=view_engines(timeline, activities),
+        traces=None if traces is None else tabulate_traces(traces, timeline.window.start_ns),
+        health=check_health(timeline),
+    )
     return StepReport(
         step=timeline.step,
         run_id=timeline.run_id,
         runs=timeline.runs,
         opened_ns=timeline.window.start_ns,
-        breakdown=break_down(timeline),
-        stages=time_stages(timeline),
-        long_tail=find_long_tail(timeline),
-        health=check_health(timeline),
+        advice=advise(found),
+        breakdown=found.breakdown,
+        stages=found.stages,
+        long_tail=found.long_tail,
+        idle=found.idle,
+        engines=found.engines,
+        traces=found.traces,
+        health=found.health,
     )

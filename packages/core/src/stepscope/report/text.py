@@ -14,6 +14,7 @@ from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, moment, percents, plain, turn
 from stepscope.report.health_text import trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
+from stepscope.report.sections_text import advise, engines, idle, say_bubble, say_held, traces
 from stepscope.report.stages import Stage
 from stepscope.report.step import StepReport
 from stepscope.report.tables import LISTED, table
@@ -46,14 +47,20 @@ def _overview(report: StepReport, runs: bool) -> list[str]:
 
 def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield _head(report)
+    if report.advice:
+        yield advise(report.advice, report.breakdown.total_ns)
     yield _breakdown(report.breakdown)
     if report.breakdown.overlaps:
         yield _overlaps(report.breakdown)
     if report.stages:
         yield _stages(report.stages)
     yield from _by_process(report.stages)
+    yield from idle(report.idle, report.breakdown.window_ns)
     if report.long_tail is not None:
         yield from _long_tail(report.long_tail)
+    yield from engines(report.engines)
+    if report.traces is not None:
+        yield from traces(report.traces)
     yield from trust(report.health)
 
 
@@ -174,21 +181,11 @@ def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
         for spread in tail.spreads
     ]  # fmt: skip
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
-    yield table("Long tail", columns, rows, _held(tail))
+    yield table("Long tail", columns, rows, "\n".join(filter(None, (say_held(tail), say_bubble(tail)))))
     if tail.worst:
         yield table(
             "Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), map(_slow, tail.worst)
         )
-
-
-def _held(tail: LongTail) -> str:
-    if tail.held_ns is None or tail.rollout_ns is None:
-        return ""
-    (share,) = percents([tail.held_ns], tail.rollout_ns)
-    return (
-        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
-        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end."
-    )
 
 
 def _slow(slow: SlowTrajectory) -> tuple[str, str, str, str]:

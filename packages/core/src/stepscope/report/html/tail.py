@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.report.figures import duration, percents, turn
+from stepscope.report.figures import duration, turn
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+from stepscope.report.sections_text import say_bubble, say_held
 
 
 def tail(found: LongTail, colours: Colours) -> Html:
@@ -19,14 +20,8 @@ def tail(found: LongTail, colours: Colours) -> Html:
 
 
 def _held(found: LongTail) -> Html:
-    if found.held_ns is None or found.rollout_ns is None:
-        return EMPTY
-    (share,) = percents([found.held_ns], found.rollout_ns)
-    said = (
-        f"The others waited {duration(found.held_ns)} for the last {found.last:,} of {found.trajectories:,} "
-        f"trajectories: {share} % of the {duration(found.rollout_ns)} from the first start to the last end."
-    )
-    return tag("p", said, class_="said")
+    said = " ".join(filter(None, (say_held(found), say_bubble(found))))
+    return tag("p", said, class_="said") if said else EMPTY
 
 
 def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:

@@ -1,0 +1,387 @@
+"""What is worth doing about a step: rules that speak only when the report's figures carry it.
+
+A rule is a pure function of the figures. It names the numbers it rests on, and what it could save at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.report.breakdown import Breakdown, Line
+from stepscope.report.devices import TraceTables
+from stepscope.report.engine import Engine
+from stepscope.report.figures import count, duration, percents, size
+from stepscope.report.health import Health
+from stepscope.report.idle import MOVES_WEIGHTS, ROLLOUT, Idle
+from stepscope.report.long_tail import LongTail
+from stepscope.report.rows import Table
+from stepscope.report.stages import Stage
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a step that rules look at."""
+
+    breakdown: Breakdown
+    stages: Table[Stage]
+    long_tail: LongTail | None
+    idle: Table[Idle]
+    engines: Table[Engine]
+    traces: TraceTables | None
+    health: Health
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    rule: str
+    """Its name: stable, for scripts."""
+    kind: Literal["alarm", "hint"]
+    """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
+    what: str
+    because: tuple[str, ...]
+    """The numbers that it rests on."""
+    do: str
+    saves_ns: int | None
+    """Of the step, at most. None: not to be said."""
+
+
+Rule: TypeAlias = Callable[[Evidence], Advice | None]
+
+
+def advise(evidence: Evidence) -> Table[Advice]:
+    """What the rules have to say: alarms first, then by what could be saved."""
+    found = [advice for rule in RULES if (advice := rule(evidence)) is not None]
+    return Table(sorted(found, key=lambda each: (each.kind != "alarm", -(each.saves_ns or 0), each.rule)))
+
+
+def never_ended(evidence: Evidence) -> Advice | None:
+    spans = evidence.health.open_spans
+    if not spans:
+        return None
+    longest = max(spans, key=lambda span: span.wall_ns)
+    return Advice(
+        rule="never-ended",
+        kind="alarm",
+        what=f"{count(len(spans), 'call')} never ended: a hang, or a killed process",
+        because=(
+            f"the longest: {longest.process}, {longest.role} {longest.stage}, {duration(longest.wall_ns)}",
+        ),
+        do="look at that process' log and at what it waited for, under `Never ended`",
+        saves_ns=None,
+    )
+
+
+def unaligned(evidence: Evidence) -> Advice | None:
+    names = evidence.breakdown.left_out
+    if not names:
+        return None
+    return Advice(
+        rule="unaligned",
+        kind="alarm",
+        what=f"{count(len(names), 'process')} are in no wall time: their clocks were not measured",
+        because=(f"unaligned: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}",),
+        do="give these processes to capture(workers=...), which measures their clocks",
+        saves_ns=None,
+    )
+
+
+def dropped(evidence: Evidence) -> Advice | None:
+    if not evidence.health.dropped:
+        return None
+    return Advice(
+        rule="dropped",
+        kind="alarm",
+        what="spans were dropped, so that times are too short",
+        because=(f"{count(evidence.health.dropped, 'span')} dropped",),
+        do="raise the budget, or record fewer spans: not one for each token",
+        saves_ns=None,
+    )
+
+
+def profiler_cost(evidence: Evidence) -> Advice | None:
+    """Opening and closing the capture took a tenth of the step or more."""
+    line = _line(evidence, "profiler")
+    if line.wall_ns * 10 < evidence.breakdown.total_ns:
+        return None
+    return Advice(
+        rule="profiler-cost",
+        kind="alarm",
+        what="opening and closing the capture is a large part of this step; others are shorter by it",
+        because=(_share(line.wall_ns, evidence),),
+        do="prepare() before the first step, record fewer ranks, or let export.when be later",
+        saves_ns=None,
+    )
+
+
+def memory_nearly_full(evidence: Evidence) -> Advice | None:
+    """An allocator held 95 % of its device or more."""
+    rows = () if evidence.traces is None else evidence.traces.memory
+    full = [row for row in rows if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes]
+    if not full:
+        return None
+    worst = max(full, key=lambda row: row.reserved_bytes / (row.capacity_bytes or 1))
+    gap = worst.reserved_bytes - worst.allocated_bytes
+    return Advice(
+        rule="memory-nearly-full",
+        kind="alarm",
+        what=f"{worst.process} held nearly all memory of {worst.device}",
+        because=(
+            (
+                f"{size(worst.reserved_bytes)} of {size(worst.capacity_bytes or 0)} reserved, "
+                f"{size(worst.allocated_bytes)} of it in use at most"
+            ),
+        ),
+        do=(
+            "the rest is fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            if gap > 0.2 * worst.reserved_bytes
+            else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
+        ),
+        saves_ns=None,
+    )
+
+
+def long_tail(evidence: Evidence) -> Advice | None:
+    """The last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
+    tail = evidence.long_tail
+    if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < 10:
+        return None
+    if tail.held_ns * 100 < 15 * tail.rollout_ns or tail.held_ns * 50 < evidence.breakdown.total_ns:
+        return None
+    because = [
+        (
+            f"the last {tail.last} of {tail.trajectories} trajectories ended {duration(tail.held_ns)} after "
+            f"the others: {_percent(tail.held_ns, tail.rollout_ns)} of the rollout"
+        )
+    ]
+    if tail.bubble is not None and tail.bubble.replicas:
+        because.append(
+            f"{tail.bubble.in_flight:g} trajectories at once in that time, {tail.bubble.in_flight_before:g} "
+            f"before; replicas idle for {duration(tail.bubble.idle_ns)} of it in sum"
+        )
+    return Advice(
+        rule="long-tail",
+        kind="hint",
+        what="the step waits for its slowest trajectories",
+        because=tuple(because),
+        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
+        saves_ns=tail.held_ns,
+    )
+
+
+def straggler(evidence: Evidence) -> Advice | None:
+    """One process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step."""
+    worst: tuple[int, Stage, int] | None = None
+    for stage in evidence.stages:
+        if len(stage.processes) < 2 or stage.slowest is None:
+            continue
+        busy = [share.busy_ns for share in stage.processes]
+        mean_ns, most_ns = sum(busy) // len(busy), max(busy)
+        lost_ns = most_ns - mean_ns
+        large = lost_ns * 50 >= evidence.breakdown.total_ns and most_ns * 5 >= mean_ns * 6
+        if large and (worst is None or lost_ns > worst[0]):
+            worst = lost_ns, stage, mean_ns
+    if worst is None:
+        return None
+    lost_ns, stage, mean_ns = worst
+    rollout = stage.role in ROLLOUT
+    return Advice(
+        rule="straggler",
+        kind="hint",
+        what=f"{stage.slowest} is slower than the others in {stage.role} {stage.stage}",
+        because=(
+            (
+                f"busy for {duration(mean_ns + lost_ns)}, {duration(mean_ns)} on average over "
+                f"{len(stage.processes)} processes"
+            ),
+        ),
+        do=(
+            "balance requests by length and load, not in turn"
+            if rollout
+            else "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
+        ),
+        saves_ns=lost_ns,
+    )
+
+
+def collectives(evidence: Evidence) -> Advice | None:
+    """A process spent a tenth of its busy time in collectives that nothing hides, and 2 % of the step."""
+    rows = [row for row in evidence.idle if row.collective_ns]
+    worst = max(rows, key=lambda row: row.collective_ns or 0, default=None)
+    if worst is None or worst.collective_ns is None:
+        return None
+    if worst.collective_ns * 10 < worst.busy_ns or worst.collective_ns * 50 < evidence.breakdown.total_ns:
+        return None
+    late = worst.skew_ns is not None and worst.skew_ns * 2 >= worst.collective_ns
+    because = [f"{worst.process}: {duration(worst.collective_ns)} of {duration(worst.busy_ns)} busy"]
+    if worst.skew_ns is not None:
+        because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
+    return Advice(
+        rule="collectives",
+        kind="hint",
+        what=(
+            "ranks wait for each other in collectives"
+            if late
+            else "communication is not hidden behind computation"
+        ),
+        because=tuple(because),
+        do=(
+            "even out what the ranks do before them: tokens in a micro-batch, work on one rank alone"
+            if late
+            else "larger buckets, overlap of gradient reduction and backward, or fewer ranks to a replica"
+        ),
+        saves_ns=worst.collective_ns,
+    )
+
+
+def idle_device(evidence: Evidence) -> Advice | None:
+    """Between its first and last kernel a device was busy for less than half of the time."""
+    rows = () if evidence.traces is None else evidence.traces.devices
+    idle = [
+        row
+        for row in rows
+        if row.busy_ns * 2 < row.span_ns and (row.span_ns - row.busy_ns) * 20 >= evidence.breakdown.total_ns
+    ]
+    if not idle:
+        return None
+    worst = max(idle, key=lambda row: row.span_ns - row.busy_ns)
+    return Advice(
+        rule="idle-device",
+        kind="hint",
+        what=f"{worst.device} of {worst.process} waits for the host, or for other stages",
+        because=(
+            (
+                f"busy for {duration(worst.busy_ns)} of the {duration(worst.span_ns)} from the first to the "
+                f"last kernel: {_percent(worst.busy_ns, worst.span_ns)}"
+            ),
+        ),
+        do="`Idle` says what the process waited for; inside a stage: larger micro-batches, CUDA graphs",
+        saves_ns=worst.span_ns - worst.busy_ns,
+    )
+
+
+def queueing(evidence: Evidence) -> Advice | None:
+    return _in_trajectories(
+        evidence,
+        lambda stage: stage.stage in ("queue", "wait"),
+        rule="queueing",
+        what="requests wait for a place in the engine",
+        do="more replicas, or more requests at once in each (max_num_seqs, max_running_requests)",
+    )
+
+
+def slow_tools(evidence: Evidence) -> Advice | None:
+    return _in_trajectories(
+        evidence,
+        lambda stage: stage.role == "env",
+        rule="slow-tools",
+        what="trajectories wait for their tools",
+        do="run more of them at once, give them a deadline, or let other trajectories generate meanwhile",
+    )
+
+
+def _in_trajectories(
+    evidence: Evidence, counts: Callable[[Stage], bool], *, rule: str, what: str, do: str
+) -> Advice | None:
+    """Stages that are a fifth of the trajectories' time in sum, or more."""
+    tail = evidence.long_tail
+    whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
+    part_ns = sum(stage.total_ns for stage in evidence.stages if counts(stage))
+    if tail is None or not tail.rollout_ns or not whole_ns or part_ns * 5 < whole_ns:
+        return None
+    return Advice(
+        rule=rule,
+        kind="hint",
+        what=what,
+        because=(
+            (
+                f"{duration(part_ns)} of the {duration(whole_ns)} that all trajectories took in sum: "
+                f"{_percent(part_ns, whole_ns)}"
+            ),
+        ),
+        do=do,
+        saves_ns=tail.rollout_ns * part_ns // whole_ns,
+    )
+
+
+def prefill_alone(evidence: Evidence) -> Advice | None:
+    """An engine read prompts, and wrote no token, for a quarter of its time."""
+    rows = [row for row in evidence.engines if row.prefill_ns * 4 >= row.window_ns > 0]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row.prefill_ns)
+    return Advice(
+        rule="prefill-alone",
+        kind="hint",
+        what=f"{worst.replica} reads prompts while nobody gets tokens",
+        because=(
+            (
+                f"{duration(worst.prefill_ns)} of {duration(worst.window_ns)}: "
+                f"{_percent(worst.prefill_ns, worst.window_ns)}"
+            ),
+        ),
+        do="prefix caching (the turns of a trajectory share theirs), chunked prefill",
+        saves_ns=worst.prefill_ns,
+    )
+
+
+def weight_sync(evidence: Evidence) -> Advice | None:
+    """Moving weights took 5 % of the step or more."""
+    lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
+    wall_ns = sum(line.wall_ns for line in lines)
+    if not lines or wall_ns * 20 < evidence.breakdown.total_ns:
+        return None
+    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:3])
+    return Advice(
+        rule="weight-sync",
+        kind="hint",
+        what="moving weights to the replicas takes long",
+        because=(f"{names}: {_share(wall_ns, evidence)}",),
+        do="send them over NCCL or shared memory in buckets, and overlap that with the end of the update",
+        saves_ns=wall_ns,
+    )
+
+
+def blind_spot(evidence: Evidence) -> Advice | None:
+    """A tenth of the step is in no span."""
+    line = _line(evidence, "unaccounted")
+    if line.wall_ns * 10 < evidence.breakdown.total_ns:
+        return None
+    return Advice(
+        rule="blind-spot",
+        kind="hint",
+        what="a part of the step is in no span, and nobody knows what it is",
+        because=(_share(line.wall_ns, evidence),),
+        do="decorate more stages with profile_step, or open a span() around what the driver does",
+        saves_ns=line.wall_ns,
+    )
+
+
+RULES: Sequence[Rule] = (
+    never_ended,
+    unaligned,
+    dropped,
+    profiler_cost,
+    memory_nearly_full,
+    long_tail,
+    straggler,
+    collectives,
+    idle_device,
+    queueing,
+    slow_tools,
+    prefill_alone,
+    weight_sync,
+    blind_spot,
+)
+
+
+def _line(evidence: Evidence, kind: str) -> Line:
+    return next(line for line in evidence.breakdown.lines if line.kind == kind)
+
+
+def _share(wall_ns: int, evidence: Evidence) -> str:
+    return f"{duration(wall_ns)}, {_percent(wall_ns, evidence.breakdown.total_ns)} of the step"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{percents([part], whole)[0]} %"

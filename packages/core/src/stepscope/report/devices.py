@@ -1,0 +1,262 @@
+"""What the step's torch traces say: what took longest, how busy devices were, how full their memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.report.rows import Table
+from stepscope.timeline import FileProblem, TraceActivity, Traces
+
+TOP = 20
+"""Operators, and kernels, of each role that a report keeps."""
+OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory", "other"]
+
+
+class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator (on the CPU) or kernel (on devices) over all processes of a role."""
+
+    role: str
+    name: str
+    kind: OperatorKind
+    """`cpu`: an operator. `mark`: what a decorator or `record_function` named; its own time is between
+    operators, in Python. The others are of devices."""
+    processes: int
+    count: int
+    self_ns: int
+    """A sum over calls and processes, without the operators below it. Kernels have none below them."""
+    total_ns: int
+    mean_ns: int
+    max_ns: int
+
+
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One device as one process used it. All streams together: no instant counts twice."""
+
+    process: str
+    role: str
+    rank: int | None
+    device: str
+    recorded_ns: int
+    """How long the process' traces were open."""
+    span_ns: int
+    """From the first to the last thing it did, of each trace."""
+    busy_ns: int
+    compute_ns: int
+    communication_ns: int
+    exposed_ns: int
+    """Communication that no computation hides."""
+    memory_ns: int
+    """Copies and fills."""
+
+
+class NoDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes in whose traces no device did anything, and why that probably is."""
+
+    processes: tuple[str, ...]
+    cause: str
+    fix: str | None
+    """None: there is nothing to be fixed."""
+
+
+class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The most memory that torch's allocator held of a device."""
+
+    process: str
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int | None
+    at_ns: int | None
+    """When the most was allocated, after the capture opened. None: the trace is unaligned."""
+
+
+class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace, and how much of its time operators ran."""
+
+    file: str
+    process: str
+    stage: str | None
+    events: int
+    recorded_ns: int
+    operators_ns: int
+    """When an operator ran on any thread."""
+    unaligned: str | None
+
+
+class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
+    traces: Table[TraceRow]
+    operators: Table[OperatorRow]
+    """By role; in a role the longest own time first, at most `TOP` of the CPU and `TOP` of devices."""
+    devices: Table[DeviceRow]
+    without_device: Table[NoDevice]
+    memory: Table[MemoryRow]
+    unread: tuple[str, ...]
+    """Files that are no torch traces."""
+    problems: tuple[FileProblem, ...]
+
+
+def tabulate_traces(traces: Traces, opened_ns: int) -> TraceTables:
+    """All tables that need nothing but the traces."""
+    found = traces.activities
+    return TraceTables(
+        traces=Table(map(_trace, found)),
+        operators=rank_operators(found),
+        devices=use_devices(found),
+        without_device=explain_no_device(found),
+        memory=find_peaks(found, opened_ns),
+        unread=traces.unread,
+        problems=traces.problems,
+    )
+
+
+def rank_operators(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
+    """What took longest, by role."""
+    found: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
+    found = defaultdict(list)
+    for activity in activities:
+        role = activity.info.role
+        for each in activity.content.operators:
+            key = (role, "mark" if each.outer else "cpu", each.name)
+            found[key].append((activity.name, each.count, each.self_us, each.total_us, each.max_us))  # type: ignore[index] # a literal
+        for kernel in activity.content.kernels:
+            took = (activity.name, kernel.count, kernel.total_us, kernel.total_us, kernel.max_us)
+            found[role, kernel.work, kernel.name].append(took)
+    rows = [_operator(key, parts) for key, parts in found.items()]
+    rows.sort(key=lambda row: (row.role, -row.self_ns, row.name))
+    kept: dict[tuple[str, bool], int] = defaultdict(int)
+    chosen = []
+    for row in rows:
+        place = row.role, row.kind in ("cpu", "mark")
+        kept[place] += 1
+        if kept[place] <= TOP:
+            chosen.append(row)
+    return Table(chosen)
+
+
+def _operator(
+    key: tuple[str, OperatorKind, str], parts: Sequence[tuple[str, int, float, float, float]]
+) -> OperatorRow:
+    role, kind, name = key
+    count = sum(part[1] for part in parts)
+    total_ns = _ns(sum(part[3] for part in parts))
+    return OperatorRow(
+        role=role,
+        name=name,
+        kind=kind,
+        processes=len({part[0] for part in parts}),
+        count=count,
+        self_ns=_ns(sum(part[2] for part in parts)),
+        total_ns=total_ns,
+        mean_ns=total_ns // max(count, 1),
+        max_ns=_ns(max(part[4] for part in parts)),
+    )
+
+
+def use_devices(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
+    """Each device of each process; traces of several stages are added up."""
+    found: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
+    for activity in activities:
+        for device in activity.content.devices:
+            found[activity.name, device.name].append(activity)
+    return Table(_device(name, device, mine) for (name, device), mine in found.items())
+
+
+def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> DeviceRow:
+    devices = [each for activity in activities for each in activity.content.devices if each.name == name]
+    return DeviceRow(
+        process=process,
+        role=activities[0].info.role,
+        rank=activities[0].info.rank,
+        device=f"GPU {name}" if name.isdigit() else name,
+        recorded_ns=sum(map(_recorded_ns, activities)),
+        span_ns=_ns(sum(each.last_us - each.first_us for each in devices)),
+        busy_ns=_ns(sum(each.busy_us for each in devices)),
+        compute_ns=_ns(sum(each.compute_us for each in devices)),
+        communication_ns=_ns(sum(each.communication_us for each in devices)),
+        exposed_ns=_ns(sum(each.alone_us for each in devices)),
+        memory_ns=_ns(sum(each.memory_us for each in devices)),
+    )
+
+
+def explain_no_device(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
+    """Traces in which no device did anything, by the likely cause."""
+    causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for activity in activities:
+        if activity.content.events and not activity.content.devices:
+            causes[_why_no_device(activity)].append(activity.name)
+    return Table(
+        NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)
+        for (cause, fix), names in causes.items()
+    )
+
+
+def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
+    torch = activity.versions.get("torch", "")
+    refused = next((why for name, why in activity.ignored.items() if name.endswith("activities.cuda")), None)
+    if torch.endswith("+cpu"):
+        fix = "on a machine with a GPU, install a torch that is built for it; else there is nothing to do"
+        return f"torch {torch} is built without CUDA", fix
+    if refused is not None:
+        return (
+            refused,
+            "run `python -c 'import torch; print(torch.cuda.is_available())'` in that process' place",
+        )
+    recorded = activity.options.get("activities")
+    if isinstance(recorded, str) and recorded == "cpu":
+        return "the configuration records the CPU alone", "torch: {activities: [cpu, cuda]}"
+    if activity.content.runtime or activity.content.device_names:
+        return (
+            (
+                "the process called the device, and the profiler delivered no kernel (CUPTI): another "
+                "profiler holds it, or the driver reserves it for the administrator"
+            ),
+            "end Nsight or DCGM profiling on that host; NVreg_RestrictProfilingToAdminUsers=0 for the driver",
+        )
+    return "no call to a device was recorded: the process used none while it was recorded", None
+
+
+def find_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
+    """The highest of each device in each process, where `profile_memory` was on."""
+    highest: dict[tuple[str, str], MemoryRow] = {}
+    for activity in activities:
+        for peak in activity.content.memory:
+            at_ns = None if activity.unaligned else activity.unix_ns(peak.allocated_at_us) - opened_ns
+            row = MemoryRow(
+                process=activity.name,
+                device=peak.device,
+                allocated_bytes=peak.allocated_bytes,
+                reserved_bytes=peak.reserved_bytes,
+                capacity_bytes=peak.capacity_bytes,
+                at_ns=at_ns,
+            )
+            known = highest.setdefault((activity.name, peak.device), row)
+            if row.allocated_bytes > known.allocated_bytes:
+                highest[activity.name, peak.device] = row
+    return Table(highest.values())
+
+
+def _trace(activity: TraceActivity) -> TraceRow:
+    return TraceRow(
+        file=activity.file,
+        process=activity.name,
+        stage=activity.stage,
+        events=activity.content.events,
+        recorded_ns=_recorded_ns(activity),
+        operators_ns=_ns(activity.content.operators_us),
+        unaligned=activity.unaligned,
+    )
+
+
+def _recorded_ns(activity: TraceActivity) -> int:
+    content = activity.content
+    return (
+        0 if content.first_us is None or content.last_us is None else _ns(content.last_us - content.first_us)
+    )
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)

@@ -1,0 +1,251 @@
+"""When each process had nothing to do, and what it probably waited for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
+from stepscope.report.breakdown import WAITING
+from stepscope.report.rows import Table
+from stepscope.timeline import Timeline, TraceActivity
+
+IdleKind: TypeAlias = Literal["rollout", "weight sync", "slowest rank", "other work", "unaccounted"]
+ROLLOUT = frozenset({"rollout", "agent_loop", "env", "reward"})
+"""Roles whose work is the rollout."""
+MOVES_WEIGHTS = re.compile(
+    r"(weight|param).*(sync|load|update|broadcast|transfer|push|pull)"
+    r"|(sync|load|update|broadcast|transfer|push|pull).*(weight|param)|reshard",
+    re.IGNORECASE,
+)
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process probably waited for: what others did while it did nothing."""
+
+    kind: IdleKind
+    """`slowest rank`: for others of its role in a stage that it has a part in. `unaccounted`: nobody did
+    anything that was recorded."""
+    role: str | None
+    stage: str | None
+    wall_ns: int
+
+
+class Idle(msgspec.Struct, frozen=True, kw_only=True):
+    """One process over the step. `busy_ns + idle_ns` is the step's window, and so are busy and all causes."""
+
+    process: str
+    role: str
+    rank: int | None
+    busy_ns: int
+    """When something of its own ran: spans that are no waiting, and have nothing below them elsewhere."""
+    idle_ns: int
+    causes: Table[Cause]
+    """The longest first. They add up to `idle_ns`."""
+    collective_ns: int | None
+    """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
+    skew_ns: int | None
+    """How long collectives had begun here, and not yet on the last of the ranks. None: nothing to match."""
+
+
+class _Kind(NamedTuple):
+    """What a bit of the walk stands for."""
+
+    process: int
+    label: Label
+    waiting: bool
+    owner: bool
+
+
+def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
+    """Each aligned process in the timeline's order.
+
+    Args:
+        activities: What the step's traces say; they tell time in collectives.
+    """
+    found = _Shift(timeline).run()
+    ran: dict[int, set[Label]] = defaultdict(set)
+    for span in timeline.spans:
+        ran[span.process].add((span.role, span.stage))
+    in_collectives = _collectives(activities)
+    skews = _skews(activities)
+    return Table(
+        Idle(
+            process=process.name,
+            role=process.info.role,
+            rank=process.info.rank,
+            busy_ns=timeline.window.wall_ns - sum(found[index].values()),
+            idle_ns=sum(found[index].values()),
+            causes=_causes(found[index], process.info.role, ran[index]),
+            collective_ns=in_collectives.get(index),
+            skew_ns=skews.get(index),
+        )
+        for index, process in enumerate(timeline.processes)
+        if process.aligned
+    )
+
+
+def _causes(idle: Mapping[Label | None, int], role: str, ran: set[Label]) -> Table[Cause]:
+    """What of a process' idle time passed while others did this or that, as causes."""
+    made = [
+        Cause(
+            kind=_kind(label, role, ran),
+            role=None if label is None else label[0],
+            stage=None if label is None else label[1],
+            wall_ns=ns,
+        )
+        for label, ns in idle.items()
+        if ns
+    ]
+    return Table(sorted(made, key=lambda cause: (-cause.wall_ns, cause.role or "", cause.stage or "")))
+
+
+def _kind(label: Label | None, role: str, ran: set[Label]) -> IdleKind:
+    if label is None:
+        return "unaccounted"
+    if MOVES_WEIGHTS.search(label[1]):
+        return "weight sync"
+    if label[0] == role and label in ran:
+        return "slowest rank"
+    return "rollout" if label[0] in ROLLOUT else "other work"
+
+
+class _Shift:
+    """Walks over the step once: at each instant an idle process waits for what is likeliest for its role."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._kinds: dict[_Kind, int] = {}
+        self._roles = sorted({process.info.role for process in timeline.processes})
+        self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
+        self._runs = Counter[int]()
+        """Leaves that work, by process."""
+        self._labels = Counter[tuple[bool, bool, Label]]()
+        """Leaves by (waiting, the owner's, label)."""
+        self._workers = 0
+        """Leaves that work and are not the owner's."""
+        self._waited: dict[str, Counter[Label | None]] = {role: Counter() for role in self._roles}
+        """How long each label has been what a role's idle processes wait for, since the window's start."""
+        self._chosen: dict[frozenset[tuple[bool, bool, Label]], dict[str, Label | None]] = {}
+        self._since: dict[int, Counter[Label | None]] = {}
+        """By idle process: `_waited` of its role when it became idle."""
+
+    def run(self) -> list[Counter[Label | None]]:
+        """By process: idle time by the label that it passed with."""
+        timeline, window = self._timeline, self._timeline.window
+        idle = [Counter[Label | None]() for _ in timeline.processes]
+        intervals = self._intervals()
+        kinds = list(self._kinds)
+        before = 0
+        for index in range(len(timeline.processes)):
+            self._begin(index)
+        for start_ns, end_ns, mask in walk(intervals, window.start_ns, window.end_ns):
+            for index in self._turn(kinds, bits_of(mask ^ before), mask):
+                if self._busy(index):
+                    self._end(index, idle)
+                else:
+                    self._begin(index)
+            before = mask
+            for role, label in self._awaited().items():
+                self._waited[role][label] += end_ns - start_ns
+        for index in list(self._since):
+            self._end(index, idle)
+        return idle
+
+    def _intervals(self) -> list[Interval]:
+        timeline, found = self._timeline, []
+        for span in timeline.spans:
+            process = timeline.processes[span.process]
+            label, waiting = (span.role, span.stage), span.stage in WAITING
+            kind = _Kind(span.process, label, waiting, process.owner)
+            ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
+            bit = self._kinds.setdefault(kind, len(self._kinds))
+            found.append(Interval(span.start_ns, ends_ns, span.parent, bit))
+        return found
+
+    def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
+        """Takes over what began and ended; returns the processes that this may make busy or idle."""
+        touched, workers = set(), self._workers
+        for bit in changed:
+            kind = kinds[bit]
+            sign = 1 if mask >> bit & 1 else -1
+            key = kind.waiting, kind.owner, kind.label
+            self._labels[key] += sign
+            if not self._labels[key]:
+                del self._labels[key]
+            if not kind.waiting:
+                self._runs[kind.process] += sign
+                self._workers += sign * (not kind.owner)
+                touched.add(kind.process)
+        if bool(workers) != bool(self._workers):
+            touched.update(self._owners)
+        return touched
+
+    def _busy(self, index: int) -> bool:
+        """The owner's own spans around what workers do are waiting for them."""
+        return self._runs[index] > 0 and not (self._timeline.processes[index].owner and self._workers)
+
+    def _begin(self, index: int) -> None:
+        if index not in self._since:
+            self._since[index] = Counter(self._waited[self._timeline.processes[index].info.role])
+
+    def _end(self, index: int, idle: Sequence[Counter[Label | None]]) -> None:
+        since = self._since.pop(index, None)
+        if since is not None:
+            now = self._waited[self._timeline.processes[index].info.role]
+            idle[index].update({label: ns - since[label] for label, ns in now.items()})
+
+    def _awaited(self) -> dict[str, Label | None]:
+        """By role, what its idle processes wait for now."""
+        running = frozenset(self._labels)
+        if running not in self._chosen:
+            self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
+        return self._chosen[running]
+
+
+def _likeliest(running: Iterable[tuple[bool, bool, Label]], role: str) -> Label | None:
+    """Weights that move, then one's own role, then the rollout, then other workers, then the owner."""
+
+    def rank(item: tuple[bool, bool, Label]) -> tuple[bool, bool, bool, bool, bool, Label]:
+        waiting, owner, label = item
+        moves = MOVES_WEIGHTS.search(label[1]) is not None
+        return waiting, not moves, owner, label[0] != role, label[0] not in ROLLOUT, label
+
+    first = min(running, key=rank, default=None)
+    return None if first is None else first[2]
+
+
+def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
+    """By process, time in collectives with no computation beside: on the CPU, or the device's."""
+    found: Counter[int] = Counter()
+    for activity in activities:
+        content = activity.content
+        if activity.process is not None and content.collectives:
+            alone_us = sum(device.alone_us for device in content.devices)
+            found[activity.process] += round(1000 * (content.waiting_us + alone_us))
+    return dict(found)
+
+
+def _skews(activities: Iterable[TraceActivity]) -> dict[int, int]:
+    """By process, how long it stood in collectives before the last rank was there."""
+    groups: dict[tuple[str, str | None, str, int], list[tuple[TraceActivity, list[int], list[int]]]]
+    groups = defaultdict(list)
+    for activity in activities:
+        if activity.unaligned is not None or activity.process is None:
+            continue
+        for collective in activity.content.collectives:
+            key = activity.info.role, activity.stage, collective.name, len(collective.starts_us)
+            starts = [activity.unix_ns(us) for us in collective.starts_us]
+            groups[key].append((activity, starts, [activity.unix_ns(us) for us in collective.ends_us]))
+    waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for members in groups.values():
+        if len(members) > 1:
+            last = [max(starts) for starts in zip(*(starts for _, starts, _ in members), strict=True)]
+            for activity, starts, ends in members:
+                mine = waits[activity.process or 0]
+                mine += [pair for pair in zip(starts, map(min, last, ends), strict=True) if pair[0] < pair[1]]
+    return {process: union_ns(pairs) for process, pairs in waits.items()}

@@ -1,0 +1,53 @@
+"""Rows of a report as data frames, where polars or pandas is installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from stepscope.errors import StepscopeError
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore] # the reader's, if at all
+    import polars  # type: ignore[import-not-found, unused-ignore] # the same
+
+_Row = TypeVar("_Row", bound=msgspec.Struct)
+
+
+class Table(tuple[_Row, ...]):
+    """Typed rows, all of one kind: a tuple of them, and more.
+
+    `Table(report.breakdown.lines)` makes one of any rows of a report.
+    """
+
+    __slots__ = ()
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A dict for each row; rows within a row are dicts as well."""
+        found: list[dict[str, Any]] = msgspec.to_builtins(tuple(self))
+        return found
+
+    def to_polars(self) -> polars.DataFrame:
+        """A column for each field; times are integers, in ns.
+
+        Raises:
+            StepscopeError: polars is not installed.
+        """
+        return _library("polars").DataFrame(self.to_dicts(), infer_schema_length=None)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A column for each field; times are integers, in ns.
+
+        Raises:
+            StepscopeError: pandas is not installed.
+        """
+        return _library("pandas").DataFrame(self.to_dicts())
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise StepscopeError(f"{name} cannot be imported ({error}). Fix: pip install {name}") from error

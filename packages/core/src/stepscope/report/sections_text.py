@@ -1,0 +1,209 @@
+"""Advice, idle time, engines and traces as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from stepscope.report.advice import Advice
+from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
+from stepscope.report.engine import Engine
+from stepscope.report.figures import count, duration, percents, plain, size
+from stepscope.report.idle import Idle
+from stepscope.report.long_tail import LongTail
+from stepscope.report.tables import LISTED, listing, table
+
+SHOWN = 10
+"""Operators of a role that are printed."""
+NAME = 60
+"""Characters of a kernel's name; in full they fill screens."""
+
+
+def advise(advice: Sequence[Advice], total_ns: int) -> RenderableType:
+    """What could be done, the most urgent first."""
+    parts: list[RenderableType] = [Text(""), Text("What to do", style="bold")]
+    for each in advice:
+        said = Text(f"{'! ' if each.kind == 'alarm' else '- '}{plain(each.what)}{_saves(each, total_ns)}")
+        parts.append(Padding(said, (0, 0, 0, 2)))
+        told = Text(f"{plain('; '.join(each.because))}\nTry: {plain(each.do)}", style="dim")
+        parts.append(Padding(told, (0, 0, 0, 4)))
+    return Group(*parts)
+
+
+def _saves(advice: Advice, total_ns: int) -> str:
+    if not advice.saves_ns:
+        return ""
+    (share,) = percents([min(advice.saves_ns, total_ns)], total_ns)
+    return f" (at most {duration(advice.saves_ns)}, {share} % of the step)"
+
+
+def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[RenderableType]:
+    """Each process, or of many each role's mean and the most idle one."""
+    shown = list(rows)
+    if len(rows) > LISTED:
+        by_role: dict[str, list[Idle]] = defaultdict(list)
+        for row in rows:
+            by_role[row.role].append(row)
+        shown = [max(mine, key=lambda row: row.idle_ns) for mine in by_role.values()]
+    if not rows or not window_ns:
+        return
+    note = "Likely causes: what others did while the process did nothing. In collectives: by its trace."
+    if len(shown) < len(rows):
+        note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
+    cells = [
+        (
+            row.process, duration(row.busy_ns), duration(row.idle_ns), percents([row.idle_ns], window_ns)[0],
+            say_causes(row), say_collectives(row),
+        )
+        for row in shown
+    ]  # fmt: skip
+    yield table(
+        "Idle", ("process", ">busy", ">idle", ">%", "it probably waited for", "in collectives"), cells, note
+    )
+
+
+def say_causes(row: Idle, most: int = 3) -> str:
+    """`rollout 2.06 s, slowest rank 196 ms (compute_log_prob)`: by kind, the longest first."""
+    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+    for cause in row.causes:
+        by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
+    kinds = sorted(by_kind, key=lambda kind: -by_kind[kind].total())
+    said = []
+    for kind in kinds[:most]:
+        stages = [stage for stage, _ in by_kind[kind].most_common(1) if stage]
+        named = f" ({', '.join(stages)})" if stages and kind in ("slowest rank", "other work") else ""
+        said.append(f"{kind} {duration(by_kind[kind].total())}{named}")
+    return ", ".join(said)
+
+
+def say_collectives(row: Idle) -> str:
+    """`163 ms (128 ms before all were there)`; empty where no trace says it."""
+    if row.collective_ns is None:
+        return ""
+    skew = "" if not row.skew_ns else f" ({duration(row.skew_ns)} before all were there)"
+    return duration(row.collective_ns) + skew
+
+
+def say_held(tail: LongTail) -> str:
+    """How long the others waited for the last ones."""
+    if tail.held_ns is None or tail.rollout_ns is None:
+        return ""
+    (share,) = percents([tail.held_ns], tail.rollout_ns)
+    more = (f", {duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:])
+    return (
+        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
+        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end"
+        f"{''.join(more)}."
+    )
+
+
+def say_bubble(tail: LongTail) -> str:
+    """What the replicas did meanwhile."""
+    bubble = tail.bubble
+    if bubble is None or not bubble.replicas:
+        return ""
+    (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
+    return (
+        f"Meanwhile {bubble.in_flight:g} trajectories ran at once, {bubble.in_flight_before:g} before, and "
+        f"{count(bubble.replicas, 'replica')} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)."
+    )
+
+
+def engines(rows: Sequence[Engine]) -> Iterator[RenderableType]:
+    if not rows:
+        return
+    note = (
+        "prefill, decode: while only that went on in the replica. batch: requests in decode at once. By the "
+        "engine's own iterations where its trace names them, else by the spans of requests."
+    )
+    cells = [
+        (
+            row.replica, row.source, "" if row.iterations is None else f"{row.iterations:,}",
+            *(f"{duration(ns)} {percents([ns], row.window_ns)[0]} %"
+              for ns in (row.prefill_ns, row.decode_ns, row.both_ns)),
+            f"{row.decoding:g}", str(row.most_decoding),
+        )
+        for row in rows[:2 * LISTED]
+    ]  # fmt: skip
+    columns = ("replica", "by", ">iterations", ">prefill", ">decode", ">both", ">batch", ">most")
+    yield table("Engines", columns, cells, note)
+
+
+def traces(found: TraceTables) -> Iterator[RenderableType]:
+    """What the profilers' traces say."""
+    roles: dict[str, list[OperatorRow]] = defaultdict(list)
+    for row in found.operators:
+        roles[row.role].append(row)
+    for role, rows in roles.items():
+        yield _operators(role, rows)
+    if found.devices:
+        yield _devices(found.devices)
+    if found.without_device:
+        yield listing("No device activity in a trace", [say_no_device(row) for row in found.without_device])
+    if found.memory:
+        yield _memory(found.memory)
+    if found.problems:
+        lines = [f"{problem.file}: {problem.what}" for problem in found.problems]
+        yield listing("Trouble with traces", lines)
+    if found.unread:
+        yield listing("Not looked into", found.unread)
+
+
+def _operators(role: str, rows: Sequence[OperatorRow]) -> RenderableType:
+    on_cpu = [row for row in rows if row.kind in ("cpu", "mark")][:SHOWN]
+    on_device = [row for row in rows if row.kind not in ("cpu", "mark")][:SHOWN]
+    cells = [
+        (
+            short(row.name), row.kind, f"{row.count:,}", duration(row.self_ns), duration(row.total_ns),
+            duration(row.mean_ns), duration(row.max_ns),
+        )
+        for row in (*on_device, *on_cpu)
+    ]  # fmt: skip
+    columns = ("name", "kind", ">count", ">own time", ">total", ">mean", ">max")
+    title = f"Operators and kernels: {plain(role)}"
+    note = "Sums over calls and processes. mark: named by a decorator; its own time is Python, or waiting."
+    return table(title, columns, cells, note if any(row.kind == "mark" for row in rows) else "")
+
+
+def _devices(rows: Sequence[DeviceRow]) -> RenderableType:
+    cells = [
+        (
+            row.process, row.device, duration(row.recorded_ns), *(
+                f"{duration(ns)} {percents([ns], row.recorded_ns)[0]} %"
+                for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
+            ),
+        )
+        for row in rows[:2 * LISTED]
+    ]  # fmt: skip
+    columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
+    note = "All streams together. Exposed: communication that no computation hides. %: of recorded."
+    if len(rows) > len(cells):
+        note = f"{count(len(rows) - len(cells), 'device')} more in --json. {note}"
+    return table("Devices", columns, cells, note)
+
+
+def say_no_device(row: NoDevice) -> str:
+    """`actor 0 and 3 more: the configuration records the CPU alone. Fix: ...`."""
+    more = "" if len(row.processes) == 1 else f" and {len(row.processes) - 1:,} more"
+    return f"{row.processes[0]}{more}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
+
+
+def _memory(rows: Sequence[MemoryRow]) -> RenderableType:
+    cells = [
+        (
+            row.process, row.device, size(row.allocated_bytes), size(row.reserved_bytes),
+            "-" if row.capacity_bytes is None else size(row.capacity_bytes), duration(row.at_ns),
+        )
+        for row in rows[:2 * LISTED]
+    ]  # fmt: skip
+    columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
+    return table("Most memory", columns, cells, "As torch's allocators counted. at: of the most allocated.")
+
+
+def short(name: str, most: int = NAME) -> str:
+    """A kernel's name without what stands in the middle of a long one."""
+    return name if len(name) <= most else f"{name[: most - 20]}...{name[-17:]}"

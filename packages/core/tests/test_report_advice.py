@@ -1,0 +1,196 @@
+"""Each rule speaks when the figures carry it, and not when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from packages.core.tests.traces import add_trace, event, kernel, memory, op
+from stepscope.files.manifest import OwnCost
+from stepscope.report import Advice, report_step
+from stepscope.testing.steps import FakeProcess, StepFolder
+from stepscope.timeline import load_step, load_traces
+
+MS = 1_000_000
+
+
+class Case:
+    """A step of 1000 ms: rollout to 500 ms, update on four actors from 500 to 950 ms. Nothing to advise."""
+
+    def __init__(self, root: Path, *, cost_ms: int = 0, update: bool = True) -> None:
+        self.folder = StepFolder(root)
+        self.driver = self.folder.process("trainer", owner=True, cost=OwnCost(start_ns=cost_ms * MS))
+        self.replica = self.folder.process("rollout", 0)
+        self.actors = [self.folder.process("actor", rank) for rank in range(4)]
+        self.driver.span("rollout", 0, 500 * MS, role="agent_loop")
+        if update:
+            for actor in self.actors:
+                actor.span("update_policy", 500 * MS, 950 * MS)
+
+    def trajectories(self, ends_ms: list[int], **parts: tuple[int, int]) -> None:
+        """Trajectories from 0 on; `parts` are stages (role `rollout`, or `env`) from and to, in each."""
+        for index, end in enumerate(ends_ms):
+            name = f"t{index}"
+            above = self.driver.span("trajectory", 0, end * MS, role="agent_loop", trajectory=name)
+            for stage, (start, until) in parts.items():
+                role = "env" if stage == "tool" else "rollout"
+                link = self.driver.link(above)
+                self.replica.span(stage, start * MS, until * MS, role=role, trajectory=name, link=link)
+
+    def advice(self, *, traces: bool = False) -> dict[str, Advice]:
+        for process in self.folder.processes:
+            process.close(1000 * MS)
+        path = self.folder.write()
+        timeline = load_step(path)
+        report = report_step(timeline, load_traces(path, timeline) if traces else None)
+        return {each.rule: each for each in report.advice}
+
+
+def test_a_sound_step_needs_no_advice(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.trajectories([480 + index for index in range(20)], decode=(0, 480))
+    assert case.advice() == {}
+
+
+def hang(case: Case) -> None:
+    case.driver.span("tool", 100 * MS, None, role="env")
+
+
+def lost(case: Case) -> None:
+    case.driver.dropped = 7
+
+
+def other_host(case: Case) -> None:
+    case.folder.process("critic", 0, host="elsewhere").span("update_critic", 0, MS)
+
+
+def late_trajectories(case: Case) -> None:
+    case.trajectories([300] * 18 + [450, 500], decode=(0, 300))
+
+
+def slow_rank(case: Case) -> None:
+    case.actors[2].span("save", 0, 900 * MS)
+    for actor in case.actors:
+        actor.span("save", 0, 100 * MS)
+
+
+def queue(case: Case) -> None:
+    case.trajectories([500] * 10, queue=(0, 150), decode=(150, 500))
+
+
+def tools(case: Case) -> None:
+    case.trajectories([500] * 10, decode=(0, 300), tool=(300, 500))
+
+
+def prompts(case: Case) -> None:
+    case.trajectories([500] * 10, prefill=(0, 200), decode=(200, 500))
+
+
+def weights(case: Case) -> None:
+    case.replica.span("load_weights", 880 * MS, 1000 * MS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "saves_ms"),
+    [
+        ("never-ended", hang, None),
+        ("dropped", lost, None),
+        ("unaligned", other_host, None),
+        ("long-tail", late_trajectories, 200),
+        ("straggler", slow_rank, 600),
+        ("queueing", queue, 150),
+        ("slow-tools", tools, 200),
+        ("prefill-alone", prompts, 200),
+        ("weight-sync", weights, 85),
+    ],
+)
+def test_a_rule_speaks_and_names_its_numbers(
+    tmp_path: Path, rule: str, change: Callable[[Case], None], saves_ms: int | None
+) -> None:
+    case = Case(tmp_path)
+    change(case)
+    found = case.advice()
+    assert rule in found
+    assert any(char.isdigit() for char in "".join(found[rule].because)) or rule == "unaligned"
+    assert found[rule].saves_ns == (None if saves_ms is None else pytest.approx(saves_ms * MS, rel=0.02))
+
+
+def test_the_cost_of_the_capture_is_an_alarm_from_a_tenth_of_the_step_on(tmp_path: Path) -> None:
+    assert "profiler-cost" in Case(tmp_path / "dear", cost_ms=200).advice()
+    assert "profiler-cost" not in Case(tmp_path / "cheap", cost_ms=50).advice()
+
+
+def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:
+    found = Case(tmp_path, update=False).advice()
+    assert found["blind-spot"].saves_ns == 500 * MS
+
+
+def test_ten_trajectories_too_few_are_no_long_tail(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.trajectories([300] * 5 + [500], decode=(0, 300))
+    assert "long-tail" not in case.advice()
+
+
+def traces(case: Case, make: Callable[[int, FakeProcess], None]) -> dict[str, Advice]:
+    for rank, actor in enumerate(case.actors):
+        make(rank, actor)
+    return case.advice(traces=True)
+
+
+@pytest.mark.parametrize(("late_ms", "says"), [(200, "wait for each other"), (0, "not hidden")])
+def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says: str) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        enters = 520_000 + late_ms * 1000 * (rank == 3)
+        reduce = event("gloo:all_reduce", "user_annotation", enters, 800_000 - enters, tid=2)
+        add_trace(case.folder, actor, [op("aten::mm", 500_000, enters - 500_000), reduce])
+
+    assert says in traces(case, make)["collectives"].what
+
+
+def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        reduce = event("gloo:all_reduce", "user_annotation", 520_000, 3000, tid=2)
+        add_trace(case.folder, actor, [op("aten::mm", 500_000, 20_000), reduce])
+
+    assert traces(case, make) == {}
+
+
+@pytest.mark.parametrize(("busy_ms", "speaks"), [(20, True), (300, False)])
+def test_a_device_that_waits_is_named(tmp_path: Path, busy_ms: int, speaks: bool) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        add_trace(case.folder, actor, [kernel("gemm", 500_000, busy_ms * 1000), kernel("gemm", 900_000, 10)])
+
+    assert ("idle-device" in traces(case, make)) == speaks
+
+
+@pytest.mark.parametrize(("reserved", "speaks"), [(97, True), (60, False)])
+def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, speaks: bool) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        properties = [{"id": 0, "name": "H100", "totalGlobalMem": 100}]
+        events = [kernel("gemm", 500_000, 400_000), memory(600_000, 50, reserved)]
+        add_trace(case.folder, actor, events, deviceProperties=properties)
+
+    found = traces(case, make)
+    assert ("memory-nearly-full" in found) == speaks
+    if speaks:
+        assert "fragments" in found["memory-nearly-full"].do
+
+
+def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    queue(case)
+    weights(case)
+    hang(case)
+    found = list(case.advice().values())
+    assert [each.kind for each in found] == ["alarm", "hint", "hint"]
+    assert [each.rule for each in found] == ["never-ended", "queueing", "weight-sync"]

@@ -1,0 +1,141 @@
+"""Who did nothing, and what it probably waited for: by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packages.core.tests.pictures import rl_step
+from packages.core.tests.traces import add_trace, event, kernel, op
+from stepscope.report import Idle, find_idle
+from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step, load_traces
+
+MS = 1_000_000
+
+
+def rows(folder: StepFolder, *, traces: bool = False) -> dict[str, Idle]:
+    path = folder.write()
+    timeline = load_step(path)
+    activities = load_traces(path, timeline).activities if traces else ()
+    return {row.process: row for row in find_idle(timeline, activities)}
+
+
+def causes(row: Idle) -> list[tuple[str, str | None, int]]:
+    return [(cause.kind, cause.stage, cause.wall_ns // MS) for cause in row.causes]
+
+
+def step(tmp_path: Path) -> StepFolder:
+    """Rollout to 400 ms; weights of actor 0 to 500; ref to 600; update on rank 0 to 700, on rank 1 to 900."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    driver.span("rollout", 0, 400 * MS, role="agent_loop")
+    driver.span("update", 600 * MS, 950 * MS)
+    folder.process("rollout", 0).span("decode", 0, 400 * MS)
+    actors = [folder.process("actor", rank) for rank in (0, 1)]
+    actors[0].span("sync_weights", 400 * MS, 500 * MS)
+    folder.process("ref", 0).span("compute_log_prob", 500 * MS, 600 * MS)
+    for rank, actor in enumerate(actors):
+        actor.span("update_policy", 600 * MS, (700 + 200 * rank) * MS)
+    for process in folder.processes:
+        process.close(1000 * MS)
+    return folder
+
+
+def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
+    found = rows(step(tmp_path))
+    assert causes(found["actor 0"]) == [
+        ("rollout", "decode", 400),
+        ("slowest rank", "update_policy", 200),
+        ("other work", "compute_log_prob", 100),
+        ("unaccounted", None, 50),
+        ("other work", "update", 50),
+    ]
+    assert causes(found["actor 1"])[1] == ("weight sync", "sync_weights", 100)
+    assert (found["actor 0"].busy_ns, found["actor 1"].busy_ns) == (200 * MS, 300 * MS)
+
+
+def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) -> None:
+    driver = rows(step(tmp_path))["trainer"]
+    assert driver.busy_ns == 50 * MS  # its update goes on when the workers' is over
+    assert causes(driver)[0] == ("rollout", "decode", 400)
+
+
+def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(100 * MS)
+    replica = folder.process("rollout", 0)
+    call = replica.span("generate", 0, 100 * MS)
+    replica.span("queue", 0, 30 * MS, parent=call)
+    replica.close(100 * MS)
+    assert rows(folder)["rollout 0"].busy_ns == 70 * MS
+
+
+def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    folder.process("actor", 2, host="elsewhere").span("update_policy", 0, MS)
+    assert "actor 2" not in rows(folder)
+
+
+def test_512_ranks_are_walked_once(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path, ranks=512, trajectories=64)
+    found = rows(folder)
+    assert len(found) == 514
+    assert causes(found["actor 0"])[0][:2] == ("rollout", "decode")
+    assert {row.busy_ns + row.idle_ns for row in found.values()} == {1000 * MS}
+
+
+spans = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["a", "queue", "sync_weights"]),
+        st.integers(0, 90),
+        st.integers(0, 30),
+    ),
+    max_size=25,
+)
+
+
+@given(spans)
+def test_busy_and_causes_add_up_to_the_step(
+    tmp_path_factory: Any, spans: list[tuple[int, str, int, int]]
+) -> None:
+    folder = StepFolder(tmp_path_factory.mktemp("step"))
+    folder.process("trainer", owner=True)
+    folder.process("actor", 0)
+    folder.process("actor", 1)
+    folder.process("rollout", 0)
+    for process, stage, start, length in spans:
+        folder.processes[process].span(stage, start, start + length)
+    for each in folder.processes:
+        each.close(100)
+    for row in rows(folder).values():
+        assert row.busy_ns + row.idle_ns == 100
+        assert sum(cause.wall_ns for cause in row.causes) == row.idle_ns
+        assert min([cause.wall_ns for cause in row.causes], default=1) > 0
+
+
+def test_time_in_collectives_comes_from_traces_and_the_late_rank_shows(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    for rank, process in enumerate(each for each in folder.processes if each.info.role == "actor"):
+        enters = 610_000 + 40_000 * rank  # rank 1 comes 40 ms later
+        add_trace(folder, process, [
+            op("aten::mm", 600_000, enters - 600_000),
+            event("gloo:all_reduce", "user_annotation", enters, 660_000 - enters, tid=2),
+        ])  # fmt: skip
+    found = rows(folder, traces=True)
+    assert (found["actor 0"].collective_ns, found["actor 0"].skew_ns) == (50 * MS, 40 * MS)
+    assert (found["actor 1"].collective_ns, found["actor 1"].skew_ns) == (10 * MS, 0)
+    assert found["rollout 0"].collective_ns is None
+
+
+def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    actor = next(each for each in folder.processes if each.info.role == "actor")
+    add_trace(folder, actor, [
+        kernel("gemm", 600_000, 30_000), kernel("ncclDevKernel_AllReduce_Sum", 620_000, 30_000, stream=9),
+    ])  # fmt: skip
+    assert rows(folder, traces=True)["actor 0"].collective_ns == 20 * MS
