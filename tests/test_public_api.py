@@ -23,6 +23,7 @@ PUBLIC = {
     "instrument",
     "prepare",
     "profile_step",
+    "request_capture",
     "span",
     "trajectory",
     "turn",

@@ -6,7 +6,7 @@ from stepscope.config import ProfileConfig
 from stepscope.recording.capture import Capture, capture
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, flush
+from stepscope.recording.hooks import advance, flush, request_capture
 from stepscope.recording.patch import instrument
 from stepscope.recording.prepare import aprepare, prepare
 from stepscope.recording.run import configure
@@ -24,6 +24,7 @@ __all__ = [
     "instrument",
     "prepare",
     "profile_step",
+    "request_capture",
     "span",
     "trajectory",
     "turn",

@@ -19,6 +19,7 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
 from stepscope.cli.merge import merge
 from stepscope.cli.report import report
+from stepscope.cli.trigger import trigger
 from stepscope.cli.validate import validate
 from stepscope.errors import ConfigError, StepscopeError
 
@@ -36,6 +37,7 @@ app.command()(report)
 app.command()(merge)
 app.command()(diff)
 app.command()(ls)
+app.command()(trigger)
 app.command()(validate)
 app.command()(doctor)
 

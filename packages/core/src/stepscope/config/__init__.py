@@ -9,6 +9,7 @@ from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
     BudgetConfig,
+    ControlConfig,
     CudaMemoryConfig,
     ExportConfig,
     ScheduleConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "RESERVED_VARIABLES",
     "Activity",
     "BudgetConfig",
+    "ControlConfig",
     "CudaMemoryConfig",
     "EngineConfig",
     "ExportConfig",

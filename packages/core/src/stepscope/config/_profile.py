@@ -14,7 +14,13 @@ import msgspec
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
 from stepscope.config._section import Parser, Section, build
-from stepscope.config._sections import BudgetConfig, CudaMemoryConfig, ExportConfig, TorchConfig
+from stepscope.config._sections import (
+    BudgetConfig,
+    ControlConfig,
+    CudaMemoryConfig,
+    ExportConfig,
+    TorchConfig,
+)
 from stepscope.config._sources import environment_layer, file_layer, overlay
 from stepscope.config._steps import StepRange, StepSpec, parse_steps
 from stepscope.errors import ConfigError, VerlDifference
@@ -65,6 +71,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
+    control: ControlConfig = msgspec.field(default_factory=ControlConfig)
 
     if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
 
@@ -81,6 +88,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             cuda_memory: CudaMemoryConfig | Mapping[str, object] = ...,
             budget: BudgetConfig | Mapping[str, object] = ...,
             export: ExportConfig | Mapping[str, object] = ...,
+            control: ControlConfig | Mapping[str, object] = ...,
         ) -> None: ...
 
     @classmethod

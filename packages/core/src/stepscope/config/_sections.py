@@ -112,6 +112,17 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     """Spans per process and capture; more are dropped and counted."""
 
 
+class ControlConfig(Section, frozen=True, kw_only=True):
+    """Captures on demand: `stepscope trigger`, `stepscope.request_capture`, SIGUSR1."""
+
+    _at: ClassVar[str] = "control"
+
+    requests: bool = True
+    """Listen for them: look at `control.json` in `save_path` when a step begins."""
+    poll_seconds: Seconds = 2
+    """How often a thread looks in between, to answer who asked before the next step begins."""
+
+
 class ExportConfig(Section, frozen=True, kw_only=True):
     """When and how traces become files."""
 

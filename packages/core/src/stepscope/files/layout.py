@@ -42,6 +42,18 @@ class RunLayout:
         return self.root / "control.json"
 
     @property
+    def listeners(self) -> Path:
+        """A file for each process that polls `control`."""
+        return self.root / "control"
+
+    def listener(self, host: str, pid: int) -> Path:
+        return self.listeners / f"{safe(host)}_pid{pid}.json"
+
+    def claimed(self, request_id: str) -> Path:
+        """Holds the step that a request for the next one was given."""
+        return self.listeners / f"{safe(request_id)}.step"
+
+    @property
     def report(self) -> Path:
         """The page of the whole run; each step has its own."""
         return self.root / "report.html"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
-from stepscope.recording import export, guard, run, runtime, shutdown
+from stepscope.recording import export, guard, identity, run, runtime, shutdown
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -92,6 +92,22 @@ def capture(
     return Capture(step, workers, engines, run.current() if config is None else config, role, rank)
 
 
+def _asked_for(
+    config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
+) -> ProfileConfig | None:
+    """The configuration with which somebody asked for this step on demand; None when nobody did."""
+    if not config.control.requests:
+        return None
+    from stepscope.recording import requests
+
+    try:
+        listener = requests.listener_of(config, role, rank)
+        return listener.wanted(config, step, alone=alone or identity.is_alone())
+    except Exception as error:
+        guard.note("looking for requests", error)
+        return None
+
+
 class Capture:
     """The recording of one step. Made by `capture`; `result` says what became of it."""
 
@@ -99,8 +115,9 @@ class Capture:
         self, step: int, workers: object, engines: object, config: ProfileConfig, role: str, rank: int | None
     ) -> None:
         self.step = step
-        self.config = config
-        self.selected = config.selects(step)
+        asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
+        self.config = config if asked is None else asked
+        self.selected = self.config.selects(step)
         self.result = CaptureResult(step=step)
         self._state: Literal["new", "opening", "open", "closing", "closed"] = "new"
         self._given = (workers, engines)

@@ -48,6 +48,12 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
     return position, None, None if position is None else "position"
 
 
+def is_alone() -> bool:
+    """Whether no further process of a torch.distributed group runs the same loop as this one."""
+    distributed = _torch_distributed()
+    return distributed is None or distributed[1] == 1
+
+
 def _torch_distributed() -> tuple[int, int] | None:
     # Only when the process already uses it: importing torch here would cost a second.
     distributed = sys.modules.get("torch.distributed")

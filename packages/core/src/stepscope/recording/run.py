@@ -57,7 +57,8 @@ def current() -> ProfileConfig:
         _configured = resolve()
         if not _configured.steps:
             guard.log.warning(
-                "stepscope: `steps` selects nothing, so this run records nothing. "
+                "stepscope: `steps` selects nothing, so this run records nothing before it is asked to "
+                "(`stepscope trigger`). "
                 'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'
             )
     return _configured

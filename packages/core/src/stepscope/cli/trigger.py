@@ -1,0 +1,160 @@
+"""`stepscope trigger`: captures of a run that is already running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from stepscope import request_capture
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import (
+    Listening,
+    Request,
+    change_requests,
+    read_listening,
+    read_requests,
+)
+from stepscope.report.tables import listing, table
+
+POLL_S = 0.2
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stepscope trigger --json` prints."""
+
+    format: int = 1
+    requests: list[Request]
+    listening: list[Listening]
+    """Processes that listen, or did, with their answers."""
+
+
+def trigger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+    steps: Annotated[
+        str, typer.Option(help="next, N, N:M or N:M:STRIDE (M itself is not captured).")
+    ] = "next",
+    roles: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Run the profiler in these alone.")
+    ] = None,
+    ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8.")] = None,
+    tool: Annotated[str | None, typer.Option(help="Instead of the configured one.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
+    expires: Annotated[float, typer.Option(metavar="S", help="Forget it if no step began by then.")] = 3600,
+    wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 5.0,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show requests and answers; ask for nothing.")
+    ] = False,
+    cancel: Annotated[
+        str | None, typer.Option(metavar="ID", help="Take back a request; all: every one.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Ask a live run to capture steps that its configuration does not select. No restart, no port."""
+    layout = RunLayout(run)
+    code = Exit.OK
+    if cancel is not None:
+        _cancel(layout, cancel)
+    elif not status:
+        request = request_capture(
+            steps, roles=roles, ranks=ranks, tool=tool, seconds=seconds, expires_s=expires, save_path=run
+        )
+        screen.say(f"asked: request {request}")
+        with screen.waiting("waiting for answers"):
+            heard = _wait(layout, request, wait)
+        code = Exit.OK if heard else Exit.INCOMPLETE
+        if not heard:
+            screen.say(_nobody(layout, wait))
+    found = Status(requests=read_requests(layout.control), listening=read_listening(layout))
+    if json:
+        screen.show_json(found)
+    else:
+        screen.show(*_render(found))
+    raise typer.Exit(code)
+
+
+def _cancel(layout: RunLayout, asked: str) -> None:
+    known = {request.id for request in read_requests(layout.control)}
+    gone = known if asked == "all" else {asked}
+    if not gone <= known:
+        raise CommandError(f"there is no request {asked}; there are: {', '.join(sorted(known)) or 'none'}")
+    change_requests(layout, lambda standing: [request for request in standing if request.id not in gone])
+    screen.say(f"taken back: {', '.join(sorted(gone)) or 'there was none'}")
+
+
+def _wait(layout: RunLayout, request: str, seconds: float) -> bool:
+    """Whether a process answered in time."""
+    until = time.monotonic() + seconds
+    while True:
+        if any(request in process.answers for process in read_listening(layout)):
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(POLL_S)
+
+
+def _nobody(layout: RunLayout, waited_s: float) -> str:
+    if read_listening(layout):
+        return (
+            f"no answer within {waited_s:g} s. The request stands until it expires, and a step that begins "
+            "before that hears it; `--status` shows the answers"
+        )
+    return (
+        f"no process listens in {layout.root}. Is it the run's save_path? A run listens from its first "
+        "capture() on, unless control.requests is false. The request stands until it expires"
+    )
+
+
+def _render(found: Status) -> Sequence[RenderableType]:
+    if not found.requests:
+        return [Text("no requests"), *_who(found.listening)]
+    requests = [
+        (request.id, request.steps, _different(request), _clock(request.expires_ns))
+        for request in found.requests
+    ]
+    parts: list[RenderableType] = [
+        table("Requests", ("id", "steps", "different from the configuration", "expires"), requests)
+    ]
+    answers = [
+        (name, f"{process.host} pid {process.pid}", answer.state, _steps(answer.steps), answer.reason or "")
+        for process in found.listening
+        for name, answer in process.answers.items()
+    ]
+    if answers:
+        parts.append(table("Answers", ("id", "process", "state", "steps", "reason"), answers))
+    return [*parts, *_who(found.listening)]
+
+
+def _who(listening: Sequence[Listening]) -> list[RenderableType]:
+    lines = [
+        f"{process.role} {process.host} pid {process.pid}, "
+        + ("before its first step" if process.step is None else f"at step {process.step}")
+        for process in listening
+    ]
+    return [listing("Listening, or did", lines)] if lines else []
+
+
+def _different(request: Request) -> str:
+    said = [
+        f"{name} {value}"
+        for name in ("tool", "roles", "ranks", "seconds")
+        if (value := getattr(request, name)) is not None
+    ]
+    return ", ".join(said) or "nothing"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def _clock(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9, tz=timezone.utc).astimezone().strftime("%H:%M:%S")

@@ -1,0 +1,152 @@
+"""Requests for captures of a live run: `control.json`, and the processes' answers beside it.
+
+Both sides poll files, so nothing listens on a port. What is read is data of bounded size and known shape:
+names that become part of a path are hex digits, and nothing in it is a path, a command or code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.atomic import write_atomic
+from stepscope.files.layout import RunLayout
+
+MAX_BYTES = 64 << 10
+MAX_REQUESTS = 64
+
+Id: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request: which steps to capture, and what is different from the run's configuration meanwhile."""
+
+    id: Id
+    steps: Text
+    """`next`, or steps as the configuration spells them: `17`, `20:40:10`."""
+    roles: Text | None = None
+    """A role or a glob: the profiler runs in these alone. None: as configured."""
+    ranks: Literal["all", "first"] | list[Rank] | None = None
+    tool: Text | None = None
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Instead of `budget.seconds`."""
+    created_ns: int
+    expires_ns: int
+    """Unix ns. Who has not begun by then does not begin."""
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `control.json` holds."""
+
+    format: Literal[1] = 1
+    requests: Annotated[list[Request], msgspec.Meta(max_length=MAX_REQUESTS)] = []
+
+
+AnswerState: TypeAlias = Literal["heard", "captured", "refused", "missed"]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process says to one request."""
+
+    state: AnswerState
+    """`heard`: will capture. `captured`: has, at least one step. Else `reason` says why not."""
+    steps: list[int] = []
+    """Captured so far."""
+    reason: str | None = None
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that polls `control.json`: its file in `control/`."""
+
+    format: int = 1
+    host: str
+    pid: int
+    role: str
+    rank: int | None
+    since_ns: int
+    step: int | None
+    """The last step it passed; None before the first."""
+    answers: dict[str, Answer] = {}
+    """By the request's id."""
+
+
+def read_requests(path: Path) -> list[Request]:
+    """The requests in a `control.json`; none when it is not there.
+
+    Raises:
+        RecordError: it is too large, half-written, or holds anything but requests.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise RecordError(f"{path} holds more than {MAX_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=Control).requests
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
+    """Rewrites `control.json` with what `change` makes of its requests; whole, and one writer at a time.
+
+    A file that cannot be read is replaced.
+    """
+    layout.root.mkdir(parents=True, exist_ok=True)
+    with _alone(layout.control):
+        try:
+            standing = read_requests(layout.control)
+        except RecordError:
+            standing = []
+        changed = change(standing)[-MAX_REQUESTS:]
+        write_atomic(layout.control, msgspec.json.format(msgspec.json.encode(Control(requests=changed))))
+    return changed
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    import fcntl
+
+    with open(path.with_name(f".{path.name}.lock"), "wb") as file:
+        with suppress(OSError):  # a file system without locks: the last writer wins
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read_listening(layout: RunLayout) -> list[Listening]:
+    """The processes that poll this run's `control.json`, or did; unreadable files are left out."""
+    found = []
+    for path in sorted(layout.listeners.glob("*.json")):
+        with suppress(OSError, ValueError, msgspec.DecodeError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=Listening))
+    return found
+
+
+def write_listening(layout: RunLayout, listening: Listening) -> None:
+    write_atomic(layout.listener(listening.host, listening.pid), msgspec.json.encode(listening))
+
+
+def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
+    """The step that `next` means: the one that the first process to ask proposed."""
+    path = layout.claimed(request_id)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{step}\n")
+        return step
+    except FileExistsError:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else step

@@ -1,0 +1,279 @@
+"""Captures on demand: a request in the run's folder, or a signal, makes a step selected that was not.
+
+`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that who asks
+learns within seconds that the run has heard. Only a process that opens captures listens; its workers and
+engines take part as in any other capture. Whatever a request holds, nothing raises in the training loop: the
+answer says why it was refused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from stepscope.config import ProfileConfig, StepRange, check_tool
+from stepscope.errors import ConfigError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import (
+    Answer,
+    Listening,
+    Request,
+    change_requests,
+    claim_step,
+    read_requests,
+    write_listening,
+)
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording import guard
+from stepscope.recording.identity import identify
+
+_DAY_NS = 86_400 * 10**9
+
+_listener: Listener | None = None
+"""Of this process. One writer: `listener_of`."""
+_signalled = 0
+"""How many SIGUSR1 came. One writer: the handler."""
+
+
+def make(
+    steps: str = "next",
+    *,
+    roles: str | None = None,
+    ranks: object = None,
+    tool: str | None = None,
+    seconds: float | None = None,
+    expires_s: float = 3600,
+) -> Request:
+    """A request, checked as the settings that it changes are.
+
+    Raises:
+        ConfigError: a part of it is wrong.
+    """
+    settings: dict[str, object] = {"steps": [0] if steps == "next" else steps}
+    if roles is not None or ranks is not None:
+        settings["roles"] = {roles or "*": {} if ranks is None else {"ranks": ranks}}
+    if tool is not None:
+        settings["tool"] = tool
+    if seconds is not None:
+        settings["budget"] = {"seconds": seconds}
+    checked = ProfileConfig.from_mapping(settings)
+    chosen = next(iter(checked.roles.values())).ranks
+    now_ns = time.time_ns()
+    return Request(
+        id=os.urandom(4).hex(),
+        steps="next" if steps == "next" else ",".join(str(each) for each in checked.steps),
+        roles=roles,
+        ranks=None if ranks is None else chosen if isinstance(chosen, str) else list(chosen),
+        tool=tool,
+        seconds=seconds,
+        created_ns=now_ns,
+        expires_ns=now_ns + int(expires_s * 1e9),
+    )
+
+
+def add(save_path: str | os.PathLike[str], request: Request) -> None:
+    """Writes `request` into the run's `control.json`, and takes out those that have long been over."""
+    change_requests(RunLayout(save_path), lambda standing: [*living(standing), request])
+
+
+def living(requests: list[Request]) -> list[Request]:
+    """Those that have not been over for a day, whose answers somebody may still read."""
+    return [request for request in requests if request.expires_ns > time.time_ns() - _DAY_NS]
+
+
+def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
+    """`config` as it is for the requested step.
+
+    Raises:
+        ConfigError: the request names what does not exist.
+    """
+    changes: dict[str, object] = {"steps": [step]}
+    if request.tool is not None:
+        changes["tool"] = request.tool
+    if request.seconds is not None:
+        changes["budget"] = config.budget.replace(seconds=request.seconds)
+    ranks = request.ranks
+    if request.roles is not None:
+        found = config.role(request.roles) or next(iter(config.roles.items()))
+        role = found[1].replace(ranks=found[1].ranks if ranks is None else ranks)
+        changes["roles"] = {request.roles: role}
+    elif ranks is not None:
+        changes["roles"] = {name: role.replace(ranks=ranks) for name, role in config.roles.items()}
+    return config.replace(**changes)
+
+
+class Listener:
+    """Polls one run's `control.json` for this process."""
+
+    def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
+        self._save_path = config.save_path
+        self._layout = RunLayout(config.save_path)
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        """The file's time and size at the last look."""
+        self._requests: list[Request] = []
+        self._claimed: dict[str, int] = {}
+        self._signals = 0
+        """Those that were answered."""
+        self._said = Listening(
+            host=process.host,
+            pid=process.pid,
+            role=process.role,
+            rank=process.rank,
+            since_ns=time.time_ns(),
+            step=None,
+        )
+        self._written: Listening | None = None
+        self._stop = threading.Event()
+        self._poll_s = config.control.poll_seconds
+        threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
+
+    def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
+        """The configuration with which `step` is to be captured on request; None when nobody asks for it.
+
+        Args:
+            alone: Whether this process decides alone when `next` is. Others that open captures of their own
+                hear of it within their next step, so it is the one after this.
+        """
+        with self._lock:
+            self._said = msgspec.structs.replace(self._said, step=step)
+            self._look()
+            if self._signals != _signalled:
+                self._signals = _signalled
+                return apply(config, make(), step)
+            for request in self._requests:
+                chosen = self._decide(config, request, step, alone)
+                if chosen is not None:
+                    return chosen
+        return None
+
+    def listens_for(self, save_path: str) -> bool:
+        """Not in a forked child either: it has the object and not the thread."""
+        return self._save_path == save_path and self._said.pid == os.getpid()
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _decide(
+        self, config: ProfileConfig, request: Request, step: int, alone: bool
+    ) -> ProfileConfig | None:
+        answer = self._said.answers.get(request.id)
+        if answer is None or answer.state in ("refused", "missed"):
+            return None
+        try:
+            if not self._is_for(request, step, alone):
+                return None
+            chosen = apply(config, request, step)
+            check_tool(chosen)
+        except (ConfigError, OSError) as error:
+            self._answer(request, Answer(state="refused", reason=str(error)))
+            return None
+        self._answer(request, Answer(state="captured", steps=[*answer.steps, step]))
+        return chosen
+
+    def _is_for(self, request: Request, step: int, alone: bool) -> bool:
+        """Whether `step` is one that `request` asks for; says so when it is too late for all of them."""
+        answer = self._said.answers[request.id]
+        if step in answer.steps:
+            return False
+        if request.steps == "next":
+            if request.id not in self._claimed:
+                if time.time_ns() > request.expires_ns:
+                    return self._miss(request, "it had expired when a step began")
+                proposed = step if alone else step + 1
+                self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
+            ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
+        else:
+            ranges = ProfileConfig.from_mapping({"steps": request.steps}).steps
+        if any(step in each for each in ranges):
+            return time.time_ns() <= request.expires_ns or bool(answer.steps)
+        over = all(each.stop is not None and each.stop <= step for each in ranges)
+        if over and not answer.steps:
+            return self._miss(request, f"step {step} was reached when it was heard")
+        return False
+
+    def _miss(self, request: Request, reason: str) -> bool:
+        self._answer(request, Answer(state="missed", reason=reason))
+        return False
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            try:
+                with self._lock:
+                    self._look()
+                    self._write()
+            except Exception as error:
+                guard.note("polling for requests", error)
+                return
+
+    def _look(self) -> None:
+        """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""
+        seen = _stamp(self._layout.control)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._requests = read_requests(self._layout.control)
+        except RecordError as error:
+            guard.log.warning("stepscope: requests are ignored until this is mended: %s", error)
+            self._requests = []
+        for request in self._requests:
+            if request.id not in self._said.answers:
+                late = time.time_ns() > request.expires_ns
+                heard = Answer(state="missed", reason="it had expired") if late else Answer(state="heard")
+                self._answer(request, heard)
+        asked = {request.id for request in self._requests}
+        kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
+        self._said = msgspec.structs.replace(self._said, answers=kept)
+
+    def _answer(self, request: Request, answer: Answer) -> None:
+        answers = {**self._said.answers, request.id: answer}
+        self._said = msgspec.structs.replace(self._said, answers=answers)
+
+    def _write(self) -> None:
+        """The thread's part: nothing is written where a step begins, and no folder is made."""
+        if self._said != self._written and self._layout.root.is_dir():
+            write_listening(self._layout, self._said)
+            self._written = self._said
+
+
+def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
+    """This process' listener at the run in `config.save_path`; one that listened elsewhere is closed."""
+    global _listener
+    standing = _listener
+    if standing is None or not standing.listens_for(config.save_path):
+        if standing is not None:
+            standing.close()
+        standing = _listener = Listener(config, identify(role, rank=rank))
+        _install_signal()
+    return standing
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+def _just(step: int) -> StepRange:
+    return StepRange(step, step + 1)
+
+
+def _install_signal() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python's rule
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else it means something to somebody else
+        signal.signal(signal.SIGUSR1, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _signalled
+    _signalled += 1
