@@ -175,7 +175,7 @@ class EngineEnvironment(Environment):
 
     * `over.txt`: the name of the recipe it builds upon; without it, the environment of development
     * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
-    * `finish.py`, run in the environment at the end
+    * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
     """
 
     recipe: Path = ROOT
@@ -207,8 +207,10 @@ class EngineEnvironment(Environment):
             file = self.recipe / name
             if file.exists():
                 self.pip(name, "--progress-bar=raw", *options, "--requirement", str(file))
-        if (self.recipe / "finish.py").exists():
-            self.narrate("finish.py", [self.python, str(self.recipe / "finish.py")])
+        recipes = [self.recipe, *([self.under.recipe] if isinstance(self.under, EngineEnvironment) else [])]
+        last = next((recipe / "finish.py" for recipe in recipes if (recipe / "finish.py").exists()), None)
+        if last is not None:
+            self.narrate("finish.py", [self.python, str(last)])
 
 
 DEV = Environment(ROOT / ".venv", ("dev",))

@@ -30,13 +30,17 @@ MAY_IMPORT = {
 }
 """Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
 
-PUBLIC = {
-    f"stepscope.{name}"
-    for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
-} | {
-    f"stepscope.backends.{name}"
-    for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")
-}
+PUBLIC = (
+    {
+        f"stepscope.{name}"
+        for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
+    }
+    | {f"stepscope.engines.{name}" for name in ("artifacts", "http")}
+    | {
+        f"stepscope.backends.{name}"
+        for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")
+    }
+)
 """Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""
 
 OWN_IMPORTS = [found for found in imports(CORE) if found.target.split(".")[0] == "stepscope"]

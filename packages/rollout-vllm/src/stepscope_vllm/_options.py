@@ -1,0 +1,124 @@
+"""What a capture asks for, against what the engine was built with: honoured, reported, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepscope.engines import EngineCapture
+from stepscope.errors import EngineError
+from stepscope_vllm import _versions
+from stepscope_vllm._versions import Dialect
+
+_TORCH = {
+    "with_stack": "torch_profiler_with_stack",
+    "record_shapes": "torch_profiler_record_shapes",
+    "profile_memory": "torch_profiler_with_memory",
+}
+"""A capture's options -> vLLM's, which are fixed when the engine is built."""
+_NEVER = {
+    "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
+    "merge": "vLLM joins no traces; `stepscope merge` does",
+}
+_STACKS = (
+    "the engine was built with torch_profiler_with_stack=True (vLLM's default): an idle second gives 2.7 "
+    "million events, and stop takes minutes"
+)
+OTHER_THREAD = (
+    "the worker lives in this process, where generation is on another thread than the profiler, and torch "
+    "reports memory on the profiler's own"
+)
+FIX = "Fix: build it with **stepscope_vllm.engine_args(config, replica)"
+
+
+def refuse_disabled(settings: Mapping[str, object]) -> None:
+    """Raises EngineError, with the argument to add, when the engine was built without a profiler."""
+    if settings.get("profiler") is None:
+        raise EngineError(
+            "this engine was built without its profiler, and it cannot be added later. Fix: "
+            "AsyncEngineArgs(..., **stepscope_vllm.engine_args(config, replica)), which is "
+            "profiler_config={'profiler': 'torch', 'torch_profiler_dir': '/a/folder', "
+            "'torch_profiler_with_stack': False, 'ignore_frontend': True}"
+        )
+    if settings["profiler"] != "torch":
+        raise EngineError(
+            f"this engine was built with profiler={settings['profiler']!r}, whose files are not vLLM's to "
+            "hand over. Fix: profiler='torch', or record it with nsys and without engines="
+        )
+    folder = str(settings.get("torch_profiler_dir") or "")
+    if "://" in folder:
+        raise EngineError(
+            f"this engine writes to {folder}, where files cannot be told apart. Fix: a folder of its host"
+        )
+
+
+def unable(
+    capture: EngineCapture,
+    settings: Mapping[str, object],
+    dialect: Dialect,
+    version: str,
+    *,
+    aimed: bool,
+) -> dict[str, str]:
+    """The options of a capture that will not be honoured: {option: reason}.
+
+    Args:
+        settings: What the engine was built with; empty where it is not known (a server).
+        aimed: Whether the workers take each capture's options (our extension, or a worker in this process).
+
+    Raises:
+        EngineError: `extra` has an option that no vLLM has.
+    """
+    found = {option: why for option, why in _NEVER.items() if getattr(capture, option)}
+    if not aimed:
+        found.update(_fixed(capture, settings))
+        found.update(_iterations(capture, settings, dialect))
+    found.update(_extra(capture, settings, version, aimed=aimed))
+    why = _versions.untried(version)
+    if why is not None:
+        found["version"] = why
+    return found
+
+
+def _fixed(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, str]:
+    found = {}
+    for option, field in _TORCH.items():
+        wanted, built = bool(getattr(capture, option)), settings.get(field)
+        if built is None and wanted:
+            found[option] = f"what the server was built with is not known. Fix: serve it with {field} set"
+        elif built is not None and wanted and not built:
+            found[option] = f"the engine was built with {field}=False. {FIX}"
+        elif option == "with_stack" and built and not wanted:
+            found[option] = f"{_STACKS}. {FIX}"
+    return found
+
+
+def _iterations(capture: EngineCapture, settings: Mapping[str, object], dialect: Dialect) -> dict[str, str]:
+    wanted = (capture.iterations.start, capture.iterations.count or 0)
+    built = (settings.get("delay_iterations", 0), settings.get("max_iterations", 0))
+    if dialect.bounds or wanted == built:
+        return {}
+    if wanted == (0, 0):
+        return {"iterations": f"the engine was built to skip {built[0]} iterations and record {built[1]}"}
+    return {
+        "iterations": f"a start of this vLLM takes none{_versions.since('delay_iterations')}. Fix: give the "
+        "engine our worker extension: engine_args does"
+    }
+
+
+def _extra(
+    capture: EngineCapture, settings: Mapping[str, object], version: str, *, aimed: bool
+) -> dict[str, str]:
+    found = {}
+    for option, value in capture.extra.items():
+        if option in settings:
+            free = aimed and option == "torch_profiler_with_flops"
+            if settings[option] != value and not free:
+                found[option] = f"the engine was built with {option}={settings[option]!r}. {FIX}"
+        elif option in _versions.ADDED and settings:
+            raise EngineError(f"vLLM {version} has no option {option!r}{_versions.since(option)}")
+        elif not settings and option in _versions.KNOWN:
+            found[option] = "what the server was built with is not known"
+        else:
+            known = sorted(settings or _versions.KNOWN)
+            raise EngineError(f"vLLM has no profiler option {option!r}; it has: {', '.join(known)}")
+    return found

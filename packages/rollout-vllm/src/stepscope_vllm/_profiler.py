@@ -1,0 +1,127 @@
+"""VllmProfiler: an `AsyncLLM` or an `LLM` of this process, behind the contract of engine profilers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from stepscope.engines import EngineCapture
+from stepscope.engines.artifacts import Option
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+from stepscope_vllm import _engines, _options, _recording, _versions
+from stepscope_vllm._engines import Driver, Layout, Started
+from stepscope_vllm._recording import Desk, Run
+
+_desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
+"""Engine -> its captures: a capture that is given an engine makes a new profiler. One writer: this class."""
+
+
+class VllmProfiler:
+    """Drives vLLM's own profiler, in all workers of one engine of this process.
+
+    Calls come from any event loop or thread: the engine is called on its own.
+    """
+
+    def __init__(self, engine: object, *, replica: int | None = None) -> None:
+        """
+        Args:
+            engine: An `AsyncLLM` or an `LLM`, built with `**engine_args(config, replica)`.
+            replica: The replica's number; None for its position in `capture(engines=[...])`.
+
+        Raises:
+            EngineError: it is neither.
+        """
+        if not _engines.is_engine(engine):
+            kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
+            raise EngineError(f"{kind} is no vLLM engine. Fix: pass an AsyncLLM or an LLM")
+        self.engine = engine
+        self.replica = replica
+        self._desk = _desks.setdefault(engine, Desk())
+        self._driver = Driver(engine)
+        self._ignored: dict[str, str] = {}
+
+    @property
+    def world_size(self) -> int:
+        """tp * pp * dp."""
+        return self._driver.layout.size
+
+    @property
+    def workers(self) -> Sequence[object]:
+        return ()
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return self._ignored
+
+    def check(self) -> None:
+        driver = self._driver
+        _versions.refuse_unsupported(driver.version)
+        _ = driver.dialect
+        why = driver.dead()
+        if why is not None:
+            raise EngineError(f"{why}. Fix: start a new engine")
+        _options.refuse_disabled(driver.settings)
+
+    async def start(self, capture: EngineCapture) -> None:
+        self.check()
+        driver = self._driver
+        aimed = driver.in_this_process or driver.extended()
+        ignored = _options.unable(capture, driver.settings, driver.dialect, driver.version, aimed=aimed)
+        if driver.in_this_process and capture.profile_memory:
+            ignored["profile_memory"] = _options.OTHER_THREAD
+        driver.bind(asyncio.get_running_loop())
+        self._ignored = ignored
+        await _recording.start(self._desk, Run(self._desk, _Here(driver), capture, ignored))
+
+    async def stop(self) -> list[Artifact]:
+        artifacts, run = await _recording.stop(self._desk)
+        if run is not None:
+            self._ignored = run.ignored
+        return artifacts
+
+
+class _Here:
+    """A `Driver` as a recording's target."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    @property
+    def folder(self) -> Path:
+        return self._driver.folder
+
+    @property
+    def version(self) -> str:
+        return self._driver.version
+
+    @property
+    def layout(self) -> Layout:
+        return self._driver.layout
+
+    def facts(self) -> dict[str, Option]:
+        return self._driver.facts()
+
+    async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
+        return await self._driver.start(capture, name, ranks)
+
+    async def stop(self) -> None:
+        await self._driver.stop()
+
+
+class VllmFactory:
+    """The adapter `vllm`: knows `AsyncLLM` and `LLM`, and finds those of this process."""
+
+    def recognises(self, engine: object) -> bool:
+        return _engines.is_engine(engine)
+
+    def owned(self) -> Sequence[object]:
+        return _engines.owned()
+
+    def __call__(self, engine: object, replica: int) -> VllmProfiler:
+        return VllmProfiler(engine, replica=replica)
+
+
+factory = VllmFactory()

@@ -1,0 +1,311 @@
+"""One engine's captures, in order: each begins, ends once, and leaves its own files and no other's.
+
+Life of a capture: begun -> ending -> ended, or given up, which is ending without files. Everything happens on
+the line (`_line`), so a caller that is gone changes nothing: what it started is stopped, and the files of a
+stop that took too long still come to their folder, with their sidecars.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+from stepscope.engines import EngineCapture
+from stepscope.engines.artifacts import Option, publish, read_anchor
+from stepscope.errors import EngineError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.sidecar import Artifact
+from stepscope_vllm import _facts, _line, _traces
+from stepscope_vllm._engines import Layout, Started
+
+
+class Target(Protocol):
+    """What is recorded: an engine of this process, or one behind HTTP."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the engine writes; None where nobody has said it."""
+        ...
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    def facts(self) -> dict[str, Option]:
+        """May block."""
+        ...
+
+    async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started: ...
+
+    async def stop(self) -> None: ...
+
+
+class Desk:
+    """The captures of one engine. Outlives the profilers that are made for it, one for each capture."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.current: Run | None = None
+        """What runs now. Taken and given back by callers of any thread, under `lock`."""
+        self.owed: Run | None = None
+        """The latest capture that got no files: those that come late are its."""
+        self._turn: asyncio.Lock | None = None
+
+    @property
+    def turn(self) -> asyncio.Lock:
+        """Held on the line while an engine is told something: first come, first served."""
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        return self._turn
+
+    def take(self, run: Run) -> None:
+        """Raises EngineError while another capture has it."""
+        with self.lock:
+            if self.current is not None:
+                step = self.current.capture.step
+                raise EngineError(f"this engine already records step {step}. Fix: stop() it first")
+            self.current = run
+
+    def give_back(self) -> Run | None:
+        with self.lock:
+            run, self.current = self.current, None
+            return run
+
+
+class Run:
+    """One capture of one engine."""
+
+    def __init__(self, desk: Desk, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
+        self.capture = capture
+        self.ignored = ignored
+        self._desk = desk
+        self._target = target
+        self._name = prefix_of(capture.name)
+        self._given_up = False
+        self._started: Started | None = None
+        self._seen: tuple[set[str], set[str]] = (set(), set())
+        """What lay in the engine's folder before the start, and after it."""
+        self._opened: ClockAnchor | None = None
+        self._facts: dict[str, Option] = {}
+        self._truncated: str | None = None
+        self._ending: Future[list[Artifact]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.over = threading.Event()
+        """Set once ending it has begun, by whomever."""
+
+    async def begin(self) -> None:
+        async with self._desk.turn:
+            if self._given_up:
+                return
+            before = await asyncio.to_thread(_traces.listed, self._target.folder)
+            self._facts = await asyncio.to_thread(self._target.facts)
+            self._started = await self._target.start(self.capture, self._name, self._local_ranks())
+            self._opened = read_anchor()
+            self._seen = before, await asyncio.to_thread(_traces.listed, self._started.folder)
+            if self.capture.seconds is not None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self.capture.seconds, self._out_of_time)
+
+    def give_up(self) -> None:
+        """Whoever asked for it is gone: what began is stopped, and its files are removed."""
+        self._given_up = True
+        _line.submit(self._undo())
+
+    def end(self) -> Future[list[Artifact]]:
+        """Its files, once they are whole. The same for everyone who asks."""
+        with self._desk.lock:
+            if self._ending is None:
+                self._ending = _line.submit(self._end())
+                self.over.set()
+            return self._ending
+
+    def _out_of_time(self) -> None:
+        self._truncated = f"open for more than {self.capture.seconds:g} s"
+        self.end()
+
+    async def _undo(self) -> None:
+        async with self._desk.turn:
+            if self._started is None:
+                return
+            with contextlib.suppress(EngineError):  # the engine is dead, and nobody asks any more
+                await self._target.stop()
+            await asyncio.to_thread(self._remove)
+
+    async def _end(self) -> list[Artifact]:
+        async with self._desk.turn:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._desk.owed, late_for = self, self._desk.owed
+            await self._target.stop()
+            closed = read_anchor()
+            facts = await asyncio.to_thread(self._target.facts)
+            found = await asyncio.to_thread(self._collect, late_for, closed, facts)
+            self._desk.owed = None
+            return found
+
+    # On a thread: disks block.
+
+    def _collect(self, late_for: Run | None, closed: ClockAnchor, facts: dict[str, Option]) -> list[Artifact]:
+        started = self._started
+        if started is None:
+            raise EngineError("the capture did not begin")
+        names = self._names(started, late_for)
+        paths = [started.folder / name for name in names if _traces.is_trace(name)]
+        if not paths:
+            raise EngineError(
+                f"vLLM reported success and wrote no trace to {started.folder}: its workers only log what "
+                "goes wrong. Fix: look for 'Failed to stop profiler' in their logs; is there space, and is "
+                "this folder seen by them and by this process?"
+            )
+        try:
+            _traces.wait_until_complete(paths)
+        except ValueError as error:
+            raise EngineError(f"{error}; its worker stopped writing") from error
+        if not started.aimed:
+            target = Path(self.capture.out_dir)
+            moved = _traces.move(names, started.folder, target, self._name)
+            paths = [path for path in moved if _traces.is_trace(path.name)]
+        return self._publish([_traces.read(path) for path in paths], closed, facts)
+
+    def _names(self, started: Started, late_for: Run | None) -> set[str]:
+        """The names of this capture's files; late ones of the capture before go where they belong."""
+        there, (before, after) = _traces.listed(started.folder), self._seen
+        if started.named or started.aimed:
+            return {name for name in there if name.startswith(f"{self._name}_")}
+        # What came while the profiler was starting is the last of the capture before, if that lacks files:
+        # a worker does one thing after another. Otherwise it is ours, from a worker that is through already.
+        between = after - before if late_for is not None else set()
+        if late_for is not None and between:
+            late_for._adopt(between, started.folder)
+        return there - before - between
+
+    def _adopt(self, names: set[str], folder: Path) -> None:
+        """Files that came after this capture's end had given up on them."""
+        moved = _traces.move(names, folder, Path(self.capture.out_dir), self._name)
+        self._publish([_traces.read(path) for path in moved if _traces.is_trace(path.name)], None, {})
+
+    def _publish(
+        self, traces: list[_traces.Trace], closed: ClockAnchor | None, facts: dict[str, Option]
+    ) -> list[Artifact]:
+        layout = self._target.layout
+        placed = [(trace, self._rank(trace, layout)) for trace in traces]
+        wanted = self.capture.ranks
+        aside = [(t, r) for t, r in placed if wanted is not None and r is not None and r not in wanted]
+        for trace, _ in aside:
+            trace.path.unlink()
+        kept = [pair for pair in placed if pair not in aside]
+        options: dict[str, Option] = {
+            **_facts.steady(facts),
+            **_facts.between(self._facts, facts),
+        }
+        if aside:
+            options["left_aside"] = ", ".join(f"rank {rank}" for _, rank in aside)
+        workers = sum(not trace.frontend for trace in traces)
+        complete = layout is None or layout.external or workers >= self._expected(layout)
+        if not complete and layout is not None:
+            self.ignored["workers"] = f"{workers} of {self._expected(layout)} workers left a trace"
+        return [
+            publish(
+                trace.path,
+                self.capture,
+                kind="vllm_frontend_trace" if trace.frontend else "vllm_trace",
+                tool="vllm",
+                rank=rank,
+                world_size=None if layout is None else layout.size,
+                topology=self._topology(trace, layout),
+                pid=trace.pid,
+                truncated=self._truncated,
+                ignored=self.ignored,
+                opened=self._opened,
+                closed=closed,
+                versions={"vllm": self._target.version},
+                options=options,
+            )
+            for trace, rank in kept
+        ]
+
+    def _expected(self, layout: Layout) -> int:
+        """Workers that write: with our extension, those of ranks that nobody wants do not."""
+        local = self._local_ranks()
+        if self._started is None or not self._started.aimed or local is None:
+            return layout.size
+        return len(local) * layout.dp
+
+    def _remove(self) -> None:
+        started = self._started
+        if started is not None:
+            for name in self._names(started, None):
+                (started.folder / name).unlink(missing_ok=True)
+
+    # Ranks.
+
+    def _local_ranks(self) -> list[int] | None:
+        """The wanted ranks in a worker's own numbering; None for all, and where data-parallel engines share
+        one: then each writes, and the files of the others are left aside.
+        """
+        layout, wanted = self._target.layout, self.capture.ranks
+        if wanted is None or layout is None or layout.dp > 1:
+            return None
+        if layout.external:
+            return list(wanted)
+        first = self.capture.replica * layout.size
+        return [rank - first for rank in wanted if first <= rank < first + layout.size]
+
+    def _rank(self, trace: _traces.Trace, layout: Layout | None) -> int | None:
+        """Replica r owns the global ranks [r * size, (r + 1) * size); in it, dp is the slowest."""
+        if trace.frontend or trace.rank is None or layout is None:
+            return None
+        if layout.external:
+            return trace.rank  # of the whole job, as torch.distributed numbers it
+        engine = layout.tp * layout.pp
+        if trace.world_size == layout.size and layout.dp > 1:
+            return self.capture.replica * layout.size + trace.rank  # one world over all of dp
+        if layout.dp > 1 and trace.dp is None:
+            return None
+        dp = trace.dp or 0
+        return self.capture.replica * layout.size + dp * engine + trace.rank % engine
+
+    def _topology(self, trace: _traces.Trace, layout: Layout | None) -> Mapping[str, int] | None:
+        if trace.frontend or trace.rank is None or layout is None:
+            return None
+        inside = trace.rank % (layout.tp * layout.pp)
+        found = {"tp": inside % layout.tp, "pp": inside // layout.tp}
+        dp = trace.dp if layout.dp > 1 else 0
+        return found if dp is None else {**found, "dp": dp}
+
+
+def prefix_of(name: str) -> str:
+    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:100]
+    return cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
+
+
+async def start(desk: Desk, run: Run) -> None:
+    """Returns when every worker has begun. Cancelled or failed, it leaves nothing running."""
+    desk.take(run)
+    try:
+        await _line.outcome(_line.submit(run.begin()))
+    except BaseException as error:
+        desk.give_back()
+        run.give_up()
+        if isinstance(error, Exception) and not isinstance(error, EngineError):
+            raise EngineError(
+                f"the profiler of vLLM did not start: {type(error).__name__}: {error}"
+            ) from error
+        raise
+
+
+async def stop(desk: Desk) -> tuple[list[Artifact], Run | None]:
+    """The files of what runs; nothing where nothing does. Cancelled, they still come, later."""
+    run = desk.give_back()
+    if run is None:
+        return [], None
+    return await _line.outcome(run.end()), run

@@ -1,0 +1,145 @@
+"""The files of one capture: told apart from all others, complete, with the ranks that they state."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from stepscope_vllm._extension import TEMPORARY
+
+_TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
+_TABLE = re.compile(r"(?:\.profiler_out\.txt|profiler_out_\d+\.txt)$")
+_RANK = re.compile(r"(?:^|[_.-])rank[-_]?(\d+)(?=[._])")
+_DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
+_STATED = re.compile(rb'"distributedInfo":\s*\{[^{}\[\]]*?"rank":\s*(\d+)[^{}\[\]]*?"world_size":\s*(\d+)')
+_PID = re.compile(rb'"pid":\s*(\d+)')
+_TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
+_HEAD = 1 << 16
+"""Bytes of a trace in which everything but its events stands."""
+_WAIT_S = 10.0
+"""For a file that is still growing although its worker has answered (a slow shared disk)."""
+
+
+class Trace(NamedTuple):
+    """What one file says of itself."""
+
+    path: Path
+    frontend: bool
+    rank: int | None
+    """In the torch.distributed world of its worker."""
+    world_size: int | None
+    """Of that world."""
+    dp: int | None
+    """Which of the data-parallel engines of the replica wrote it."""
+    pid: int | None
+
+
+def listed(folder: Path | None) -> set[str]:
+    """Names of all files there that a profiler wrote; empty where there is no folder."""
+    if folder is None:
+        return set()
+    try:
+        return {name for name in os.listdir(folder) if is_output(name)}
+    except OSError:
+        return set()
+
+
+def is_output(name: str) -> bool:
+    return not name.startswith(TEMPORARY) and bool(_TRACE.search(name) or _TABLE.search(name))
+
+
+def is_trace(name: str) -> bool:
+    return bool(_TRACE.search(name))
+
+
+def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[Path]:
+    """Moves files to a capture's folder, under names that no other capture's have. Sorted."""
+    target.mkdir(parents=True, exist_ok=True)
+    moved = []
+    for name in sorted(names):
+        own = name if name.startswith(prefix) else f"{prefix}_{name}"
+        final = target / own
+        try:
+            os.rename(source / name, final)
+        except OSError:  # another disk
+            part = target / f"{TEMPORARY}{own}"
+            shutil.copyfile(source / name, part)
+            part.rename(final)
+            (source / name).unlink()
+        moved.append(final)
+    return moved
+
+
+def wait_until_complete(paths: Iterable[Path]) -> None:
+    """Returns once all traces are whole.
+
+    Raises:
+        ValueError: one is not, though it was given time.
+    """
+    until = time.monotonic() + _WAIT_S
+    for path in paths:
+        why = _unfinished(path)
+        while why is not None:
+            if time.monotonic() > until:
+                raise ValueError(f"{path} is not complete ({why})")
+            time.sleep(0.1)
+            why = _unfinished(path)
+
+
+def read(path: Path) -> Trace:
+    """What the file says in its content, and where that is silent, in its name."""
+    head = _head(path)
+    stated, pid = _STATED.search(head), _PID.search(head)
+    named, dp = _RANK.search(path.name), _DP.search(path.name)
+    rank = int(stated[1]) if stated else int(named[1]) if named else None
+    number = int(pid[1]) if pid else None
+    return Trace(
+        path=path,
+        frontend=".async_llm." in path.name,
+        rank=rank,
+        world_size=int(stated[2]) if stated else None,
+        dp=int(dp[1]) if dp else _dp_of_process(number),
+        pid=number,
+    )
+
+
+def _dp_of_process(pid: int | None) -> int | None:
+    """vLLM writes a worker's place in its title (`VLLM::Worker_DP1_TP0`), and dense models nowhere else."""
+    if pid is None:
+        return None
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    except OSError:
+        return None
+    found = _TITLE.search(title)
+    return int(found[1]) if found and "Worker" in title else None
+
+
+def _head(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        with path.open("rb") as file:
+            return file.read(_HEAD)
+    from isal import igzip
+
+    with igzip.open(path, "rb") as file:  # type: ignore[no-untyped-call]
+        return bytes(file.read(_HEAD))
+
+
+def _unfinished(path: Path) -> str | None:
+    """What is missing at the end of a trace; None when nothing is."""
+    from isal import igzip
+
+    last = b""
+    try:
+        # In chunks: a trace can be larger than the memory.
+        with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[no-untyped-call]
+            while chunk := file.read(1 << 20):
+                last = (last + chunk)[-16:]
+    except Exception as error:  # igzip's own error is no OSError
+        return f"{type(error).__name__}: {error}"
+    return None if last.rstrip().endswith(b"}") else "its last bracket is not there"

@@ -1,0 +1,126 @@
+"""Which of its ways a vLLM has: the one module that compares versions and reads signatures.
+
+What a build can do is read from the signatures of the engine at hand, because nightlies and forks have
+versions that say little. The table in `docs/engines.md` has the releases in which each way appeared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, requires
+from typing import Literal, NamedTuple
+
+from stepscope.errors import EngineError
+
+ADDED = {
+    "profiler_config": "0.13.0",
+    "profile_prefix": "0.17.0",
+    "wait_iterations": "0.18.0",
+    "warmup_iterations": "0.18.0",
+    "active_iterations": "0.18.0",
+    "capture_torch_profiler": "0.26.0",
+    "detailed_trace_annotation": "0.26.0",
+    "torch_profiler_activities": "0.31.0",
+    "delay_iterations": "0.32.0",
+    "profiler_kwargs": "0.33.0",
+}
+"""Option of a profiler or of a start -> the first release that has it."""
+
+KNOWN = frozenset(ADDED) | {
+    "torch_profiler_with_flops",
+    "torch_profiler_with_stack",
+    "torch_profiler_record_shapes",
+    "torch_profiler_with_memory",
+    "torch_profiler_use_gzip",
+    "torch_profiler_dump_cuda_time_total",
+    "ignore_frontend",
+}
+"""Options that some vLLM has, for servers that do not show theirs."""
+
+
+class Dialect(NamedTuple):
+    """What the calls of one vLLM take."""
+
+    prefix: Literal["no", "first start", "every start"]
+    """Whether a start's `profile_prefix` names its files."""
+    bounds: bool
+    """Whether a start takes `delay_iterations` and `max_iterations`."""
+    guarded: bool
+    """Whether a second start is an error. Before, it is ignored in silence."""
+
+
+def dialect_of(parameters: Collection[str]) -> Dialect:
+    """What the engine can do whose start takes these parameters: of its signature, or of its HTTP body."""
+    bounds = "delay_iterations" in parameters
+    if "profile_prefix" not in parameters:
+        return Dialect("no", bounds, bounds)
+    return Dialect("every start" if bounds else "first start", bounds, bounds)
+
+
+def dialect_of_engine(engine: object) -> Dialect:
+    """Of an `AsyncLLM` or `LLM`."""
+    start = getattr(engine, "start_profile", None)
+    if start is None:
+        raise EngineError(
+            f"{type(engine).__name__} has no start_profile; {supported()} have one. Fix: install one of these"
+        )
+    return dialect_of(inspect.signature(start).parameters)
+
+
+def dialect_of_version(version: str) -> Dialect:
+    """For a server that does not show what its routes take."""
+    new = numbers(version) >= numbers(ADDED["delay_iterations"])
+    return Dialect("every start" if new else "no", new, new)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`0.31.0+cpu` -> (0, 31, 0), which compares as versions do; () where there is no number."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(each) for each in found[1].split(".")) if found else ()
+
+
+def refuse_unsupported(version: str) -> None:
+    """A newer vLLM than any that was tried is let through: its signatures decide.
+
+    Raises:
+        EngineError: `version` is older than all that are supported.
+    """
+    oldest = re.search(r">=\s*([\d.]+)", _range())
+    if numbers(version) and oldest and numbers(version) < numbers(oldest[1]):
+        raise EngineError(f"vLLM {version} is older than {supported()}. Fix: pip install 'vllm{_range()}'")
+
+
+def untried(version: str) -> str | None:
+    """Why nobody knows how this vLLM behaves; None for one in the supported range."""
+    newest = re.search(r"<=\s*([\d.]+)", _range())
+    if newest and numbers(version) > numbers(newest[1]):
+        return f"vLLM {version} is newer than {supported()}; what its signatures say is believed"
+    return None
+
+
+def supported() -> str:
+    """The supported range, for messages: `vLLM >=0.8.5,<=0.33.0`."""
+    return f"vLLM {_range()}"
+
+
+def _range() -> str:
+    """As the `engine` extra of this distribution states it, which is the only statement of it."""
+    try:
+        stated = requires("stepscope-rollout-vllm") or []
+    except PackageNotFoundError:
+        stated = []  # run from a checkout that is not installed
+    found = [re.match(r"vllm\s*([^;]*)", line) for line in stated]
+    return next((match[1].strip() for match in found if match), "(range unknown)")
+
+
+def since(option: str) -> str:
+    """`; vLLM 0.32.0 has it`, or nothing."""
+    return f"; vLLM {ADDED[option]} has it" if option in ADDED else ""
+
+
+def fields_of(config: object) -> Mapping[str, object]:
+    """The settings of an engine's `ProfilerConfig`, as a mapping."""
+    names = getattr(type(config), "__dataclass_fields__", {})
+    return {name: getattr(config, name) for name in names}

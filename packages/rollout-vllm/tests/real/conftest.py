@@ -1,0 +1,110 @@
+"""One engine at a time: each file that imports vLLM builds its own, and takes it down."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope import ProfileConfig
+
+os.environ.update(
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # the engine shares its cores with the tests
+)
+
+if find_spec("vllm") is not None:
+    with warnings.catch_warnings():
+        # Here, before any test file does it: what vLLM imports warns, and a warning is an error in the tests.
+        warnings.simplefilter("ignore")
+        from vllm import LLM, AsyncEngineArgs, SamplingParams  # noqa: F401
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+
+SIZES: dict[str, Any] = {
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+}
+"""Of the engines: as little memory as they take."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # vLLM and what it imports warn at will.
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def sizes() -> dict[str, Any]:
+    return SIZES
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def config(run_folder: Path) -> ProfileConfig:
+    """Of the run that the engine of a file is built for. Only engines are profiled: an LLM may live in this
+    very process, which has one torch.profiler.
+    """
+    return ProfileConfig(save_path=run_folder, steps="0:1000", roles={"rollout": {"ranks": "all"}})
+
+
+@pytest.fixture(scope="module")
+def make_llm(model: str) -> Iterator[Callable[..., Any]]:
+    """`make_llm(**arguments)`: an LLM in this very process."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    yield lambda **arguments: LLM(model=model, **SIZES, **arguments)
+    patch.undo()
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama of random weights, 2 layers and 64 wide, with a tokenizer of bytes, for Hugging Face."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    specials = ["<unk>", "<s>", "</s>", "<pad>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM's attention on CPUs refuses 16
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

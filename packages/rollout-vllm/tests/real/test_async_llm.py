@@ -1,0 +1,224 @@
+"""The AsyncLLM: its engine and its worker are processes of their own, and it belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+import pytest
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+import stepscope_vllm
+from stepscope import ProfileConfig, capture, span, turn
+from stepscope.engines import EngineCapture, EngineProfiler, Iterations
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, longest_gap_s
+from stepscope_vllm import VllmProfiler
+
+T = TypeVar("T")
+
+
+class Home:
+    """An event loop on a thread of its own, and the engine that lives in it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engine: Any = None
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(300)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.loop.call_soon_threadsafe(self.engine.shutdown)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def home(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Iterator[Home]:
+    home = Home()
+
+    async def build() -> None:
+        arguments = AsyncEngineArgs(model=model, **sizes, **stepscope_vllm.engine_args(config))
+        home.engine = AsyncLLM.from_engine_args(arguments)
+
+    try:
+        home.run(build())
+        yield home
+    finally:
+        home.close()
+
+
+_requests = 0
+
+
+async def generate(engine: Any, tokens: int = 4) -> Any:
+    global _requests
+    _requests += 1
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    last = None
+    async for output in engine.generate("hello world", sampling, f"request-{_requests}"):
+        last = output
+    return last
+
+
+def trace_of(artifact: Artifact, given: EngineCapture) -> dict[str, Any]:
+    with gzip.open(Path(given.step_dir) / artifact.path, "rb") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def iterations_in(trace: dict[str, Any]) -> int:
+    return sum(str(event.get("name")).startswith("execute_") for event in trace["traceEvents"])
+
+
+class TestConformance(EngineConformance):
+    honours: ClassVar[frozenset[str]] = frozenset(
+        {"with_stack", "record_shapes", "profile_memory", "iterations"}
+    )
+    side_by_side: ClassVar[bool] = False
+
+    @pytest.fixture
+    def make_profiler(self, home: Home) -> MakeProfiler:
+        return lambda tmp_path, replica: VllmProfiler(home.engine, replica=replica)
+
+    async def work(self, profiler: EngineProfiler, iterations: int) -> None:
+        assert isinstance(profiler, VllmProfiler)
+        loop = profiler._driver._loop()
+        assert loop is not None
+        there = asyncio.run_coroutine_threadsafe(generate(profiler.engine, iterations), loop)
+        await asyncio.wrap_future(there)
+
+
+def test_a_loop_of_the_users_captures_two_steps(home: Home, config: ProfileConfig, run_folder: Path) -> None:
+    async def loop() -> None:
+        for step in (1, 2):
+            async with capture(step, engines=[home.engine], config=config) as cap:
+                async with turn(0):
+                    with span("generate", role="rollout") as timed:
+                        timed.set(**stepscope_vllm.request_facts(await generate(home.engine)))
+            cap.result.raise_for_missing()
+
+    home.run(loop())
+    for step in (1, 2):
+        (trace,) = (run_folder / f"step_{step:06d}" / "traces").rglob("*.pt.trace.json.gz")
+        assert f"step_{step:06d}" in trace.name
+        (spans,) = (run_folder / f"step_{step:06d}" / "spans").glob("*.jsonl")
+        assert '"queued_s"' in spans.read_text()
+
+
+def test_synchronous_code_captures_an_engine_that_lives_in_another_thread(
+    home: Home, config: ProfileConfig
+) -> None:
+    with capture(3, engines="vllm", config=config) as cap:
+        home.run(generate(home.engine))
+    cap.result.raise_for_missing()
+
+
+def test_starting_and_stopping_amid_requests_keeps_the_loop_beating_and_the_requests_whole(
+    home: Home, tmp_path: Path
+) -> None:
+    async def loop() -> tuple[float, list[int]]:
+        profiler = VllmProfiler(home.engine, replica=0)
+        requests = [asyncio.create_task(generate(home.engine, 60)) for _ in range(4)]
+        heart = asyncio.create_task(longest_gap_s())
+        await asyncio.sleep(0)
+        await profiler.start(a_capture(tmp_path))
+        await generate(home.engine, 4)
+        await profiler.stop()
+        done = await asyncio.gather(*requests)
+        heart.cancel()
+        await asyncio.wait([heart])
+        return heart.result(), [len(each.outputs[0].token_ids) for each in done]
+
+    gap_s, tokens = home.run(loop())
+    assert tokens == [60] * 4
+    assert gap_s < 1.0
+
+
+def test_the_asked_iterations_are_recorded_and_no_others(home: Home, tmp_path: Path) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=2, count=3))
+
+    async def loop() -> list[Artifact]:
+        profiler = VllmProfiler(home.engine, replica=0)
+        await profiler.start(given)
+        await generate(home.engine, 12)
+        return await profiler.stop()
+
+    (artifact,) = home.run(loop())
+    assert iterations_in(trace_of(artifact, given)) in (3, 4)
+    assert artifact.pid not in (None, os.getpid())
+
+
+def test_a_stop_that_its_caller_gave_up_leaves_the_files_and_the_next_capture_waits_for_it(
+    home: Home, tmp_path: Path
+) -> None:
+    first, second = a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)
+
+    async def loop() -> list[Artifact]:
+        profiler = VllmProfiler(home.engine, replica=0)
+        await profiler.start(first)
+        await generate(home.engine, 60)
+        stopping = asyncio.create_task(profiler.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        assert stopping.cancelled()
+        later = VllmProfiler(home.engine, replica=0)
+        await later.start(second)
+        await generate(home.engine)
+        return await later.stop()
+
+    (artifact,) = home.run(loop())
+    assert "step_000002" in str(Path(second.step_dir) / artifact.path)
+    assert len(list(Path(first.step_dir).rglob("*.pt.trace.json.gz"))) == 1
+    assert len(list(Path(first.step_dir).rglob("*.meta.json"))) == 1
+
+
+def test_a_capture_goes_on_after_the_weights_were_reloaded_and_the_cache_was_reset(
+    home: Home, tmp_path: Path
+) -> None:
+    async def loop() -> list[Artifact]:
+        profiler = VllmProfiler(home.engine, replica=0)
+        await home.engine.collective_rpc("reload_weights")
+        await home.engine.reset_prefix_cache()
+        await profiler.start(a_capture(tmp_path))
+        await generate(home.engine)
+        return await profiler.stop()
+
+    assert len(home.run(loop())) == 1
+
+
+def test_zz_a_dead_engine_is_an_error_at_once(home: Home, tmp_path: Path) -> None:
+    """The last of the file: nothing works on this engine afterwards."""
+
+    async def loop() -> None:
+        profiler = VllmProfiler(home.engine, replica=0)
+        given = a_capture(tmp_path)
+        await profiler.start(given)
+        await generate(home.engine)
+        artifacts = await profiler.stop()
+        worker = artifacts[0].pid
+        assert worker is not None
+        await profiler.start(msgspec.structs.replace(given, name="dying"))
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"dead|Dead"):
+            await asyncio.wait_for(profiler.stop(), 30)
+        assert await profiler.stop() == []
+        with pytest.raises(EngineError, match="start a new engine"):
+            await asyncio.wait_for(profiler.start(given), 30)
+
+    home.run(loop())

@@ -1,0 +1,214 @@
+"""The synchronous LLM, in this very process: most of what a profiler of vLLM has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from vllm import LLM, SamplingParams
+
+import stepscope_vllm
+from stepscope import ProfileConfig, capture, span
+from stepscope.engines import EngineCapture, EngineProfiler, Iterations, load_engine, recognise
+from stepscope.errors import EngineError
+from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
+from stepscope_vllm import VllmProfiler, _versions
+
+MODERN = _versions.dialect_of_engine(LLM).bounds
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm: Callable[..., LLM], config: ProfileConfig) -> LLM:
+    return make_llm(**stepscope_vllm.engine_args(config, extension=False))
+
+
+def generate(llm: LLM, tokens: int = 4, requests: int = 2) -> list[Any]:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    return list(llm.generate(["hello world"] * requests, sampling, use_tqdm=False))
+
+
+def trace_of(artifact: Artifact, capture_: EngineCapture) -> dict[str, Any]:
+    path = Path(capture_.step_dir) / artifact.path
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def iterations_in(trace: dict[str, Any]) -> int:
+    return sum(str(event.get("name")).startswith("execute_") for event in trace["traceEvents"])
+
+
+async def record(llm: LLM, given: EngineCapture, tokens: int = 4) -> tuple[list[Artifact], VllmProfiler]:
+    profiler = VllmProfiler(llm, replica=given.replica)
+    await profiler.start(given)
+    generate(llm, tokens)
+    return await profiler.stop(), profiler
+
+
+class TestConformance(EngineConformance):
+    honours: ClassVar[frozenset[str]] = frozenset({"with_stack", "record_shapes", "iterations"})
+    side_by_side: ClassVar[bool] = False
+    longest_block_s: ClassVar[float] = 1.0
+
+    @pytest.fixture
+    def make_profiler(self, llm: LLM) -> MakeProfiler:
+        return lambda tmp_path, replica: VllmProfiler(llm, replica=replica)
+
+    async def work(self, profiler: EngineProfiler, iterations: int) -> None:
+        assert isinstance(profiler, VllmProfiler)
+        assert isinstance(profiler.engine, LLM)
+        generate(profiler.engine, iterations, requests=1)
+        await asyncio.sleep(0)
+
+    async def recording(self, profiler: EngineProfiler) -> bool | None:
+        assert isinstance(profiler, VllmProfiler)
+        assert isinstance(profiler.engine, LLM)
+        (active,) = profiler.engine.collective_rpc(
+            lambda worker: bool(getattr(worker.profiler, "_active", False))
+        )
+        return bool(active)
+
+
+def test_a_plain_llm_is_recognised_and_found_by_name(llm: LLM) -> None:
+    profiler = recognise(llm, 3)
+    assert isinstance(profiler, VllmProfiler)
+    assert (profiler.replica, profiler.world_size) == (3, 1)
+    assert llm in load_engine("vllm").owned()
+
+
+def test_two_steps_of_a_loop_have_their_own_files_with_what_the_engine_did(
+    llm: LLM, config: ProfileConfig, run_folder: Path
+) -> None:
+    for step in (1, 2):
+        with capture(step, engines=[llm], config=config) as cap, span("rollout", role="rollout") as timed:
+            (output, _) = generate(llm)
+            timed.set(**stepscope_vllm.request_facts(output))
+        cap.result.raise_for_missing()
+        found = list((run_folder / f"step_{step:06d}" / "traces" / "rollout").rglob("*.pt.trace.json.gz"))
+        assert len(found) == 1
+        sidecar = msgspec.json.decode(sidecar_of(found[0]).read_bytes(), type=Sidecar)
+        assert (sidecar.step, sidecar.artifact.rank, sidecar.artifact.world_size) == (step, 0, 1)
+        assert sidecar.options["tensor_parallel_size"] == 1
+        assert sidecar.versions["vllm"]
+        before, after = (sidecar.options[f"generation_tokens_at_{when}"] for when in ("start", "stop"))
+        assert isinstance(before, float)
+        assert isinstance(after, float)
+        assert after - before == 8
+    assert not list(run_folder.rglob("*profiler_out*"))
+
+
+def test_a_request_says_where_its_time_went(llm: LLM) -> None:
+    (output, _) = generate(llm, tokens=5)
+    facts = stepscope_vllm.request_facts(output)
+    assert (facts["prompt_tokens"], facts["output_tokens"], facts["finish_reason"]) == (11, 5, "length")
+    assert float(facts["queued_s"]) >= 0
+    assert float(facts["prefill_s"]) > 0
+    assert float(facts["decode_s"]) > 0
+
+
+async def test_the_asked_iterations_are_recorded_and_no_others(llm: LLM, tmp_path: Path) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=2, count=3))
+    (artifact,), _ = await record(llm, given, tokens=12)
+    assert iterations_in(trace_of(artifact, given)) in (3, 4)  # vLLM's count is of the ends of iterations
+
+
+async def test_generation_on_the_users_thread_is_in_the_trace(llm: LLM, tmp_path: Path) -> None:
+    given = a_capture(tmp_path)
+    (artifact,), _ = await record(llm, given)
+    trace = trace_of(artifact, given)
+    assert iterations_in(trace) >= 4
+    assert sum(event.get("cat") == "cpu_op" for event in trace["traceEvents"]) > 100
+
+
+@pytest.mark.parametrize(
+    ("option", "mark"),
+    [("record_shapes", '"Input Dims"'), ("with_stack", "python_function")],
+)
+async def test_an_option_is_of_one_capture_alone(llm: LLM, tmp_path: Path, option: str, mark: str) -> None:
+    wanted = msgspec.structs.replace(a_capture(tmp_path, step=1), **{option: True})
+    (first,), _ = await record(llm, wanted)
+    assert mark in json.dumps(trace_of(first, wanted))
+    plain = a_capture(tmp_path, step=2)
+    (second,), _ = await record(llm, plain)
+    assert mark not in json.dumps(trace_of(second, plain))
+
+
+async def test_a_rank_that_nobody_asked_for_writes_nothing(llm: LLM, tmp_path: Path) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path, replica=2), ranks=(2,))
+    (artifact,), _ = await record(llm, given)
+    assert artifact.rank == 2
+
+
+async def test_a_recording_that_nobody_ends_ends_by_itself(llm: LLM, tmp_path: Path) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path), seconds=0.05)
+    profiler = VllmProfiler(llm, replica=0)
+    await profiler.start(given)
+    generate(llm)
+    run = profiler._desk.current
+    assert run is not None
+    await asyncio.to_thread(run.over.wait, 30)
+    (artifact,) = await profiler.stop()
+    assert artifact.truncated == "open for more than 0.05 s"
+
+
+async def test_a_folder_that_cannot_be_written_is_an_error_at_start(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "step_000001").write_text("a file where a folder should be")
+    profiler = VllmProfiler(llm, replica=0)
+    with pytest.raises(EngineError, match=r"(NotADirectoryError|FileExistsError|FileNotFoundError)"):
+        await profiler.start(a_capture(tmp_path))
+    assert await profiler.stop() == []
+
+
+async def test_files_that_never_came_are_an_error_though_vllm_reports_success(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = a_capture(tmp_path)
+    profiler = VllmProfiler(llm, replica=0)
+    await profiler.start(given)
+    generate(llm)
+    import torch
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: 1 / 0)
+    with pytest.raises(EngineError, match="reported success and wrote no trace"):
+        await profiler.stop()
+    monkeypatch.undo()
+    later, _ = await record(llm, a_capture(tmp_path, step=2))
+    assert len(later) == 1
+
+
+async def test_a_profiler_that_somebody_else_started_is_named(llm: LLM, tmp_path: Path) -> None:
+    llm.start_profile()
+    try:
+        with pytest.raises(EngineError, match="omebody else started"):
+            await VllmProfiler(llm, replica=0).start(a_capture(tmp_path))
+    finally:
+        llm.stop_profile()
+
+
+async def test_an_option_of_the_engine_that_differs_is_reported(llm: LLM, tmp_path: Path) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path), extra={"torch_profiler_use_gzip": False})
+    _, profiler = await record(llm, given)
+    assert "built with torch_profiler_use_gzip=True" in profiler.ignored["torch_profiler_use_gzip"]
+
+
+async def test_captures_go_on_after_sleep_and_wake_and_a_cache_reset(llm: LLM, tmp_path: Path) -> None:
+    await record(llm, a_capture(tmp_path, step=1))
+    llm.reset_prefix_cache()
+    llm.collective_rpc("reload_weights")
+    later, _ = await record(llm, a_capture(tmp_path, step=2))
+    assert len(later) == 1
+
+
+def test_a_run_that_captures_nothing_leaves_nothing(llm: LLM, tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=tmp_path / "run", steps=[5])
+    with capture(1, engines=[llm], config=config):
+        generate(llm)
+    assert not RunLayout(tmp_path / "run").steps()
