@@ -6,11 +6,16 @@ unless its user has imported it.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from stepscope_vllm._args import engine_args, engine_env, engine_environment, server_args
 from stepscope_vllm._extension import WorkerExtension
 from stepscope_vllm._facts import request_facts
-from stepscope_vllm._http import VllmServer
-from stepscope_vllm._profiler import VllmProfiler
+
+if TYPE_CHECKING:
+    from stepscope_vllm._http import VllmServer
+    from stepscope_vllm._profiler import VllmProfiler
 
 __all__ = [
     "VllmProfiler",
@@ -22,3 +27,12 @@ __all__ = [
     "request_facts",
     "server_args",
 ]
+
+_LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._http"}
+"""These bring asyncio, which a worker that wants its extension alone does not pay for."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

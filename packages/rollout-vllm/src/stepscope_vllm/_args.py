@@ -13,8 +13,8 @@ from stepscope import ProfileConfig
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
 from stepscope_vllm import _versions
-from stepscope_vllm._engines import EXTENSION
 
+EXTENSION = "stepscope_vllm.WorkerExtension"
 Value = str | int | float | bool | None
 
 

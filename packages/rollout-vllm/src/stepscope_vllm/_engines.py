@@ -25,7 +25,6 @@ from stepscope_vllm._versions import Dialect
 _KINDS = {"AsyncLLM", "LLM"}
 _LIFE_S = 0.5
 """How often an engine that does not answer is asked whether it is alive."""
-EXTENSION = "stepscope_vllm.WorkerExtension"
 
 _numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Engine -> when it was first seen, for an order that stays. One writer: `owned`."""
