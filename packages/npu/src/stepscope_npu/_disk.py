@@ -96,5 +96,5 @@ def cann_version(folder: Path) -> str | None:
         except (OSError, ValueError):
             continue
         found = info.get("cann_version")
-        return str(found) if found else None
+        return None if not found or found == "not known" else str(found)
     return None

@@ -198,19 +198,26 @@ class NpuWindow:
         self._made_in = _disk.make_folder(self._folder)
         self._calls = _recordings.Calls()
         self._output = _recordings.OutputFolder(torch_npu)
+        try:
+            self._start()
+        except BaseException:
+            self._abandon()
+            raise
+        self._verify_start()
+
+    def _start(self) -> None:
+        profiler, schedule = self.options.torch_npu.profiler, self._schedule or ScheduleConfig()
         with _recordings.ours(self._calls):
-            handler = torch_npu.profiler.tensorboard_trace_handler(str(self._made_in), analyse_flag=False)
-            self._output.taken()
-            schedule = self._schedule or ScheduleConfig()
-            actions = torch_npu.profiler.ProfilerAction
+            handler = profiler.tensorboard_trace_handler(str(self._made_in), analyse_flag=False)
+            if self._output is not None:
+                self._output.taken()
             self._profile = self.options.make_profile(
                 on_trace_ready=handler,
-                schedule=Cycle(actions, warmup=schedule.warmup, active=schedule.active),
+                schedule=Cycle(profiler.ProfilerAction, warmup=schedule.warmup, active=schedule.active),
             )
             self._profile.start()
             about = json.dumps({**self._about, "cycle": self._cycle})
             self._profile.add_metadata_json("stepscope", about)
-        self._verify_start()
 
     def _verify_start(self) -> None:
         """`start` returns None whatever happened."""

@@ -1,0 +1,59 @@
+"""The unmodified torch_npu of this environment, Python and C++, over a stand-in for CANN made with gcc.
+
+Without CANN it cannot be imported, so each test here starts a process over the stand-in.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packages.npu.tests.real.cann.build import build, environment
+from tests.tree import ROOT
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.needs("torch_npu")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("cann"))
+
+
+def start(libraries: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    more = {"FAKE_CANN_PROF": "1", "FAKE_CANN_DEVICES": "2", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(libraries, more=more),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_the_backend_keeps_its_contract_on_the_real_code(libraries: Path, tmp_path: Path) -> None:
+    pytest_on = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "over_fake_cann.py")]
+    done = start(libraries, *pytest_on, FAKE_CANN_LOG=str(tmp_path / "calls"))
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("SIGTERM", -signal.SIGTERM), ("sys.exit", 3), ("an exception", 1)],
+    ids=lambda value: str(value),
+)
+def test_a_process_that_leaves_an_open_capture_keeps_its_recording(
+    libraries: Path, tmp_path: Path, how: str, code: int
+) -> None:
+    """torch_npu by itself loses everything that is not stopped."""
+    done = start(libraries, str(HERE / "leave.py"), str(tmp_path / "run"), how)
+    assert done.returncode == code, done.stderr[-3000:]
+    [folder] = (tmp_path / "run").glob("step_000002/traces/*/*_ascend_pt")
+    assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
+    assert list(folder.glob("profiler_info*.json"))
+    assert list(folder.glob("PROF_*/host/fake_ranges.tsv"))
