@@ -202,7 +202,7 @@ def test_local_ids_of_two_processes_in_one_file_stay_apart(tmp_path: Path) -> No
     )
 )
 def test_ids_of_all_files_stay_apart_and_exact_in_a_double(found: list[tuple[int, int | str]]) -> None:
-    files = {file: FlowIds(file) for file in range(1, 6)}
+    files = {file: FlowIds(file, 5) for file in range(1, 6)}
     texts = [(files[file], msgspec.json.encode(value)) for file, value in found if isinstance(value, str)]
     texts += [(files[file], b"%d" % value) for file, value in found if isinstance(value, int)]
     numbers = [ids.number(text) for ids, text in texts]

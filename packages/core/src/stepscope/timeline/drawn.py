@@ -47,14 +47,13 @@ class Drawn:
                 self._tids[index] = tids[lane]
                 yield self._slice(index, row)
 
-    def arrows(self) -> Iterator[Event]:
+    def arrows(self, ids: FlowIds) -> Iterator[Event]:
         """From each drawn span to those that ran below it in other processes. Call it after all rows."""
-        first = FlowIds(0).first
         for index in self._tids:
             parent = self._timeline.spans[index].parent
             if parent is None or parent not in self._tids or not self._both_aligned(index, parent):
                 continue
-            common = {"cat": "stepscope", "name": "call", "id": first + index}
+            common = {"cat": "stepscope", "name": "call", "id": ids.number(b"%d" % index)}
             yield {"ph": "s", **common, **self._at(parent)}
             yield {"ph": "f", "bp": "e", **common, **self._at(index)}
 

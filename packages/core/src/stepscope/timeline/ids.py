@@ -1,34 +1,40 @@
 """New pids, tids and ids for events of many files, so that nothing collides in one.
 
-Pids count from 1, one for each row; tids from `FIRST_TID`, one for each thread, unique in the whole timeline;
-both far below 2^32, which is as much as Perfetto takes. Flow and async ids keep their value inside the 2^33
-numbers that each file has to itself: all stay below 2^53, exact in a double, for a million files.
+A row has its process' own pid, where no other row has it, and a thread its own tid, where no other thread of
+the row has it: most events need no change. Others get free numbers, far below 2^32, which is as much as
+Perfetto takes. Flow and async ids get some digits put in front, other ones for each file, so that they are
+moved by replacing what stands before them. All stay below 10^15, exact in a double.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-FIRST_TID = 1_000_000
-"""Above every pid: Perfetto takes a thread whose tid is its pid for the main thread."""
-_SLOT_BITS = 33
-_DIRECT = 1 << 32
+FIRST_TID = 10_000_000
+"""Above all pids of Linux (2^22): Perfetto takes a thread whose tid is its pid for the main thread."""
+_DIGITS = 15
+"""Of the largest ids, those of `FlowIds._others`."""
 
 
 class FlowIds:
     """The flow, async and object ids of one file."""
 
-    def __init__(self, file: int) -> None:
-        """`file`: its number; 0 is for our own arrows."""
-        self.first = file << _SLOT_BITS
+    def __init__(self, file: int, files: int) -> None:
+        """`file`: its number, up to `files`; 0 is for our own arrows."""
+        lowest = 10 ** len(str(files))  # so that all prefixes have as many digits, the first of them a 1
+        self.prefix = b"%d" % (lowest + file)
+        """In front of an id with at most so many digits as `below` says."""
+        self._free = _DIGITS - len(self.prefix)
+        self.below = 10 ** (self._free - 1)
         self._others: dict[tuple[bytes, object], int] = {}
 
     def number(self, found: bytes, scope: object = None) -> int:
         """The new id for one as it stands in JSON. Injective: different ids stay different."""
-        if scope is None and found.isdigit() and int(found) < _DIRECT:
-            return self.first + int(found)
-        # Strings, and numbers that are too large to be moved.
-        return self.first + _DIRECT + self._others.setdefault((found, scope), len(self._others))
+        if scope is None and found.isdigit() and int(found) < self.below:
+            return int(b"%b%d" % (self.prefix, int(found)))
+        # Strings, and numbers that are too large: behind the prefix one digit more than all others have.
+        other = self._others.setdefault((found, scope), len(self._others))
+        return int(b"%b%0*d" % (self.prefix, self._free, other))
 
     def renamed(self, found: msgspec.Raw, scope: object) -> msgspec.Raw:
         """As JSON of the same type: a number, or a string with a hexadecimal number.

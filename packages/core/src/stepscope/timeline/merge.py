@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -18,6 +19,7 @@ from stepscope.timeline.perfetto.write import PerfettoFile, perfetto_file
 from stepscope.timeline.place import Place
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope.timeline.readers.elements import plain_batch
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.recordings import Drawing, Recorded
 from stepscope.timeline.rewrite import Cut, Rewriter
@@ -147,15 +149,18 @@ class _Merge:
         selection: Selection,
         on_read: Callable[[int], None] | None,
     ) -> None:
-        self.axis = axis_of(timeline)
+        found = find_traces(layout, timeline.run_id, Readers.installed())
+        fields = {each.path: ChromeTrace(each.path).fields() for each in found.traces if each.reader is None}
+        self.axis = axis_of(timeline, [said.base_ns for said in fields.values() if said.base_ns is not None])
         self._timeline = timeline
         self._selection = selection
         self._on_read = on_read
         self._rows = Rows(timeline, self.axis)
-        found = find_traces(layout, timeline.run_id, Readers.installed())
         self._problems = [*timeline.problems, *found.problems]
         self._left_out = found.unread
-        self._traces = [self._row_of(trace) for trace in found.traces if trace.reader is None]
+        self._traces = [
+            self._row_of(trace, fields[trace.path]) for trace in found.traces if trace.reader is None
+        ]
         self._recorded = [
             (trace, Recorded(trace.reader, trace.found, self._rows, trace.role))
             for trace in found.traces
@@ -165,16 +170,18 @@ class _Merge:
         limits = selection.limits_ns(timeline.window.start_ns)
         start, end = (None if ns is None else ns - self.axis.base_ns for ns in limits)
         self._cut = Cut(start, end)
-        self._tracks = Tracks(len(self._order))
+        self._tracks = Tracks(row.pid for row in self._order)
+        self._ids = partial(FlowIds, files=len(found.traces))
         self._drawn = Drawn(timeline, self._rows, self.axis, selection, self._cut)
         self._spans = 0
         self._files: list[MergedFile] = []
 
-    def _row_of(self, trace: TraceFile) -> tuple[TraceFile, TraceFields, Row]:
-        fields = ChromeTrace(trace.path).fields()
+    def _row_of(self, trace: TraceFile, fields: TraceFields) -> tuple[TraceFile, TraceFields, Row]:
         key = None if trace.sidecar is None else trace.sidecar.process
         reason = None if fields.base_ns is not None else "the trace has no baseTimeNanoseconds"
-        return trace, fields, self._rows.of_trace(trace.whose(fields), key, unaligned=reason)
+        row = self._rows.of_trace(trace.whose(fields), key, unaligned=reason)
+        row.seen_pid = row.seen_pid or fields.pid
+        return trace, fields, row
 
     def write(self, out: Output) -> None:
         for row in self._order:
@@ -183,11 +190,11 @@ class _Merge:
                 self._show(row, out)
                 out.objects(spans)
                 self._spans += len(spans)
-        out.objects(list(self._drawn.arrows()))
+        out.objects(list(self._drawn.arrows(self._ids(0))))
         if self._drawn.outside:
             self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
         chosen = [each for each in self._traces if self._chosen(each[0], each[2])]
-        chosen.sort(key=lambda each: each[2].pid)
+        chosen.sort(key=lambda each: each[2].place)
         left = len(chosen) + len(self._recorded)
         for number, (trace, fields, row) in enumerate(chosen):
             self._write_trace(out, number + 1, trace, fields, row, self._limit(out, left - number))
@@ -221,8 +228,8 @@ class _Merge:
     ) -> None:
         file = ChromeTrace(trace.path)
         place = Place(row, fields.base_ns, self.axis)
-        rewriter = Rewriter(row, place, FlowIds(number), self._tracks, self.axis, self._cut, file.notes)
-        texts = map(rewriter.rewrite, file.events(self._on_read))
+        rewriter = Rewriter(row, place, self._ids(number), self._tracks, self.axis, self._cut, file.notes)
+        texts = map(rewriter.rewrite, file.events(self._on_read, plain_batch))
         self._write_texts(out, trace, texts, rewriter, lambda: [row], limit)
         self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
         self._note(trace, file.notes)
@@ -232,7 +239,7 @@ class _Merge:
     ) -> None:
         rows = {pid: row for pid, row in recorded.rows.items() if self._wanted(trace, row)}
         if rows:
-            drawing = Drawing(recorded, rows, FlowIds(number), self._tracks, self.axis, self._cut)
+            drawing = Drawing(recorded, rows, self._ids(number), self._tracks, self.axis, self._cut)
             self._write_texts(out, trace, drawing.texts(), drawing, lambda: drawing.touched, limit)
             drawn = sorted(drawing.events.items())
             self._files += [MergedFile(file=trace.name, row=pid, events=count) for pid, count in drawn]

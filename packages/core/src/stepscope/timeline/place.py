@@ -37,7 +37,7 @@ class Place:
     def at(self, ts_ns: int) -> int | None:
         """The position of a time in ns since the file's base. None: it is no time of this step."""
         position = ts_ns + self._shift(ts_ns)
-        return position if 0 <= position <= self._axis.last or self._row.unaligned is not None else None
+        return position if self._believed(position) else None
 
     def of(self, ts: str) -> tuple[int, str] | None:
         """(position, what is below a ns as further decimals). None: `ts` is no time of this step."""
@@ -51,6 +51,12 @@ class Place:
             return None
         below = _EXACT.subtract(exact, Decimal(whole))
         return position, "" if not below else format(below, "f").partition(".")[2]
+
+    def _believed(self, position: int) -> bool:
+        first, last = (
+            (0, position) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
+        )
+        return first <= position <= last
 
     def _shift(self, ts_ns: int) -> int:
         if self._row.shift_ns is None:

@@ -1,15 +1,14 @@
 """Foreign events, as bytes, with new pids, tids, ids and times; every other byte of their values as it was.
 
-Two ways to the same result. In the layout of Kineto, a batch is cut at the fields that change and joined
-again, once it is checked that there is one such place for each event. The other way decodes each event into
-its fields, takes whatever order, layout and types of ids there are, and costs a multiple.
+Two ways to the same result. A batch of plain events (`Plain`) stays text: what has to change in it is found
+by its name and replaced, once it is counted that the name stands there as often as events have such a field,
+so that it is nobody else's. The other way decodes each event into its fields, takes whatever order, layout
+and types of ids there are, and costs a multiple.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import repeat
-from operator import contains
 from typing import NamedTuple
 
 import msgspec
@@ -17,21 +16,23 @@ import msgspec
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.place import Place
 from stepscope.timeline.readers.blocks import Notes
-from stepscope.timeline.readers.elements import NO_JSON, Batch
+from stepscope.timeline.readers.elements import NO_JSON, Batch, Plain, plain_batch
 from stepscope.timeline.rows import Axis, Row
 from stepscope.timeline.tracks import Tracks
 
 NO_TIME = "events without a time"
 NOT_THEN = "events whose time is not near the step"
 
-_PLACE = rb'("pid":\s*(?:\d+|"[^"\\]*"),\s*"tid":\s*(?:\d+|"[^"\\]*"),\s*"ts":\s*)'
-_WHOLE = re.compile(_PLACE + rb"(\d{1,16})(?=(?:\.\d+)?\s*[,}])")
-_TO_NS = re.compile(_PLACE + rb"(\d{1,16}(?:\.\d{1,3})?)(?=\s*[,}])")
-_ID = re.compile(rb'("ph":\s*"[a-zA-Z]",\s*"id":\s*)(\d{1,9})(?=\s*,)')
-_PAIR = re.compile(rb'"pid":\s*"?([^",]*)"?,\s*"tid":\s*"?([^",]*)"?,')
 _FEW = 64
 """Events that are not worth another attempt: metadata stand together, so halves of a batch soon have none."""
+_SECONDS = 4
+"""So many different seconds in a batch are replaced one by one."""
+_SECOND_NS = 1_000_000_000
+_SECOND_US = 1_000_000
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
+_BEHIND = {b",", b"\n", b" ", b"}"}
+"""What may stand behind a number, of what is not a part of it."""
+_THREAD = re.compile(rb'"pid":\s*(\d+),\s*"tid":\s*(\d+)(?=[\s,}])')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -53,11 +54,12 @@ class Rewriter:
         self._place = place
         self._ids = ids
         self._tracks = tracks
-        self._last = axis.last
+        self._axis = axis
         self._cut = cut
         self._notes = notes
-        self._places: dict[bytes, bytes] = {}
-        self._kineto = True
+        self._threads: dict[tuple[int, int], int] = {}
+        """Tids by the file's (pid, tid)."""
+        self._mostly_plain = True
         """Whether this file's batches, or most of one, have gone the quick way lately."""
         self.written = 0
         """Events."""
@@ -66,67 +68,135 @@ class Rewriter:
 
     def rewrite(self, batch: Batch) -> bytes:
         """The batch as text to stand between brackets; empty where nothing is left of it."""
-        text = self._quickly(batch) if self._cut == (None, None) else None
-        if text is not None:
-            self.written += len(batch.elements)
-            self._kineto = True
+        text = None if batch.plain is None else self._quickly(batch.text, batch.plain)
+        if text is not None and batch.plain is not None:
+            self.written += len(batch.plain)
+            self._mostly_plain = True
             return text
-        count = len(batch.elements)
-        if self._kineto and count > _FEW and self._cut == (None, None):
-            self._kineto = False  # unless a part of this one goes the quick way after all
-            halves = batch.elements[: count // 2], batch.elements[count // 2 :]
-            texts = [self.rewrite(Batch(b",\n".join(half), half)) for half in halves]
+        elements = batch.elements
+        if self._mostly_plain and len(elements) > _FEW:
+            self._mostly_plain = False  # unless a part of this one goes the quick way after all
+            middle = len(elements) // 2
+            halves = (b",\n".join(part) for part in (elements[:middle], elements[middle:]))
+            texts = [self.rewrite(plain_batch(half)) for half in halves]
             return b",\n".join(text for text in texts if text)
-        events = [event for raw in batch.elements if (event := self._one(raw)) is not None]
+        events = [event for raw in elements if (event := self._one(raw)) is not None]
         self.written += len(events)
         return b",\n".join(events)
 
-    def _quickly(self, batch: Batch) -> bytes | None:
-        """None: it is not laid out so that this would surely be right."""
-        text, count = batch.text, len(batch.elements)
-        if self._row.unaligned is not None or text.count(b'"ph"') != count:
+    def _quickly(self, text: bytes, events: list[Plain]) -> bytes | None:
+        """None: it is not written so that this would surely be right."""
+        if self._cut != (None, None) or b"\\u" in text:  # `"p\u0069d"` is a pid as well
             return None
-        if b'"M"' in text or b'"C"' in text:  # metadata and counters: more than renamed
+        colon = b": " if b'"ts": ' in text else b":"
+        moved = self._times_moved(text, events, colon)
+        if moved is not None:
+            moved = self._ids_moved(moved, events, colon)
+        return None if moved is None else self._threads_moved(moved, events, colon)
+
+    def _ids_moved(self, text: bytes, events: list[Plain], colon: bytes) -> bytes | None:
+        ids = [event.id for event in events if event.id >= 0]
+        if not ids:
+            return text
+        first, *parts = text.split(b'"id"')
+        size = len(colon)
+        if len(parts) != len(ids) or max(ids) >= self._ids.below:
             return None
-        if b'"id' in text or b"bind_id" in text:
-            renamed = self._ids_moved(text)
-            if renamed is None:
+        digits = [part[size : size + 1] for part in parts]
+        if not b"".join(digits).isdigit() or {part[:size] for part in parts} != {colon}:
+            return None
+        return (b'"id"%b%b' % (colon, self._ids.prefix)).join([first, *(part[size:] for part in parts)])
+
+    def _threads_moved(self, text: bytes, events: list[Plain], colon: bytes) -> bytes | None:
+        pairs = [(event.pid, event.tid) for event in events]
+        found = dict.fromkeys(pairs)  # in their order
+        for pid, tid in found:
+            if (pid, tid) not in self._threads:
+                self._threads[pid, tid] = self._tracks.foreign(self._row, str(pid), str(tid))
+        if any(self._threads[pid, tid] != tid for pid, tid in found):
+            return self._each_thread_moved(text, len(events), colon)
+        others = {pid for pid, _ in found} - {self._row.pid}
+        if others and text.count(b'"pid"') != len(events):
+            return None
+        pids = [pid for pid, _ in pairs] if others else []
+        for pid in others:
+            old = b'"pid"%b%d,' % (colon, pid)
+            if text.count(old) != pids.count(pid):
                 return None
-            text = renamed
+            text = text.replace(old, b'"pid"%b%d,' % (colon, self._row.pid))
+        return text
+
+    def _each_thread_moved(self, text: bytes, count: int, colon: bytes) -> bytes | None:
+        """Where tids change as well: `tid` has to follow on `pid`."""
+        parts = re.split(_THREAD, text)
+        if len(parts) != 3 * count + 1 or text.count(b'"pid"') != count:
+            return None
+        pids, tids = map(int, parts[1::3]), map(int, parts[2::3])
+        row = b'"pid"%b%d, "tid"%b' % (colon, self._row.pid, colon)
+        parts[1::3] = [b"%b%d" % (row, self._threads[pair]) for pair in zip(pids, tids, strict=True)]
+        parts[2::3] = [b""] * count
+        return b"".join(parts)
+
+    def _times_moved(self, text: bytes, events: list[Plain], colon: bytes) -> bytes | None:
+        times = [event.ts for event in events]
+        earliest, latest = int(min(times)), int(max(times)) + 1
+        if self._row.shift_ns is None or min(times) < 0:
+            return None
+        first, last = self._place.at(earliest * 1000), self._place.at(latest * 1000)
+        if first is None or last is None:
+            return None
         shift_ns = self._place.shift_ns
-        whole = shift_ns is not None and shift_ns % 1000 == 0
-        shift_us = 0 if shift_ns is None else shift_ns // 1000
-        parts = (_WHOLE if whole else _TO_NS).split(text)
-        # One place for each event: as many as events, and between two of them another event begins.
-        if len(parts) != 3 * count + 1 or not all(map(contains, parts[:-1:3], repeat(b'"ph"'))):
+        if shift_ns == 0:
+            return text
+        if shift_ns is not None and shift_ns % _SECOND_NS == 0 and earliest >= _SECOND_US:
+            seconds = range(earliest // _SECOND_US, latest // _SECOND_US + 1)
+            moved = self._seconds_moved(text, len(events), colon, seconds, shift_ns // _SECOND_NS)
+            if moved is not None:
+                return moved
+        return self._each_time_moved(text, len(events), colon, len(str(earliest)), latest)
+
+    def _seconds_moved(
+        self, text: bytes, count: int, colon: bytes, seconds: range, shift: int
+    ) -> bytes | None:
+        """Where times move by whole seconds: the digits that say these, the same in most of a batch."""
+        digits = {len(str(second)) for second in seconds}
+        if len(seconds) > _SECONDS or len(digits) > 1 or seconds[0] + shift <= 0:
             return None
-        if whole:
-            times = [int(us) + shift_us for us in parts[2::3]]
+        if text.count(b'"ts"') != count:
+            return None
+        for second in seconds if shift < 0 else reversed(seconds):  # so that none is moved twice
+            old = b'"ts"%b%d' % (colon, second)
+            count -= text.count(old)
+            text = text.replace(old, b'"ts"%b%d' % (colon, second + shift))
+        return text if count == 0 else None
+
+    def _each_time_moved(
+        self, text: bytes, count: int, colon: bytes, digits: int, latest: int
+    ) -> bytes | None:
+        """Where all times have so many digits, and all or none have three more behind the point."""
+        first, *parts = text.split(b'"ts"')
+        start, end = len(colon), len(colon) + digits
+        if len(parts) != count or len(str(latest)) != digits or {part[:start] for part in parts} != {colon}:
+            return None
+        whole = [part[start:end] for part in parts]
+        if not b"".join(whole).isdigit():
+            return None
+        behind = {part[end : end + 1] for part in parts}
+        if behind == {b"."}:
+            below = [part[end + 1 : end + 4] for part in parts]
+            end += 4
+            if not b"".join(below).isdigit() or not {part[end : end + 1] for part in parts} <= _BEHIND:
+                return None
+            times = [int(us + ns) for us, ns in zip(whole, below, strict=True)]
+        elif behind <= _BEHIND:
+            times = [int(us) * 1000 for us in whole]
         else:
-            times = self._place.positions(_nanoseconds(parts[2::3]))
-        if min(times) < 0 or max(times) > (self._last // 1000 if whole else self._last):
             return None
-        places = self._places
-        parts[1::3] = [places.get(place) or self._new_place(place) for place in parts[1::3]]
-        parts[2::3] = (
-            [b"%d" % us for us in times] if whole else [b"%d.%03d" % divmod(ns, 1000) for ns in times]
+        moved = [divmod(ns, 1000) for ns in self._place.positions(times)]
+        start_of = b'"ts"' + colon
+        return first + b"".join(
+            [b"%b%d.%03d%b" % (start_of, *at, part[end:]) for at, part in zip(moved, parts, strict=True)]
         )
-        return b"".join(parts)
-
-    def _ids_moved(self, text: bytes) -> bytes | None:
-        parts = _ID.split(text)
-        if len(parts) // 3 != text.count(b'"id') or b"bind_id" in text:
-            return None
-        first = self._ids.first
-        parts[2::3] = [b"%d" % (first + int(number)) for number in parts[2::3]]
-        return b"".join(parts)
-
-    def _new_place(self, place: bytes) -> bytes:
-        pair = _PAIR.match(place)
-        pid, tid = ("", "") if pair is None else (pair[1].decode(), pair[2].decode())
-        new = b'"pid": %d, "tid": %d, "ts": ' % (self._row.pid, self._tracks.foreign(self._row, pid, tid))
-        self._places[place] = new
-        return new
 
     def _one(self, raw: msgspec.Raw) -> bytes | None:
         try:
@@ -141,7 +211,7 @@ class Rewriter:
         row = self._tracks.counters(self._row, pid) if phase == b'"C"' else self._row.pid
         track = self._tracks.foreign(self._row, pid, tid)
         if phase == b'"M"':
-            self._tracks.name_known(track)
+            self._tracks.name_known(self._row, track)
         fields["pid"] = msgspec.Raw(b"%d" % row)
         fields["tid"] = msgspec.Raw(b"%d" % track)
         for name in ("id", "id2", "bind_id"):
@@ -185,11 +255,6 @@ class Rewriter:
         if at is not None:
             fields["ts"] = _time(*at)
         return True
-
-
-def _nanoseconds(texts: list[bytes]) -> list[int]:
-    pairs = (text.partition(b".") for text in texts)
-    return [int(us) * 1000 + int(below.ljust(3, b"0")) for us, _, below in pairs]
 
 
 def _time(position: int, below_ns: str) -> msgspec.Raw:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +17,9 @@ ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "
 """From top to bottom; others follow by name."""
 MARGIN_NS = 3_600_000_000_000
 """How far from the step's window a time may be and still be believed: an hour."""
-_BEHIND_NS = 1_000_000_000
-"""How far behind the window stands what has no place in it."""
+_SECOND_NS = 1_000_000_000
+"""So far behind the window stands what has no place in it, or up to a second more."""
+_PIDS = 1 << 31
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
@@ -32,15 +36,27 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     """Added to its times. None: not known before its first event, and it is unaligned."""
     name: str = ""
     pid: int = 0
+    """In the timeline: its process' own where that is free."""
+    place: int = 0
+    """From 1 at the top."""
     shown: bool = False
     """Whether its metadata has been written."""
+    seen_pid: int | None = None
+    """What a trace in it calls its process."""
+
+    @property
+    def wanted_pid(self) -> int:
+        """0: there is none."""
+        return max(self.info.pid or self.seen_pid or 0, 0)
 
 
 class Axis(NamedTuple):
     """The time axis of a merged file: positions are ns since `base_ns`."""
 
     base_ns: int
-    """Whole seconds, `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
+    """At least `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
+    first: int
+    """The first position that is believed."""
     last: int
     """The last position that is believed."""
     behind: int
@@ -51,13 +67,23 @@ class Axis(NamedTuple):
 
         On their own clock if that is anywhere near; else behind the step, where nobody is misled.
         """
-        return 0 if 0 <= position <= self.last else self.behind - position
+        if self.first <= position <= self.last:
+            return 0
+        return -((position - self.behind) // _SECOND_NS) * _SECOND_NS  # whole seconds: rewritten quickly
 
 
-def axis_of(timeline: Timeline) -> Axis:
-    base_ns = (timeline.window.start_ns - MARGIN_NS) // 1_000_000_000 * 1_000_000_000
+def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
+    """The axis on which most traces stand already, so that their times need no change.
+
+    Args:
+        bases: What the traces of the step count from. One that is too far from the step for all ns to be
+            exact in a double (104 days) is not taken, nor one behind its beginning.
+    """
+    start_ns = timeline.window.start_ns - MARGIN_NS
+    there = Counter(base_ns for base_ns in bases if 0 <= start_ns - base_ns < 1 << 53)
+    ((base_ns, _),) = there.most_common(1) or [(start_ns // _SECOND_NS * _SECOND_NS, 0)]
     end = timeline.window.end_ns - base_ns
-    return Axis(base_ns, last=end + MARGIN_NS, behind=end + _BEHIND_NS)
+    return Axis(base_ns, first=start_ns - base_ns, last=end + MARGIN_NS, behind=end + _SECOND_NS)
 
 
 class Rows:
@@ -93,9 +119,17 @@ class Rows:
         rows = sorted([*self.of_process, *self._rows.values()], key=self._order)
         names = names_of([row.info for row in rows if row.unaligned is None])
         aligned = iter(names)
-        for pid, row in enumerate(rows, 1):
-            row.pid = pid
+        taken = set[int]()
+        for place, row in enumerate(rows, 1):
+            row.place = place
+            if 0 < row.wanted_pid < _PIDS and row.wanted_pid not in taken:
+                row.pid = row.wanted_pid
+                taken.add(row.pid)
             row.name = next(aligned) if row.unaligned is None else f"{_name(row.info)} (unaligned)"
+        for row in rows:
+            if row.pid == 0:
+                row.pid = next(free for free in count(row.wanted_pid % _PIDS or 1) if free not in taken)
+                taken.add(row.pid)
         return rows
 
     def _of_process(self, index: int, axis: Axis) -> Row:

@@ -1,8 +1,9 @@
-"""The tracks of a merged timeline: each gets a tid of its own, and a name."""
+"""The tracks of a merged timeline: each gets a tid of its own in its row, and a name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import TypeAlias
 
 import msgspec
@@ -18,10 +19,13 @@ _OWN = "\0stepscope"
 class Tracks:
     """Of one timeline. What files call a process becomes tracks in the row of the process that wrote them."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, pids: Iterable[int]) -> None:
+        """`pids`: of all rows."""
+        self._pids = set(pids)
         self._tids: dict[tuple[int, str, str], int] = {}
-        self._unnamed: dict[int, tuple[int, str]] = {}
+        self._taken: set[tuple[int, int]] = set()
+        """(pid, tid) in the timeline of all that has a track."""
+        self._unnamed: dict[tuple[int, int], str] = {}
         self._labels: dict[tuple[int, str], str] = {}
         self._counters: dict[tuple[int, str], int] = {}
         self._first: dict[int, str] = {}
@@ -44,13 +48,13 @@ class Tracks:
         """The tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
         key = (row.pid, pid, tid)
         if key not in self._tids:
-            number = tid if not tid.isdigit() else f"thread {tid}"
-            self._unnamed[self._tid(*key)] = (row.pid, self.prefixed(row, pid, number))
+            name = tid if not tid.isdigit() else f"thread {tid}"
+            self._unnamed[row.pid, self._tid(*key)] = self.prefixed(row, pid, name)
         return self._tids[key]
 
-    def name_known(self, tid: int) -> None:
+    def name_known(self, row: Row, tid: int) -> None:
         """A file names this track itself."""
-        self._unnamed.pop(tid, None)
+        self._unnamed.pop((row.pid, tid), None)
 
     def describe(self, row: Row, pid: str, field: str, value: str) -> None:
         """What a file says of one of its pids: `labels` ("CPU", "GPU 0"), or `name`, which counts less."""
@@ -80,23 +84,33 @@ class Tracks:
 
     def take_unnamed(self) -> list[Event]:
         """Names for the tracks that no file has named."""
-        names = [_meta("thread_name", pid, tid, name=name) for tid, (pid, name) in self._unnamed.items()]
+        names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
         self._unnamed.clear()
         return names
 
     def _further(self, row: Row, pid: str) -> int:
-        self._rows += 1
+        further = next(free for free in count(row.pid + 1) if free not in self._pids)
+        self._pids.add(further)
         name = self.prefixed(row, pid, "counters")
-        self.metadata += named("process", self._rows, 0, f"{row.name}: {name}", row.pid * 10 + 1)
-        return self._rows
+        self.metadata += named("process", further, 0, f"{row.name}: {name}", row.place * 10 + 1)
+        return further
 
     def _tid(self, row: int, pid: str, tid: str) -> int:
-        return self._tids.setdefault((row, pid, tid), FIRST_TID + len(self._tids))
+        key = (row, pid, tid)
+        if key not in self._tids:
+            # Its own, so that its events need no change, unless that is another's of this row.
+            own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else FIRST_TID
+            free = own if own < FIRST_TID else FIRST_TID + len(self._tids)
+            while (row, free) in self._taken:
+                free = max(free, FIRST_TID + len(self._tids) - 1) + 1
+            self._taken.add((row, free))
+            self._tids[key] = free
+        return self._tids[key]
 
 
 def row_metadata(row: Row) -> Iterator[Event]:
     """Name, place and labels of a row."""
-    yield from named("process", row.pid, 0, row.name, row.pid * 10)
+    yield from named("process", row.pid, 0, row.name, row.place * 10)
     info = row.info
     labels = [info.host, f"pid {info.pid}"] if info.pid else [info.host]
     if row.unaligned is not None:

@@ -48,6 +48,12 @@ class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
     distributed: Distributed | None
     host: str | None
     devices: tuple[DeviceProperties, ...] = ()
+    pid: int | None = None
+    """Of the first event: the process that wrote the file, in all that is known of Kineto."""
+
+
+class _OfProcess(msgspec.Struct):
+    pid: int | None = None
 
 
 class ChromeTrace:
@@ -60,15 +66,21 @@ class ChromeTrace:
     def fields(self) -> TraceFields:
         """Reads up to the events; through the whole file where the base is not before them."""
         found: dict[str, msgspec.Raw] = {}
+        first: list[msgspec.Raw] = []
         silent = ChromeTrace(self.path)  # the reading that counts is the one of `events`
-        for _ in silent._scan(found, raw_batch, None):
+        for batch in silent._scan(found, raw_batch, None):
+            first = first or batch.elements[:1]
             if "baseTimeNanoseconds" in found:
                 break
-        return _typed(found)
+        return _typed(found, first)
 
-    def events(self, on_read: Callable[[int], None] | None = None) -> Iterator[Batch]:
+    def events(
+        self,
+        on_read: Callable[[int], None] | None = None,
+        parse: Callable[[bytes], Batch] = raw_batch,
+    ) -> Iterator[Batch]:
         """All events that can be read, in the file's order."""
-        yield from self._scan({}, raw_batch, on_read)
+        yield from self._scan({}, parse, on_read)
 
     def read(
         self,
@@ -80,7 +92,7 @@ class ChromeTrace:
         found: dict[str, msgspec.Raw] = {}
         for some in self._scan(found, parse, on_read):
             take(some)
-        return _typed(found)
+        return _typed(found, [])
 
     def _scan(
         self,
@@ -151,7 +163,7 @@ def _object(text: bytes) -> dict[str, msgspec.Raw]:
     return {}
 
 
-def _typed(found: dict[str, msgspec.Raw]) -> TraceFields:
+def _typed(found: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFields:
     """Field by field: one of another type than it should be says nothing, and costs no other."""
     base_ns = _value(found, "baseTimeNanoseconds", int)
     return TraceFields(
@@ -159,7 +171,15 @@ def _typed(found: dict[str, msgspec.Raw]) -> TraceFields:
         distributed=_value(found, "distributedInfo", Distributed),
         host=_value(found, "host_name", str),
         devices=_value(found, "deviceProperties", tuple[DeviceProperties, ...]) or (),
+        pid=_pid(first),
     )
+
+
+def _pid(events: list[msgspec.Raw]) -> int | None:
+    try:
+        return msgspec.json.decode(events[0], type=_OfProcess, strict=False).pid
+    except (IndexError, msgspec.DecodeError):
+        return None
 
 
 def _value(found: dict[str, msgspec.Raw], name: str, kind: type[_T]) -> _T | None:

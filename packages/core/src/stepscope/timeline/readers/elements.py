@@ -1,14 +1,15 @@
 """The elements of a JSON array, as bytes, out of text that comes in pieces and may be damaged.
 
-A piece of sound JSON is taken whole: msgspec checks it and finds its elements, at 400 MB/s. Only a piece that
-it refuses is walked through by its strings and brackets, element by element.
+A piece of sound JSON is taken whole: msgspec checks it, at 700 MB/s. Only a piece that it refuses is walked
+through by its strings and brackets, element by element.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -36,19 +37,58 @@ _ESCAPE = re.compile(
 """What JSON has (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 T = TypeVar("T")
+_NEVER = Literal["\0"]
+"""The type of a field that a plain event does not have."""
 
 
-class Batch(NamedTuple):
+class Plain(msgspec.Struct, gc=False, kw_only=True):
+    """The fields that a merge may change, of an event that has them as Kineto writes them.
+
+    In Kineto's order, since msgspec looks for the next field first. An event without one of them, with
+    another type, or with `bind_id` or `id2`, is not plain; nor are metadata and counters.
+    """
+
+    ph: Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
+    id: Annotated[int, msgspec.Meta(ge=0)] = -1
+    pid: int
+    tid: int
+    ts: float
+    bind_id: _NEVER = "\0"
+    id2: _NEVER = "\0"
+
+
+_plain = msgspec.json.Decoder(list[Plain]).decode
+
+
+class Batch:
     """Some elements that stood together."""
 
-    text: bytes
-    """All of them with the commas between them: sound JSON once in brackets, in sound UTF-8."""
-    elements: list[msgspec.Raw]
+    def __init__(
+        self, text: bytes, elements: list[msgspec.Raw] | None = None, plain: list[Plain] | None = None
+    ) -> None:
+        self.text = text
+        """All of them with the commas between them: sound JSON once in brackets, in sound UTF-8."""
+        self.plain = plain
+        """All of them, if all are plain and somebody asked for that."""
+        if elements is not None:
+            self.elements = elements
+
+    @cached_property
+    def elements(self) -> list[msgspec.Raw]:
+        return _elements(b"[%b]" % self.text)
 
 
 def raw_batch(text: bytes) -> Batch:
-    """Elements that nobody looks into: the way of a merge."""
+    """Elements that nobody looks into."""
     return Batch(text, _elements(b"[%b]" % text))
+
+
+def plain_batch(text: bytes) -> Batch:
+    """The way of a merge: `Batch.plain` where that is possible."""
+    try:
+        return Batch(text, plain=_plain(b"[%b]" % text))
+    except msgspec.ValidationError:
+        return raw_batch(text)
 
 
 class Elements(Generic[T]):

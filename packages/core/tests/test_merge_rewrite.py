@@ -1,0 +1,205 @@
+"""The quick way and the thorough one of a merge give the same events, whatever the layout and the clocks."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.model import Process, ProcessClock
+from stepscope.timeline.place import Place
+from stepscope.timeline.readers.blocks import Notes
+from stepscope.timeline.readers.elements import plain_batch
+from stepscope.timeline.rewrite import Cut, Rewriter
+from stepscope.timeline.rows import Axis, Row
+from stepscope.timeline.tracks import Tracks
+
+Event = dict[str, Any]
+SECOND_NS = 1_000_000_000
+AXIS = Axis(base_ns=1_745_000_000 * SECOND_NS, first=0, last=20_000_000 * SECOND_NS, behind=0)
+INFO = ProcessInfo(role="actor", rank=0, world_size=None, host="a", pid=4242)
+KINETO = """{{
+    "ph": "{ph}",{id}
+    "cat": "cpu_op",
+    "name": {name},
+    "pid": {pid},
+    "tid": {tid},
+    "ts": {ts},
+    "dur": 8.135
+    ,
+    "args": {args}
+  }}"""
+OLDER = """{{
+    "ph": "{ph}", {id}"cat": "kernel", "name": {name}, "pid": {pid}, "tid": {tid},
+    "ts": {ts}, "dur": 31,
+    "args": {args}
+  }}"""
+COMPACT = '{{"ph":"{ph}",{id}"name":{name},"pid":{pid},"tid":{tid},"ts":{ts},"args":{args}}}'
+ODD = '{{"args": {args}, "ts" : {ts}, {id}"tid": {tid}, "pid":{pid}, "name": {name}, "ph": "{ph}"}}'
+
+numbers = st.sampled_from(["4242", "0", "7", "1", "11506", '"7"', '"stream 7"', "10000000", "-1"])
+names = st.sampled_from(["aten::mm", 'a "pid": 0, "tid": 7, "ts": 4', '"id": 5', "\\", "é", "\x01", "NaN"])
+arguments = st.sampled_from(
+    [
+        {},
+        {"pid": 0},
+        {"External id": 3},
+        {"id": 5},
+        {"ts": 1, "tid": 7},
+        {"x": {"ph": "X", "pid": 0, "ts": 5}},
+    ]
+)
+digits = st.integers(1_000_000, 9_000_000_000)
+times = st.one_of(
+    st.builds("{}".format, digits),
+    st.builds("{}.{:03}".format, digits, st.integers(0, 999)),
+    st.builds("{}.{:03}".format, st.integers(4_443_469_000_000, 4_443_471_000_000), st.integers(0, 999)),
+    st.sampled_from(["0", "-5", "1e9", "5.5", "1234567.25e1", '"77"', "1745556530409554.9"]),
+)
+SHIFTS = [0, 7, 1_000, 5_000_000, 3 * SECOND_NS, -SECOND_NS, 7_889_238 * SECOND_NS]
+
+
+def written(layout: str, **fields: object) -> str:
+    number = fields["id"]
+    text = "" if number is None else ("\n    " if layout is KINETO else "") + f'"id": {number},'
+    if layout is COMPACT:
+        text = text.replace(" ", "")
+    return layout.format(**{**fields, "id": text})
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[str]:
+    """Some events: most of one layout and kind, so that they often go the quick way together."""
+    layout = draw(st.sampled_from([KINETO, OLDER, COMPACT, ODD]))
+    usual: Event = {
+        "ph": draw(st.sampled_from("XisfBE")),
+        "pid": draw(st.sampled_from(["4242", "0", "11506"])),
+        "tid": draw(st.sampled_from(["4242", "7"])),
+        "ts": draw(times),
+        "id": None,
+        "name": '"aten::mm"',
+        "args": "{}",
+    }
+    kinds: dict[str, st.SearchStrategy[object]] = {
+        "ph": st.sampled_from("XisfBEbMC"),
+        "pid": numbers,
+        "tid": numbers,
+        "ts": times,
+        "id": st.sampled_from(["1", "57452", "0", "12345678901", '"0x10"', "9007199254740993"]),
+        "name": names.map(json.dumps),
+        "args": arguments.map(json.dumps),
+    }
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        changed = draw(st.sets(st.sampled_from(sorted(kinds)), max_size=2))
+        found.append(written(layout, **{**usual, **{kind: draw(kinds[kind]) for kind in sorted(changed)}}))
+    return found
+
+
+def process(drift_ns: int) -> Process:
+    clock = ProcessClock(
+        alignment="measured", offset_ns=50, closing_offset_ns=50 + drift_ns, uncertainty_ns=1
+    )
+    opened_ns = AXIS.base_ns + 100 * SECOND_NS
+    return Process(
+        name="actor 0", info=INFO, owner=False, opened_ns=opened_ns, closed_ns=opened_ns + 10_000 * SECOND_NS,
+        last_ns=opened_ns, clock=clock, spans=0, dropped=0, cost=None,
+    )  # fmt: skip
+
+
+class Rewritten(NamedTuple):
+    events: list[Event]
+    notes: dict[str, int | None]
+    written: int
+    names: list[str]
+
+
+def rewritten(events: list[str], cut: Cut, shift_ns: int, drift_ns: int | None) -> Rewritten:
+    clock = None if drift_ns is None else process(drift_ns)
+    row = Row(info=INFO, process=None, clock=clock, pid=4242)
+    tracks, notes = Tracks([4242]), Notes()
+    base_ns = AXIS.base_ns + shift_ns
+    rewriter = Rewriter(row, Place(row, base_ns, AXIS), FlowIds(3, 8), tracks, AXIS, cut, notes)
+    text = rewriter.rewrite(plain_batch(",\n".join(events).encode()))
+    found: list[Event] = json.loads(b"[%b]" % text, parse_float=Decimal)
+    return Rewritten(found, notes.counts, rewriter.written, sorted(map(str, tracks.take_unnamed())))
+
+
+THOROUGH = Cut(-(10**30), None)
+"""Leaves nothing out, and makes every event go the thorough way."""
+
+
+def assert_both_ways_agree(events: list[str], shift_ns: int, drift_ns: int | None) -> None:
+    quick = rewritten(events, Cut(None, None), shift_ns, drift_ns)
+    thorough = rewritten(events, THOROUGH, shift_ns, drift_ns)
+    assert quick._replace(events=[]) == thorough._replace(events=[])
+    assert [canonical(event) for event in quick.events] == [canonical(event) for event in thorough.events]
+
+
+def canonical(event: Event) -> Event:
+    return {**event, "ts": Decimal(event["ts"])} if "ts" in event else event
+
+
+@settings(max_examples=400, deadline=None)
+@given(traces(), st.sampled_from(SHIFTS), st.sampled_from([None, None, 0, 12_345]))
+def test_both_ways_to_rewrite_give_the_same_events(
+    events: list[str], shift_ns: int, drift_ns: int | None
+) -> None:
+    assert_both_ways_agree(events, shift_ns, drift_ns)
+
+
+PLAIN: Event = {
+    "ph": "X",
+    "pid": "4242",
+    "tid": "4242",
+    "ts": "4443469590446.220",
+    "id": None,
+    "name": '"k"',
+    "args": "{}",
+}
+
+
+@pytest.mark.parametrize("shift_ns", SHIFTS)
+@pytest.mark.parametrize("layout", [KINETO, OLDER, COMPACT])
+def test_what_kineto_writes_goes_the_quick_way(
+    layout: str, shift_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[Event] = [
+        {},
+        {"pid": "0", "tid": "7"},
+        {"pid": "1", "tid": "7"},
+        {"ph": "s", "id": "57452"},
+        {"tid": "4250"},
+    ]
+    events = [written(layout, **{**PLAIN, **kind}) for kind in kinds for _ in range(50)]
+    if layout is COMPACT:
+        events = [event.replace(".220", "") for event in events]
+    assert_both_ways_agree(events, shift_ns, None)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an event went the thorough way")
+
+    monkeypatch.setattr(Rewriter, "_one", refuse)
+    if not (layout is COMPACT and shift_ns % 1000):
+        found = rewritten(events, Cut(None, None), shift_ns, None).events
+        assert {event["pid"] for event in found} == {4242}
+        assert len({event["tid"] for event in found}) == 4
+
+
+def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
+    fake = '"pid": 0, "tid": 7, "ts": 4443469590446.220, "id": 5'
+    nested = "{" + fake + "}"
+    kinds = [{"name": json.dumps(fake)}, {"args": nested}, {"args": f'{{"a": [{nested}]}}'}]
+    for kind in kinds:
+        events = [written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", "id": "9"})] * 3
+        events.append(written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", **kind}))
+        found = rewritten(events, Cut(None, None), 3 * SECOND_NS, None).events
+        before = json.loads(events[-1], parse_float=Decimal)
+        assert (found[-1]["name"], found[-1]["args"]) == (before["name"], before["args"])
+        assert (found[-1]["pid"], len(found)) == (4242, 4)
