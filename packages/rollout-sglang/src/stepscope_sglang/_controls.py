@@ -1,0 +1,227 @@
+"""From a capture to what SGLang is told. Pure. What would kill or corrupt an engine is refused here.
+
+Every capture is armed for the next forward pass, never started at once: `start_step` 1, which SGLang raises
+to "the next". So a profile that somebody else has running is an error instead of being replaced in silence,
+time in which the scheduler waits for work is not recorded, and `num_steps` counts right in every version
+(started at once, versions before 0.5.16 record one pass too few).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+import msgspec
+
+from stepscope.engines.protocol import EngineCapture
+from stepscope.errors import EngineError
+from stepscope.files.layout import safe
+from stepscope_sglang import _versions
+from stepscope_sglang._facts import EngineFacts
+
+UNBOUNDED = 1 << 30
+"""As `num_steps` of a capture by stage without a count: without a number the next forward pass kills the
+scheduler.
+"""
+_TORCH = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
+_OURS = {
+    "output_dir": "save_path",
+    "num_steps": "roles.<role>.engine.iterations.count",
+    "with_stack": "torch.with_stack",
+    "record_shapes": "torch.record_shapes",
+    "profile_by_stage": "roles.<role>.engine.by_stage",
+    "merge_profiles": "roles.<role>.engine.merge",
+    "profile_id": "nothing: it names the files of a capture",
+    "req_type": "nothing: it tells a start from a stop",
+}
+"""Option of SGLang's -> what sets it here."""
+_FURTHER = ("CUDA_PROFILER", "RPD")
+"""Activities that are no part of torch.profiler, by `extra.activities`."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is told, and what it is not."""
+
+    request: dict[str, object]
+    """Without `output_dir`."""
+    count: int | None
+    """Iterations after which the engine stops by itself; in each stage, where these are told apart."""
+    by_stage: bool
+    merged: bool
+    """SGLang writes one more file, of all ranks."""
+    ignored: dict[str, str]
+    """{option of the capture: why not}."""
+
+
+def plan(capture: EngineCapture, facts: EngineFacts) -> Plan:
+    """What to tell the engine.
+
+    Raises:
+        EngineError: it cannot record this at all, and why.
+    """
+    ignored: dict[str, str] = {}
+    passed = _passed(capture, facts, ignored)
+    by_stage = capture.by_stage and _can(ignored, "by_stage", _why_no_stages(facts))
+    count = capture.iterations.count
+    merged = capture.merge and _can(ignored, "merge", _why_no_merge(facts, by_stage, passed))
+    request: dict[str, object] = {
+        "activities": _activities(capture, facts, ignored),
+        "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
+        "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
+        **_window(capture, by_stage, passed),
+    }
+    if merged:
+        request["merge_profiles"] = True
+    if "profile_id" in facts.options:
+        request["profile_id"] = safe(capture.name)
+    request.update(passed)
+    return Plan(request=request, count=count, by_stage=by_stage, merged=merged, ignored=ignored)
+
+
+def _can(ignored: dict[str, str], option: str, reason: str | None) -> bool:
+    if reason is not None:
+        ignored[option] = reason
+    return reason is None
+
+
+def _window(capture: EngineCapture, by_stage: bool, passed: dict[str, object]) -> dict[str, object]:
+    wanted, first = capture.iterations, passed.pop("start_step", None)
+    if wanted.start > 0:
+        raise EngineError(
+            f"iterations.start is {wanted.start}: SGLang begins at an absolute number of forward passes "
+            "since the engine started and shows that number nowhere, so the n-th of this capture cannot be "
+            "named. Fix: iterations.start: 0; or engine.extra: {start_step: <the absolute number>}"
+        )
+    if by_stage:
+        if first is not None:
+            raise EngineError(
+                "extra.start_step has no effect on captures by stage. Fix: leave one of them out"
+            )
+        return {"profile_by_stage": True, "num_steps": wanted.count or UNBOUNDED}
+    window: dict[str, object] = {"start_step": 1 if first is None else first}
+    if wanted.count is not None:
+        window["num_steps"] = wanted.count
+    return window
+
+
+def _activities(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> list[str]:
+    """In SGLang's words, of those that the engine's device can record: any other kills its scheduler."""
+    taken, reasons = [], []
+    for activity in capture.activities:
+        reason = _why_not_recorded(activity, facts)
+        if reason is None:
+            taken.append(_TORCH[activity])
+        else:
+            reasons.append(f"{activity}: {reason}")
+    if reasons:
+        ignored["activities"] = "; ".join(reasons)
+    if not taken:
+        raise EngineError(
+            f"none of the activities {list(capture.activities)} can be recorded ({'; '.join(reasons)}): "
+            "SGLang would record nothing, or die. Fix: torch.activities: [cpu]"
+        )
+    if capture.profile_memory and _can(ignored, "profile_memory", _why_no_memory(facts)):
+        taken.append("MEM")
+    return taken + _further(capture, facts)
+
+
+def _why_not_recorded(activity: str, facts: EngineFacts) -> str | None:
+    if activity not in _TORCH:
+        return "SGLang records cpu, cuda and xpu"
+    if activity == "xpu" and _versions.older(facts.version, _versions.XPU_SINCE):
+        return f"sglang {facts.version} does not know it; {_versions.XPU_SINCE} does"
+    if activity not in ("cpu", facts.device):
+        return f"the engine runs on {facts.device}"
+    return None
+
+
+def _why_no_memory(facts: EngineFacts) -> str | None:
+    return (
+        None
+        if facts.device == "cuda"
+        else f"SGLang records memory of cuda; this engine runs on {facts.device}"
+    )
+
+
+def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
+    asked = str(capture.extra.get("activities") or "").replace(",", " ").split()
+    for activity in asked:
+        if activity not in _FURTHER:
+            raise EngineError(
+                f"extra.activities is {activity!r}; allowed: {', '.join(_FURTHER)}. Fix: torch.activities "
+                "and torch.profile_memory for the others"
+            )
+        if facts.device != "cuda":
+            raise EngineError(
+                f"extra.activities: {activity} kills an engine on {facts.device}. Fix: leave it out"
+            )
+        if activity == "RPD" and importlib.util.find_spec("rpdTracerControl") is None:
+            raise EngineError(
+                "extra.activities: RPD kills an engine without rpdTracerControl. Fix: install rpd"
+            )
+    return asked
+
+
+def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
+    """`extra`, each key looked up in what the engine's own start takes."""
+    passed: dict[str, object] = {}
+    for option, value in capture.extra.items():
+        if option == "activities":
+            continue
+        if option in _OURS:
+            raise EngineError(
+                f"extra.{option} cannot be set: {_OURS[option]} does. Fix: take it out of extra"
+            )
+        if option not in facts.options:
+            raise EngineError(_unknown(option, facts))
+        if option == "profile_stages":
+            ignored["extra.profile_stages"] = (
+                "SGLang heeds it under SGLANG_PROFILE_V2 alone, where a stop kills the scheduler"
+            )
+            continue
+        passed[option] = value
+    return passed
+
+
+def _unknown(option: str, facts: EngineFacts) -> str:
+    since = _versions.SINCE.get(option)
+    if since is not None:
+        return f"sglang {facts.version} has no option {option!r}; {since} has it. Fix: a newer sglang"
+    free = sorted((facts.options | {"activities"}) - _OURS.keys())
+    return f"sglang {facts.version} has no option {option!r}; extra can hold: {', '.join(free)}"
+
+
+def _why_no_stacks(facts: EngineFacts) -> str | None:
+    if not facts.sleep_on_idle:
+        return (
+            "an idle scheduler spins, and with stacks takes 22 GB in 8 s. Fix: start the engine with "
+            "sleep_on_idle=True"
+        )
+    return _forced(facts, "STACK")
+
+
+def _forced(facts: EngineFacts, word: str) -> str | None:
+    return next((f"{name} is off for this engine" for name in facts.forced_off if word in name), None)
+
+
+def _why_no_stages(facts: EngineFacts) -> str | None:
+    if facts.speculative:
+        return "with speculative decoding SGLang's stages do not end, or kill the scheduler"
+    since = _versions.DECODE_SERVER_BY_STAGE_SINCE
+    if facts.disaggregation == "decode" and _versions.older(facts.version, since):
+        return f"it kills a decode server of sglang {facts.version}; {since} can do it"
+    return None
+
+
+def _why_no_merge(facts: EngineFacts, by_stage: bool, passed: Mapping[str, object]) -> str | None:
+    ours = "`stepscope merge` joins the files"
+    if "merge_profiles" not in facts.options:
+        since = _versions.SINCE["merge_profiles"]
+        return f"sglang {facts.version} has no merge_profiles; {since} has it; {ours}"
+    if facts.dp > 1 or facts.pp > 1:
+        return f"SGLang merges before the other dp and pp ranks have written; {ours}"
+    if by_stage:
+        return f"SGLang merges both stages into one, under the same process ids; {ours}"
+    if passed.get("profile_prefix"):
+        return f"SGLang finds no file to merge when they have a prefix; {ours}"
+    return None

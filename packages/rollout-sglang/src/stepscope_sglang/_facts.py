@@ -1,0 +1,77 @@
+"""What one SGLang engine is: its version, its device, its parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from stepscope.engines.artifacts import Option
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one engine: one TokenizerManager with its schedulers."""
+
+    version: str | None
+    options: frozenset[str]
+    """What a start of its profiler can be told."""
+    device: str
+    tp: int
+    dp: int
+    pp: int
+    dp_attention: bool
+    """The data-parallel ranks share the GPUs of the tensor-parallel ones."""
+    sleep_on_idle: bool
+    """Otherwise an idle scheduler spins, and every turn is recorded."""
+    speculative: bool
+    disaggregation: str | None
+    """`prefill` or `decode` for a server that does only this."""
+    metrics: bool
+    """Whether answers carry times."""
+    forced_off: frozenset[str] = frozenset()
+    """Options that the engine's environment switches off."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * (1 if self.dp_attention else self.dp)
+
+    def sidecar(self) -> dict[str, Option]:
+        return {
+            "device": self.device,
+            "tp_size": self.tp,
+            "dp_size": self.dp,
+            "pp_size": self.pp,
+            "dp_attention": self.dp_attention,
+            "sleep_on_idle": self.sleep_on_idle,
+            "disaggregation_mode": self.disaggregation,
+        }
+
+
+def facts_of(
+    settings: Mapping[str, object],
+    *,
+    version: str | None,
+    options: frozenset[str],
+    forced_off: frozenset[str] = frozenset(),
+) -> EngineFacts:
+    """From what an engine says of its `ServerArgs`, as resolved."""
+    mode = settings.get("disaggregation_mode")
+    return EngineFacts(
+        version=version,
+        options=options,
+        device=str(settings.get("device") or "cuda"),
+        tp=_size(settings, "tp_size"),
+        dp=_size(settings, "dp_size"),
+        pp=_size(settings, "pp_size"),
+        dp_attention=bool(settings.get("enable_dp_attention")),
+        sleep_on_idle=bool(settings.get("sleep_on_idle")),
+        speculative=settings.get("speculative_algorithm") is not None,
+        disaggregation=str(mode) if mode in ("prefill", "decode") else None,
+        metrics=bool(settings.get("enable_metrics")),
+        forced_off=forced_off,
+    )
+
+
+def _size(settings: Mapping[str, object], name: str) -> int:
+    value = settings.get(name)
+    return value if isinstance(value, int) and value > 0 else 1

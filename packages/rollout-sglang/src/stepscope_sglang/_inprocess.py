@@ -1,0 +1,185 @@
+"""The way to an engine of this process: through its TokenizerManager, on the event loop that owns it.
+
+A TokenizerManager belongs to the loop that used it first: asked on another, it sends the request and never
+hears the answer. And a call that is cancelled on its way wedges every later one (up to 0.5.15) or gets them
+the wrong answers (later). So calls are handed to that loop from a thread that waits for them to the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYetError
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from stepscope.errors import EngineError
+from stepscope_sglang import _versions
+from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._session import RefusedError
+
+_LOOK_S = 0.5
+"""How often a wait for an answer looks whether the engine still lives."""
+
+
+class TokenizerManager(Protocol):
+    """What is used of sglang's."""
+
+    server_args: Any
+
+    async def stop_profile(self) -> object: ...
+
+
+class Engine(Protocol):
+    """What is used of `sglang.Engine`."""
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager: ...
+
+
+class InProcess:
+    """A `Line`."""
+
+    remote = False
+
+    def __init__(self, engine: Engine | TokenizerManager) -> None:
+        manager = getattr(engine, "tokenizer_manager", None)
+        self.manager: TokenizerManager = cast(TokenizerManager, engine) if manager is None else manager
+        self._engine = None if manager is None else engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._facts: EngineFacts | None = None
+
+    def facts(self) -> EngineFacts:
+        if self._facts is None:
+            start = getattr(self.manager, "start_profile", None)
+            if start is None:
+                raise EngineError(
+                    f"{type(self.manager).__qualname__} has no start_profile "
+                    f"(sglang {_versions.installed()}). "
+                    "Fix: pass the Engine or its tokenizer_manager"
+                )
+            self._facts = facts_of(
+                _settings(self.manager.server_args),
+                version=_versions.installed(),
+                options=_versions.dialect_of(start).options,
+                forced_off=frozenset(name for name in _SWITCHES if _is_off(name)),
+            )
+        return self._facts
+
+    def settle_on(self, running: asyncio.AbstractEventLoop | None) -> None:
+        """Finds the loop that owns the TokenizerManager.
+
+        Args:
+            running: The loop of whoever starts a capture, who will own a TokenizerManager that nobody has
+                used yet. None: that is a loop of stepscope's, which stands in for synchronous code.
+
+        Raises:
+            EngineError: nothing says which.
+        """
+        owner = getattr(self.manager, "event_loop", None)
+        own = getattr(self._engine, "loop", None)
+        if owner is None and own is not None and (own.is_running() or running is None):
+            owner = own
+        self._loop = owner if owner is not None else running
+        if self._loop is None:
+            raise EngineError(
+                "nothing says on which event loop this TokenizerManager will be used. Fix: generate once "
+                "before the first capture, or `async with capture(...)` on the loop that generates"
+            )
+
+    def start(self, request: Mapping[str, object]) -> None:
+        manager: Any = self.manager
+        if _versions.dialect_of(manager.start_profile).as_object:
+            self._call(lambda: manager.start_profile(_versions.profile_request()(**request)))
+        else:
+            self._call(lambda: manager.start_profile(**request))
+
+    def stop(self) -> None:
+        self._call(self.manager.stop_profile)
+
+    def when_it_runs(self, then: Callable[[], None]) -> None:
+        """Calls `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and
+        would find it taken if we ran it ourselves meanwhile.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        if loop.is_running():
+            then()
+        else:
+            loop.call_soon_threadsafe(then)
+
+    @property
+    def reachable(self) -> bool:
+        return self._loop is not None and self._loop.is_running()
+
+    def _call(self, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            raise EngineError(
+                "the event loop of this engine is closed: the engine cannot be reached any more"
+            )
+        try:
+            if loop.is_running():
+                self._wait(asyncio.run_coroutine_threadsafe(ask(), loop))
+            else:  # synchronous code waits for us, and runs it between captures only
+                loop.run_until_complete(ask())
+        except RuntimeError as error:
+            if isinstance(error, EngineError):
+                raise
+            raise RefusedError(str(error)) from error
+
+    def _wait(self, answer: Future[object]) -> None:
+        schedulers = self._processes()
+        while True:
+            try:
+                answer.result(_LOOK_S)
+            except NotYetError:
+                dead = [pid for pid in schedulers if not _lives(pid)]
+                if dead:
+                    raise EngineError(f"the engine has died (process {dead[0]} is gone)") from None
+                continue
+            return
+
+    def _processes(self) -> Sequence[int]:
+        """Of the engine; empty where it does not tell (before 0.5.12, and of a bare TokenizerManager)."""
+        tell = getattr(self._engine, "get_all_child_pids", None)
+        return [] if tell is None else list(tell())
+
+
+_SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
+
+
+def check_environment() -> None:
+    """Raises EngineError where a capture would kill the engines of this process."""
+    if os.environ.get("SGLANG_PROFILE_V2", "").lower() in ("1", "true", "yes", "y"):
+        raise EngineError(
+            "SGLANG_PROFILE_V2 is set: under it a plain start, and every stop, kills the scheduler. "
+            "Fix: unset it"
+        )
+
+
+def of_ours(thread: threading.Thread) -> bool:
+    """Whether the thread's event loop is one of stepscope's own."""
+    return thread.name.startswith("stepscope")
+
+
+def _is_off(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("0", "false", "no", "n")
+
+
+def _settings(server_args: Any) -> Mapping[str, object]:
+    """The arguments as resolved: newer versions keep what was given apart from what came of it."""
+    resolved = getattr(server_args, "resolved_dict", None)
+    return cast(Mapping[str, object], vars(server_args) if resolved is None else resolved())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return not Path("/proc").is_dir()
+    return state not in ("Z", "X")

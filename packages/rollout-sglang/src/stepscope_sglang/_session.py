@@ -1,0 +1,359 @@
+"""One capture on one engine: from what SGLang is told to the files that are left, however it ends.
+
+    state       means                                       leaves it by
+    armed       SGLang records from the next forward pass   end(): to one of the others
+    stopped     our stop ended the recording
+    by itself   SGLang had reached the count before
+    unused      no forward pass came: nothing was recorded
+
+SGLang does not say which it is: a stop after it has stopped, and one before it has begun, get the same
+answer. The files tell. It has no way to disarm either: what is left armed would begin with a later forward
+pass and never end, so wherever something may be, a recording is started and stopped at once, which clears it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from stepscope.engines.artifacts import Option, publish, read_anchor
+from stepscope.engines.protocol import EngineCapture
+from stepscope.errors import EngineError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import safe, sidecar_of
+from stepscope.files.sidecar import Artifact
+from stepscope_sglang._controls import UNBOUNDED, Plan, plan
+from stepscope_sglang._facts import EngineFacts
+from stepscope_sglang._traces import (
+    Content,
+    Stage,
+    TraceName,
+    make_folder,
+    parse_name,
+    rank_of,
+    read,
+)
+
+State: TypeAlias = Literal["armed", "stopped", "by itself", "unused"]
+
+_PATIENCE_S = (5.0, 30.0)
+"""How long a file may take to be complete once SGLang says it is: here, and on a disk that is shared."""
+_LOOK_S = 0.05
+
+
+class RefusedError(EngineError):
+    """The engine understood the request and said no."""
+
+
+class Line(Protocol):
+    """The way to one engine's profiler. Its calls block, on the thread of the profiler that owns it."""
+
+    remote: bool
+    """The engine is not below this process: perhaps another user's, perhaps on another host."""
+
+    def facts(self) -> EngineFacts: ...
+
+    def start(self, request: Mapping[str, object]) -> None:
+        """Raises `RefusedError`, or EngineError when the engine cannot be reached."""
+        ...
+
+    def stop(self) -> None:
+        """Returns when the files are written. Raises `RefusedError` when nothing is being recorded."""
+        ...
+
+
+class Session:
+    """Used on one thread, except for `expire`."""
+
+    def __init__(self, line: Line, capture: EngineCapture, label: str | None = None) -> None:
+        """
+        Args:
+            label: Tells this engine's files from those of the others of a replica.
+        """
+        self.ignored: dict[str, str] = {}
+        self.patience_s = _PATIENCE_S[line.remote]
+        self._line = line
+        self._capture = capture
+        self._label = label
+        self._state: State = "armed"
+        self._truncated: str | None = None
+        self._opened: ClockAnchor | None = None
+        self._closed: ClockAnchor | None = None
+        self._facts: EngineFacts | None = None
+        self._plan: Plan | None = None
+        self._folder = Path(capture.out_dir, f".sglang-{uuid.uuid4().hex[:12]}")
+
+    def open(self) -> None:
+        """Arms the engine's profiler.
+
+        Raises:
+            EngineError: it was refused, here or by the engine. Nothing is armed then.
+        """
+        self._facts = self._line.facts()
+        self._plan = plan(self._capture, self._facts)
+        self.ignored = dict(self._plan.ignored)
+        make_folder(self._folder, open_to_all=self._line.remote)
+        try:
+            self._line.start({**self._plan.request, "output_dir": str(self._folder)})
+        except BaseException as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, RefusedError) and "already in progress" in str(error):
+                raise EngineError(
+                    "this engine's profiler is running, and not for us: somebody started it by hand, or the "
+                    "process that did has died. Fix: call stop_profile on the engine"
+                ) from error
+            raise
+        self._opened = read_anchor()
+
+    def expire(self, reason: str) -> None:
+        """Ends the recording before the capture does."""
+        if self._state == "armed":
+            self._truncated = reason
+            self.end()
+
+    def end(self) -> None:
+        """The engine records no longer and nothing is armed."""
+        if self._state != "armed":
+            return
+        self._state = "stopped"  # also where the next line raises: there is no second stop
+        if not (self._bounded and self._all_there()):
+            try:
+                self._line.stop()
+            except RefusedError:
+                self._state = self._without_us()
+            self._closed = read_anchor()
+            if not self._all_there():
+                self._settle()
+        else:
+            self._state = "by itself"
+
+    def close(self) -> list[Artifact]:
+        """The artifacts, once complete.
+
+        Raises:
+            EngineError: nothing was recorded, and why.
+        """
+        try:
+            self.end()
+            self._wait()
+            return self._publish()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def drop(self) -> None:
+        """Ends the recording and leaves nothing of it."""
+        try:
+            self.end()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # What the engine has done.
+
+    @property
+    def _bounded(self) -> bool:
+        return self._planned.count is not None
+
+    @property
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("Session.open comes first")
+        return self._plan
+
+    @property
+    def _known(self) -> EngineFacts:
+        if self._facts is None:
+            raise RuntimeError("Session.open comes first")
+        return self._facts
+
+    def _files(self) -> list[tuple[Path, TraceName]]:
+        if not self._folder.is_dir():
+            return []
+        found = ((path, parse_name(path.name)) for path in sorted(self._folder.iterdir()))
+        return [(path, name) for path, name in found if name is not None]
+
+    def _all_there(self) -> bool:
+        """Every file that SGLang writes when it stops by itself is there and complete."""
+        files = self._files()
+        stages: tuple[Stage | None, ...] = ("prefill", "decode") if self._planned.by_stage else (None,)
+        for stage in stages:
+            mine = [name for _, name in files if name.stage == stage and name.kind == "torch_trace"]
+            if len(mine) < self._known.world_size:
+                return False
+        merged = sum(name.kind == "merged_trace" for _, name in files)
+        if self._planned.merged and not merged:
+            return False
+        return all(read(path).complete for path, name in files if name.kind != "cuda_memory_snapshot")
+
+    def _without_us(self) -> State:
+        if not self._files():
+            return "unused"
+        # Of several data-parallel schedulers only the first one's answer is heard.
+        return "by itself" if self._bounded else "stopped"
+
+    def _cleared(self) -> bool:
+        """Whether what has happened leaves nothing armed."""
+        if self._state == "unused" or self._known.dp > 1:
+            return False
+        stages = {name.stage for _, name in self._files()}
+        return not self._planned.by_stage or ("prefill" in stages and len(stages) > 1)
+
+    def _settle(self) -> None:
+        """Clears whatever is armed still."""
+        if self._cleared():
+            return
+        scrap = self._folder.with_name(f"{self._folder.name}-scrap")
+        make_folder(scrap, open_to_all=self._line.remote)
+        try:
+            self._line.start(
+                {"output_dir": str(scrap), "activities": ["CPU"], "with_stack": False, "record_shapes": False}
+            )
+            self._line.stop()
+        except RefusedError as error:
+            self.ignored["stop"] = f"what is left armed in the engine could not be cleared: {error}"
+        finally:
+            shutil.rmtree(scrap, ignore_errors=True)
+
+    def _wait(self) -> None:
+        """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
+        if self._state == "unused":
+            return
+        deadline = time.monotonic() + self.patience_s
+        never = threading.Event()
+        while not self._settled() and time.monotonic() < deadline:
+            never.wait(_LOOK_S)
+
+    def _settled(self) -> bool:
+        files = self._files()
+        return bool(files) and all(read(path).complete for path, name in files if name.kind == "torch_trace")
+
+    # From files to artifacts.
+
+    def _publish(self) -> list[Artifact]:
+        files = self._files()
+        if not files:
+            raise EngineError(self._nothing())
+        self._closed = self._closed or read_anchor()
+        contents = {
+            path: Content(complete=True) if path.suffix == ".pickle" else read(path) for path, _ in files
+        }
+        wanted = [each for each in files if self._wanted(each[1], contents[each[0]])]
+        self._note_absent(files)
+        stages = {path: self._stage(path, name, contents[path], files) for path, name in wanted}
+        return [self._take(path, name, contents[path], stages[path]) for path, name in wanted]
+
+    def _nothing(self) -> str:
+        if self._state == "unused":
+            return (
+                "nothing was recorded: the engine ran no forward pass during the capture. Fix: generate "
+                "inside it"
+            )
+        where = (
+            " Does the server see this folder? Fix: a save_path on a disk that both share"
+            if self._line.remote
+            else ""
+        )
+        return f"SGLang stopped and left no file in {self._folder.parent}.{where}"
+
+    def _wanted(self, name: TraceName, content: Content) -> bool:
+        """Only files of the ranks that were asked for; what says no rank is kept."""
+        if self._capture.ranks is None or name.kind == "merged_trace":
+            return True
+        rank = self._rank(name, content)
+        if rank is None:
+            self.ignored["ranks"] = "SGLang's files do not say of which rank each is; all were kept"
+            return True
+        return rank in self._capture.ranks
+
+    def _rank(self, name: TraceName, content: Content) -> int | None:
+        if self._label is not None or name.kind == "merged_trace":
+            return None  # several servers make up the replica, and nothing says in which order
+        return rank_of(name, content, self._known, self._capture.replica)
+
+    def _note_absent(self, files: list[tuple[Path, TraceName]]) -> None:
+        there = {tuple(sorted(name.topology.items())) for _, name in files if name.kind == "torch_trace"}
+        if len(there) < self._known.world_size:
+            self.ignored["files"] = (
+                f"{len(there)} of {self._known.world_size} ranks left a file: the others ran no forward "
+                "pass, or write to a disk that is not seen here"
+            )
+
+    def _stage(
+        self, path: Path, name: TraceName, content: Content, files: list[tuple[Path, TraceName]]
+    ) -> Stage | None:
+        """By name, unless the content says otherwise: when requests come and go, SGLang closes the decode
+        trace under the name of the prefill one.
+        """
+        if not self._planned.by_stage or name.kind != "torch_trace":
+            return None
+        stage = name.stage
+        if stage is None:  # our stop came first; it was decode if its prefill is there
+            others = [each for _, each in files if each.topology == name.topology and each.stage == "prefill"]
+            stage = "decode" if others else "prefill"
+        if content.prefills and content.decodes:
+            self.ignored["by_stage"] = (
+                f"{path.name} holds {content.prefills} prefill and {content.decodes} decode iterations: "
+                "SGLang does not part them when requests come during decoding"
+            )
+            return None
+        return stage
+
+    def _take(self, path: Path, name: TraceName, content: Content, stage: Stage | None) -> Artifact:
+        final = self._final(path.name)
+        path.rename(final)
+        facts, merged = self._known, name.kind == "merged_trace"
+        return publish(
+            final,
+            self._capture,
+            kind=name.kind,
+            tool="sglang",
+            stage=stage,
+            rank=self._rank(name, content),
+            world_size=facts.world_size,
+            topology=None if merged else name.topology,
+            pid=content.pid if not merged else None,
+            truncated=self._why_short(content, stage),
+            ignored=self.ignored,
+            opened=self._opened,
+            closed=self._closed,
+            versions={} if facts.version is None else {"sglang": facts.version},
+            options=self._options(content),
+        )
+
+    def _final(self, name: str) -> Path:
+        """A path in the capture's folder that no earlier capture has taken."""
+        stem = safe(self._capture.name)
+        name = name if name.startswith(stem) else f"{stem}_{name}"
+        name = name if self._label is None else f"{safe(self._label)}_{name}"
+        path, number = self._folder.with_name(name), 2
+        while path.exists() or sidecar_of(path).exists():
+            path, number = self._folder.with_name(f"{number}_{name}"), number + 1
+        return path
+
+    def _why_short(self, content: Content, stage: Stage | None) -> str | None:
+        if not content.complete:
+            return "SGLang did not finish writing it"
+        count = self._planned.count
+        if count is None or self._state == "by itself":
+            return self._truncated
+        seen = content.decodes if stage == "decode" else content.prefills + content.decodes
+        if 0 < seen < count or self._truncated:
+            return self._truncated or f"the capture ended after {seen} of {count} engine iterations"
+        return None
+
+    def _options(self, content: Content) -> dict[str, Option]:
+        told = {
+            key: value
+            for key, value in self._planned.request.items()
+            if isinstance(value, (str, int, float, bool)) and value != UNBOUNDED
+        }
+        told["activities"] = ",".join(map(str, self._planned.request["activities"]))  # type: ignore[call-overload]  # a list of ours
+        if self._label is not None:
+            told["server"] = self._label
+        if content.prefills or content.decodes:
+            told["prefill_iterations"], told["decode_iterations"] = content.prefills, content.decodes
+        return {**self._known.sidecar(), **told, "ended": self._state}

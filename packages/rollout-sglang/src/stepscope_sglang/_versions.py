@@ -1,0 +1,129 @@
+"""Which SGLang this is, and what its profiler can be told. The only module that compares versions.
+
+Read in the wheels of 0.5.3 to 0.5.23; `tests/test_wheels.py` reads them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from typing import NamedTuple, cast
+
+from stepscope.errors import EngineError
+
+SINCE = {
+    "output_dir": "0.5.3",
+    "start_step": "0.5.3",
+    "num_steps": "0.5.3",
+    "activities": "0.5.3",
+    "with_stack": "0.5.3",
+    "record_shapes": "0.5.3",
+    "profile_by_stage": "0.5.3",
+    "merge_profiles": "0.5.4",
+    "profile_prefix": "0.5.6",
+    "profile_stages": "0.5.6",
+    "profile_id": "0.5.15",
+    "detailed_annotations": "0.5.19",
+}
+"""Option of a start -> the first version that has it."""
+
+XPU_SINCE = "0.5.10"
+DP_ATTENTION_SINCE = "0.5.10"
+"""Before, a start reaches one scheduler of several and is never answered."""
+DECODE_SERVER_BY_STAGE_SINCE = "0.5.21"
+"""Before, the placeholder batches of a decode server kill its scheduler while it tells stages apart."""
+MANY_CAPTURES = ("0.5.13", "0.5.17")
+"""First and last version in which the fifth to fourteenth capture killed the scheduler (with torch 2.13)."""
+
+
+class Dialect(NamedTuple):
+    """How a start is said to one TokenizerManager."""
+
+    as_object: bool
+    """One `ProfileReq` (0.5.15 and later); keywords before."""
+    options: frozenset[str]
+
+
+def number(version: str) -> tuple[int, ...]:
+    """`0.5.23.post1+cpu` -> (0, 5, 23)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def older(version: str | None, than: str) -> bool:
+    """An unknown version is not older."""
+    return version is not None and number(version) < number(than)
+
+
+@cache
+def supported() -> tuple[str, str]:
+    """(oldest, newest) of the `engine` extra: the only statement of the range."""
+    for requirement in metadata.requires("stepscope-rollout-sglang") or ():
+        found = re.match(r"sglang\s*>=([\d.]+),\s*<=([\d.]+)|sglang\s*<=([\d.]+),\s*>=([\d.]+)", requirement)
+        if found:
+            return (found[1], found[2]) if found[1] else (found[4], found[3])
+    raise EngineError("stepscope-rollout-sglang does not say which sglang it is for. Fix: install it again")
+
+
+def installed() -> str | None:
+    """The version of the sglang of this process; None where it is not installed as a distribution."""
+    module = sys.modules.get("sglang")
+    said = getattr(module, "__version__", None)
+    if isinstance(said, str):
+        return said
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check(version: str | None) -> None:
+    """Raises EngineError for a version before the supported range. A newer one may work."""
+    oldest, newest = supported()
+    if older(version, oldest):
+        raise EngineError(
+            f"sglang {version} is too old to be profiled: its stages have no names and its starts other "
+            f"rules; supported: {oldest} to {newest}. Fix: pip install 'sglang>={oldest}'"
+        )
+
+
+def dialect_of(start_profile: Callable[..., object]) -> Dialect:
+    """From the signature of `TokenizerManager.start_profile`.
+
+    Raises:
+        EngineError: neither of the two that are known.
+    """
+    names = frozenset(inspect.signature(start_profile).parameters)
+    if "req" in names:
+        return Dialect(True, fields_of(profile_request()))
+    if {"output_dir", "num_steps"} <= names:
+        return Dialect(False, names)
+    raise EngineError(
+        f"TokenizerManager.start_profile{inspect.signature(start_profile)} is neither of the two forms that "
+        f"are known (sglang {installed()}; supported: {' to '.join(supported())})"
+    )
+
+
+def profile_request() -> Callable[..., object]:
+    """The class `ProfileReq` of the sglang in this process."""
+    import importlib
+
+    module = importlib.import_module("sglang.srt.managers.io_struct")  # there: a TokenizerManager is
+    return cast(Callable[..., object], module.ProfileReq)
+
+
+def fields_of(kind: object) -> frozenset[str]:
+    """The fields of a msgspec struct or a dataclass."""
+    names = getattr(kind, "__struct_fields__", None)
+    if names is None:
+        names = [field.name for field in dataclasses.fields(cast(type, kind))]
+    return frozenset(names)
+
+
+def options_of(version: str | None) -> frozenset[str]:
+    """What a server of this version can be told, by the table: it does not show its signature."""
+    return frozenset(option for option, since in SINCE.items() if not older(version, since))

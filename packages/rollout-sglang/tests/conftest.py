@@ -1,0 +1,27 @@
+"""SGLang's request class where there is no SGLang; one engine for all tests of a process where there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_sglang import ProfileReq
+from tiny_sglang import settings, write_model
+
+from stepscope_sglang import _versions
+
+
+@pytest.fixture(autouse=True)
+def _requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real" not in request.path.parts:
+        monkeypatch.setattr(_versions, "profile_request", lambda: ProfileReq)
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import sglang
+
+    engine = sglang.Engine(**settings(write_model(tmp_path_factory.mktemp("model"))))
+    yield engine
+    engine.shutdown()

@@ -1,0 +1,22 @@
+"""Lets the CUDA build of torchvision, the only one on the index, be imported beside a CPU build of torch.
+
+Its C++ operators cannot be loaded then, and the file that describes them fails on those it does not guard.
+Also drops triton's compilers for GPUs, which take 150 MB and are not used here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+here = Path(sysconfig.get_paths()["purelib"])
+
+described = here / "torchvision" / "_meta_registrations.py"
+guarded = r'@(torch.library.register_fake("\1") if torchvision.extension._has_ops() else (lambda f: f))'
+text = described.read_text()
+described.write_text(re.sub(r'(?m)^@torch\.library\.register_fake\("(torchvision::\w+)"\)$', guarded, text))
+
+for compilers in ("nvidia/bin", "nvidia/lib/cupti", "amd/lib"):
+    shutil.rmtree(here / "triton" / "backends" / compilers, ignore_errors=True)

@@ -1,0 +1,265 @@
+"""A TokenizerManager whose schedulers exist only in memory, with SGLang's rules as running it showed them.
+
+Those that make an adapter's life hard are here: a start that replaces a running profile in silence, a trigger
+that nothing disarms, a stop that cannot tell why it is refused, a call that must not be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+NOT_RUNNING = "Profiling is not in progress. Call /start_profile first."
+RUNNING = "Profiling is already in progress. Call /stop_profile first."
+
+
+class ProfileReq(msgspec.Struct, kw_only=True):
+    """The fields of 0.5.23."""
+
+    output_dir: str | None = None
+    start_step: int | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    profile_by_stage: bool = False
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    profile_id: str | None = None
+    merge_profiles: bool = False
+    profile_prefix: str | None = None
+    profile_stages: list[str] | None = None
+    detailed_annotations: bool = False
+
+
+@dataclass
+class Scheduler:
+    """One rank."""
+
+    suffix: str
+    rank: int
+    world_size: int
+    request: ProfileReq = field(default_factory=ProfileReq)
+    forward_ct: int = 0
+    start_at: int | None = None
+    stop_at: int | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+    recording: list[str] | None = None
+
+    def start(self, request: ProfileReq) -> str | None:
+        """What is wrong, or None."""
+        armed = bool(request.profile_by_stage or request.start_step)
+        if self.recording is not None:
+            if armed:
+                return RUNNING
+            self.recording = []  # the first profile's events are gone, and its folder stays
+            return None
+        self.request = request
+        if request.start_step:
+            self.start_at = max(request.start_step, self.forward_ct + 1)
+        self.stop_at = None
+        if request.profile_by_stage:
+            self.seen = {"EXTEND": 0, "DECODE": 0}
+        elif request.num_steps:
+            self.stop_at = (self.start_at or self.forward_ct + 1) + request.num_steps
+        if not armed:
+            self.recording = []
+        return None
+
+    def stop(self, stage: str | None = None) -> str | None:
+        if self.recording is None:
+            return NOT_RUNNING
+        self._write(self.recording, "" if stage is None else f"-{stage}")
+        self.recording = self.start_at = None
+        return None
+
+    def forward(self, mode: str) -> None:
+        self.forward_ct += 1
+        if self.request.profile_by_stage:
+            self._follow_stages(mode)
+        else:
+            if self.stop_at is not None and self.stop_at <= self.forward_ct:
+                self.stop()
+            if self.start_at == self.forward_ct:
+                self.recording = []
+        if self.recording is not None:
+            self.recording.append(mode)
+
+    def _follow_stages(self, mode: str) -> None:
+        if self.request.num_steps is None:
+            raise SystemExit("the scheduler has died: NoneType += int")
+        if self.seen[mode] == 0:
+            if mode == "DECODE" and self.recording is not None:
+                self.stop("EXTEND")
+            self.recording = []
+        self.seen[mode] += 1
+        if self.seen[mode] > self.request.num_steps and self.recording is not None:
+            self.stop(mode)
+
+    def _write(self, modes: list[str], stage: str) -> None:
+        request = self.request
+        folder = Path(request.output_dir or "/tmp")
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"{request.profile_prefix}-" if request.profile_prefix else ""
+        name = f"{prefix}{request.profile_id or time.time()}{self.suffix}{stage}.trace.json.gz"
+        meta = {
+            "ph": "M",
+            "name": "process_name",
+            "ts": 1.0,
+            "pid": 4711,
+            "tid": 0,
+            "args": {"name": "sglang"},
+        }
+        steps = [
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": f"step[{mode} bs=1]",
+                "pid": 1,
+                "tid": 1,
+                "ts": 1,
+                "dur": 1,
+            }
+            for mode in modes
+        ]
+        distributed = {"backend": "gloo", "rank": self.rank, "world_size": self.world_size}
+        trace = {"distributedInfo": distributed, "baseTimeNanoseconds": 0, "traceEvents": [meta, *steps]}
+        (folder / name).write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
+        if request.merge_profiles and self.rank == 0:
+            merged = folder / f"merged-{request.profile_id}.trace.json.gz"
+            merged.write_bytes((folder / name).read_bytes())
+
+
+class FakeManager:
+    """As of 0.5.15 and later."""
+
+    def __init__(self, *, tp: int = 1, dp: int = 1, pp: int = 1, **settings: object) -> None:
+        sizes = {"tp_size": tp, "dp_size": dp, "pp_size": pp}
+        given = {"device": "cpu", "sleep_on_idle": True, "enable_dp_attention": False, **sizes, **settings}
+        self.server_args = SimpleNamespace(**given)
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self.schedulers = [
+            Scheduler(_suffix(tp, dp, pp, t, d, p), p * tp + t, tp * pp)
+            for d in range(dp)
+            for p in range(pp)
+            for t in range(tp)
+        ]
+        self.asked: list[str] = []
+        self.wedged = False
+        self.silent: str | None = None
+        """`start` or `stop`: this is not answered until `answer` is set."""
+        self.answer = asyncio.Event()
+        self.dead = False
+
+    @property
+    def recording(self) -> bool:
+        return any(scheduler.recording is not None for scheduler in self.schedulers)
+
+    @property
+    def armed(self) -> bool:
+        return any(
+            scheduler.start_at is not None and scheduler.recording is None for scheduler in self.schedulers
+        ) or any(
+            scheduler.request.profile_by_stage and 0 in scheduler.seen.values()
+            for scheduler in self.schedulers
+        )
+
+    async def start_profile(self, req: ProfileReq | None = None) -> None:
+        await self._ask("start", req or ProfileReq())
+
+    async def stop_profile(self) -> None:
+        await self._ask("stop", None)
+
+    async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
+        """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""
+        self._bind()
+        for number in range(iterations):
+            await asyncio.sleep(0)
+            for scheduler in self.schedulers if only is None else [self.schedulers[only]]:
+                scheduler.forward(mode or ("DECODE" if number else "EXTEND"))
+
+    async def _ask(self, what: str, request: ProfileReq | None) -> None:
+        self._bind()
+        self.asked.append(what)
+        if self.wedged or self.dead:
+            await asyncio.Event().wait()
+        try:
+            await asyncio.sleep(0)
+            if self.silent == what:
+                await self.answer.wait()
+        except asyncio.CancelledError:
+            self.wedged = True
+            raise
+        each = [s.stop() if request is None else s.start(request) for s in self.schedulers]
+        if each[0] is not None:  # the others' answers are not looked at
+            raise RuntimeError(each[0])
+
+    def _bind(self) -> None:
+        running = asyncio.get_running_loop()
+        if self.event_loop is None:
+            self.event_loop = running
+        if self.event_loop is not running:
+            raise AssertionError("a TokenizerManager was used on a loop that does not own it")
+
+
+class OldManager(FakeManager):
+    """As of 0.5.8: keywords, and no id that the caller could choose."""
+
+    async def start_profile(  # type: ignore[override]
+        self,
+        output_dir: str | None = None,
+        start_step: int | None = None,
+        num_steps: int | None = None,
+        activities: list[str] | None = None,
+        with_stack: bool | None = None,
+        record_shapes: bool | None = None,
+        profile_by_stage: bool = False,
+        merge_profiles: bool = False,
+        profile_prefix: str | None = None,
+        profile_stages: list[str] | None = None,
+    ) -> None:
+        said: dict[str, Any] = {key: value for key, value in locals().items() if key != "self"}
+        await self._ask("start", ProfileReq(**said, profile_id=str(time.time())))
+
+
+class FakeEngine:
+    """As `sglang.Engine`: holds the manager, a loop of its own, and processes that can die."""
+
+    def __init__(
+        self,
+        manager: FakeManager,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.tokenizer_manager = manager
+        self.loop = loop
+        self.processes = processes
+
+    def get_all_child_pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+
+def named(kind: type, name: str, module: str) -> type:
+    """`kind` under the name and module of a class of SGLang's."""
+    return type(name, (kind,), {"__module__": module})
+
+
+def trace(name: str, folder: Path, *, rank: int = 0, modes: Mapping[str, int] | None = None) -> Path:
+    """A trace of one scheduler, as SGLang writes it."""
+    scheduler = Scheduler("", rank, 1, ProfileReq(output_dir=str(folder), profile_id="x"))
+    scheduler._write([mode for mode, times in (modes or {}).items() for _ in range(times)], "")
+    written = folder / "x.trace.json.gz"
+    return written.rename(folder / name)
+
+
+def _suffix(tp: int, dp: int, pp: int, t: int, d: int, p: int) -> str:
+    parts = [f"-TP-{t}", f"-DP-{d}" if dp > 1 else "", f"-PP-{p}" if pp > 1 else ""]
+    return "".join(parts)

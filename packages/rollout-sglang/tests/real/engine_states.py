@@ -1,0 +1,229 @@
+"""What becomes of a capture on a real engine: every control, every way to end, every refusal.
+
+Run by `test_engines.py`, for each version that is tried.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sglang
+from tiny_sglang import generate, on_its_loop
+
+from stepscope import ProfileConfig, capture
+from stepscope.engines.protocol import EngineCapture, Iterations
+from stepscope.errors import EngineError
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
+from stepscope_sglang import SglangProfiler
+from stepscope_sglang._inprocess import InProcess
+from stepscope_sglang._versions import number
+
+VERSION = number(sglang.__version__)
+NAMES_STEPS = VERSION >= (0, 5, 11)
+"""Whether traces say `step[EXTEND ...]` and `step[DECODE ...]`."""
+
+
+def asked(root: Path, **changes: Any) -> EngineCapture:
+    return msgspec.structs.replace(a_capture(root), **changes)
+
+
+def record(engine: Any, wanted: EngineCapture, *, tokens: int = 5, requests: int = 1) -> list[Artifact]:
+    """One capture around one generation, from synchronous code as RL loops are."""
+
+    async def scenario() -> list[Artifact]:
+        profiler = SglangProfiler(engine)
+        await profiler.start(wanted)
+        if tokens:
+            await generate(engine, requests, tokens)
+        return await profiler.stop()
+
+    return on_its_loop(engine, scenario())
+
+
+def events_of(artifact: Artifact, wanted: EngineCapture) -> list[dict[str, Any]]:
+    with gzip.open(Path(wanted.step_dir, artifact.path)) as file:
+        return list(json.load(file)["traceEvents"])
+
+
+def steps_of(artifact: Artifact, wanted: EngineCapture) -> list[str]:
+    """`EXTEND`, `DECODE`... of each forward pass in the file."""
+    names = (str(event.get("name")) for event in events_of(artifact, wanted))
+    return [name[5:].partition(" ")[0] for name in names if name.startswith("step[")]
+
+
+def ended(artifact: Artifact, wanted: EngineCapture) -> object:
+    file = sidecar_of(Path(wanted.step_dir, artifact.path))
+    return msgspec.json.decode(file.read_bytes(), type=Sidecar).options["ended"]
+
+
+def assert_works(engine: Any, tmp_path: Path) -> None:
+    """The engine generates, nothing records it, and it can be captured."""
+
+    async def scenario() -> None:
+        await generate(engine, 1, 3)
+        with pytest.raises(RuntimeError, match="not in progress"):
+            await engine.tokenizer_manager.stop_profile()
+
+    on_its_loop(engine, scenario())
+    wanted = msgspec.structs.replace(a_capture(tmp_path, step=99))
+    assert record(engine, wanted)
+
+
+# Who stopped it.
+
+
+def test_a_capture_ends_with_our_stop_and_holds_every_iteration(engine: Any, tmp_path: Path) -> None:
+    wanted = asked(tmp_path)
+    (artifact,) = record(engine, wanted, tokens=5)
+    assert_complete(artifact, wanted)
+    assert (artifact.rank, artifact.topology, ended(artifact, wanted)) == (0, {"tp": 0}, "stopped")
+    assert artifact.pid
+    assert artifact.truncated is None
+    if NAMES_STEPS:
+        assert steps_of(artifact, wanted) == ["EXTEND", *["DECODE"] * 4]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sglang_stops_by_itself_after_the_count_and_is_not_stopped_again(
+    engine: Any, tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[None] = []
+    stop = engine.tokenizer_manager.stop_profile
+
+    async def counted() -> object:
+        stops.append(None)
+        return await stop()
+
+    monkeypatch.setattr(engine.tokenizer_manager, "stop_profile", counted)
+    wanted = asked(tmp_path, iterations=Iterations(count=count))
+    (artifact,) = record(engine, wanted, tokens=8)
+    assert not stops
+    assert ended(artifact, wanted) == "by itself"
+    passes = [event for event in events_of(artifact, wanted) if event.get("name") == "aten::embedding"]
+    assert len(passes) == 2 * count, "two embeddings in each forward pass"
+
+
+def test_a_count_that_is_not_reached_ends_with_the_capture(engine: Any, tmp_path: Path) -> None:
+    wanted = asked(tmp_path, iterations=Iterations(count=50))
+    (artifact,) = record(engine, wanted, tokens=4)
+    assert ended(artifact, wanted) == "stopped"
+    if NAMES_STEPS:
+        assert artifact.truncated == "the capture ended after 4 of 50 engine iterations"
+    assert_works(engine, tmp_path)
+
+
+def test_a_capture_without_a_forward_pass_leaves_nothing_armed(engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no forward pass"):
+        record(engine, asked(tmp_path), tokens=0)
+    assert not files_below(str(tmp_path))
+    assert_works(engine, tmp_path)
+
+
+def test_an_exception_in_the_step_leaves_no_profiler_running(engine: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with capture(1, engines=engine, config=ProfileConfig(save_path=str(tmp_path), steps="1")):
+            await generate(engine, 1, 3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        on_its_loop(engine, scenario())
+    assert_works(engine, tmp_path)
+
+
+# Stages.
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_prefill_and_decode_have_files_of_their_own(engine: Any, tmp_path: Path, count: int | None) -> None:
+    wanted = asked(tmp_path, by_stage=True, iterations=Iterations(count=count))
+    artifacts = {each.stage: each for each in record(engine, wanted, tokens=8)}
+    assert set(artifacts) == {"prefill", "decode"}
+    assert {ended(each, wanted) for each in artifacts.values()} == {
+        "stopped" if count is None else "by itself"
+    }
+    if NAMES_STEPS:
+        assert steps_of(artifacts["prefill"], wanted) == ["EXTEND"]
+        assert steps_of(artifacts["decode"], wanted) == ["DECODE"] * (count or 7)
+    assert_works(engine, tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, tokens: int) -> None:
+    wanted = asked(tmp_path, by_stage=True, iterations=Iterations(count=5))
+    if tokens:
+        (artifact,) = record(engine, wanted, tokens=tokens)
+        assert artifact.stage == "prefill"
+    else:
+        with pytest.raises(EngineError, match="no forward pass"):
+            record(engine, wanted, tokens=tokens)
+    assert_works(engine, tmp_path)
+
+
+# What is refused, before the engine hears of it.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"activities": ("cuda",)}, "the engine runs on cpu"),
+        ({"activities": ("xpu",)}, "can be recorded"),
+        ({"activities": ("mtia",)}, "SGLang records cpu, cuda and xpu"),
+        ({"extra": {"activities": "CUDA_PROFILER"}}, "kills an engine on cpu"),
+        ({"extra": {"activities": "RPD"}}, "kills an engine on cpu"),
+        ({"extra": {"activities": "MEM"}}, "torch.profile_memory"),
+        ({"extra": {"no_such_option": 1}}, "has no option 'no_such_option'"),
+        ({"extra": {"num_steps": 3}}, "iterations.count does"),
+        ({"iterations": Iterations(start=1)}, "shows that number nowhere"),
+        ({"iterations": Iterations(start=1, count=1)}, "shows that number nowhere"),
+        ({"out_dir": "/proc/no-such-folder"}, "would kill its scheduler"),
+    ],
+    ids=str,
+)
+def test_what_would_kill_or_mislead_the_engine_is_refused(
+    engine: Any, tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "_call", lambda line, ask: heard.append(ask))
+        with pytest.raises(EngineError, match=said):
+            record(engine, asked(tmp_path, **changes))
+    assert not heard
+    on_its_loop(engine, generate(engine, 1, 2))
+
+
+def test_v2_is_refused_by_the_check(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PROFILE_V2", "1")
+    with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set"):
+        SglangProfiler(engine).check()
+
+
+def test_a_profile_that_somebody_else_runs_is_left_alone(engine: Any, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+
+    async def scenario() -> None:
+        manager = engine.tokenizer_manager
+        await start_by_hand(manager, output_dir=str(theirs), with_stack=False)
+        await generate(engine, 1, 2)
+        with pytest.raises(EngineError, match="running, and not for us"):
+            await SglangProfiler(engine).start(asked(tmp_path))
+        await manager.stop_profile()
+
+    on_its_loop(engine, scenario())
+    assert files_below(str(theirs))
+    assert_works(engine, tmp_path)
+
+
+async def start_by_hand(manager: Any, **options: object) -> None:
+    if VERSION >= (0, 5, 15):
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        await manager.start_profile(ProfileReq(**options))
+    else:
+        await manager.start_profile(**options)

@@ -1,0 +1,131 @@
+"""Every control together with every other: the eight rows of an orthogonal array hold all pairs of settings.
+
+Through `capture()` and a configuration, as a training loop says it. Run by `test_engines.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tiny_sglang import generate, on_its_loop
+
+from stepscope import ProfileConfig, capture
+from stepscope.errors import ConfigError
+from stepscope.files.manifest import Expectation
+from stepscope.files.sidecar import Artifact
+from stepscope_sglang._versions import installed, older
+
+MERGES = not older(installed(), "0.5.4")
+
+
+class Row(NamedTuple):
+    by_stage: bool
+    merge: bool
+    bounded: bool
+    with_stack: bool
+    record_shapes: bool
+    cuda: bool
+    start: bool
+    """Whether `start: 0` is written or left to the default."""
+
+
+ROWS = [Row(a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in product((False, True), repeat=3)]
+"""Taguchi's L8."""
+
+
+def config_of(row: Row, save_path: Path) -> ProfileConfig:
+    iterations = {**({"start": 0} if row.start else {}), **({"count": 1} if row.bounded else {})}
+    engine = {
+        "by_stage": row.by_stage,
+        "merge": row.merge,
+        **({"iterations": iterations} if iterations else {}),
+    }
+    return ProfileConfig(
+        save_path=str(save_path),
+        steps="7",
+        roles={"rollout": {"ranks": "all", "engine": engine}, "*": {"ranks": "first"}},
+        torch={
+            "activities": ["cpu", "cuda"] if row.cuda else ["cpu"],
+            "with_stack": row.with_stack,
+            "record_shapes": row.record_shapes,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: "-".join(n for n, on in row._asdict().items() if on) or "plain"
+)
+def test_a_row_of_the_table(engine: Any, tmp_path: Path, row: Row) -> None:
+    replica = capture_of(engine, config_of(row, tmp_path))
+    assert replica.state == "ok", replica.reason
+    merged = [each for each in replica.artifacts if each.kind == "merged_trace"]
+    traces = [each for each in replica.artifacts if each.kind == "torch_trace"]
+    assert sorted(each.stage or "" for each in traces) == (["decode", "prefill"] if row.by_stage else [""])
+    assert bool(merged) == (row.merge and not row.by_stage and MERGES)
+    ignored = {"activities": row.cuda, "merge": row.merge and not merged}
+    assert set(replica.ignored) == {option for option, asked in ignored.items() if asked}
+    for trace in traces:
+        assert_content(trace, tmp_path / "step_000007", row)
+
+
+def capture_of(engine: Any, config: ProfileConfig) -> Expectation:
+    async def scenario() -> Expectation:
+        async with capture(7, engines=engine, config=config) as cap:
+            await generate(engine, 1, 4)
+        manifest = cap.result.manifest()
+        assert manifest is not None
+        (part,) = manifest.processes
+        (replica,) = [each for each in part.expected if each.name == "replica 0"]
+        return replica
+
+    return on_its_loop(engine, scenario())
+
+
+def assert_content(trace: Artifact, step: Path, row: Row) -> None:
+    with gzip.open(step / trace.path) as file:
+        events = json.load(file)["traceEvents"]
+    kinds = {event.get("cat") for event in events}
+    shapes = any("Input Dims" in event.get("args", {}) for event in events)
+    assert "cpu_op" in kinds
+    assert ("python_function" in kinds) == row.with_stack
+    assert shapes == row.record_shapes
+    passes = sum(event.get("name") == "aten::embedding" for event in events) / 2
+    if row.bounded:
+        assert passes == 1
+    elif not row.by_stage:
+        assert passes == 4
+
+
+def test_no_activities_are_refused_by_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="records nothing"):
+        ProfileConfig(save_path=str(tmp_path), steps="7", torch={"activities": []})
+
+
+def test_an_empty_window_is_refused_by_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="count"):
+        ProfileConfig(
+            save_path=str(tmp_path),
+            steps="7",
+            roles={"*": {"ranks": "all", "engine": {"iterations": {"start": 0, "count": 0}}}},
+        )
+
+
+@pytest.mark.parametrize("count", [None, 1])
+def test_a_later_start_is_refused_and_the_manifest_says_why(
+    engine: Any, tmp_path: Path, count: int | None
+) -> None:
+    engine_options = {"iterations": {"start": 1, **({} if count is None else {"count": count})}}
+    config = ProfileConfig(
+        save_path=str(tmp_path),
+        steps="7",
+        roles={"*": {"ranks": "all", "engine": engine_options}},
+        torch={"activities": ["cpu"]},
+    )
+    replica = capture_of(engine, config)
+    assert replica.state == "failed"
+    assert "iterations.start: 0" in (replica.reason or "")

@@ -1,0 +1,46 @@
+"""Runs each file of tests on a real engine in a process of its own, with a limit on its memory.
+
+When a scheduler crashes SGLang kills the process that made it: there, that is the one with the tests of one
+file. The limit is there because an engine that is recorded while it spins takes gigabytes within seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sglang
+
+HERE = Path(__file__).parent
+_MEMORY = 16 << 30
+"""Bytes of address space, for each process of an engine."""
+_OLDEST_WITH_ALL = (0, 5, 23)
+"""The others run what says how an engine of their version behaves."""
+
+VERSION = tuple(int(part) for part in sglang.__version__.split(".")[:3])
+GROUPS = [["engine_states.py", "engine_table.py"]]
+"""Files that share a process and its engine."""
+if VERSION >= _OLDEST_WITH_ALL:
+    GROUPS[0].append("engine_contract.py")
+
+
+@pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
+def test_on_a_real_engine(files: list[str]) -> None:
+    # What SGLang warns of while it is imported is not for us to mend.
+    command = [sys.executable, "-m", "pytest", "-v", "-W", "ignore", *(str(HERE / file) for file in files)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_limit, timeout=600
+    )
+    print(done.stdout)
+    assert done.returncode == 0, (
+        f"{files} on sglang {sglang.__version__}: pytest ended with {done.returncode}"
+    )
+
+
+def _limit() -> None:
+    os.setsid()  # what the engine kills when it dies ends here
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

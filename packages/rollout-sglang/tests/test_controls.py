@@ -1,0 +1,140 @@
+"""What SGLang is told of a capture, and what it is not told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.engines.protocol import Iterations
+from stepscope.errors import EngineError
+from stepscope.testing.engine_conformance import a_capture
+from stepscope_sglang import _versions
+from stepscope_sglang._controls import Plan, plan
+from stepscope_sglang._facts import EngineFacts, facts_of
+
+
+def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
+    given = {"device": "cuda", "sleep_on_idle": True, **settings}
+    return facts_of(given, version=version, options=_versions.options_of(version))
+
+
+def told(facts: EngineFacts, **changes: Any) -> Plan:
+    capture = msgspec.structs.replace(a_capture(Path("/p")), activities=("cpu", "cuda"))
+    return plan(msgspec.structs.replace(capture, **changes), facts)
+
+
+def test_what_is_heavy_is_off_by_default() -> None:
+    assert told(an_engine()).request == {
+        "activities": ["CPU", "GPU"],
+        "with_stack": False,
+        "record_shapes": False,
+        "start_step": 1,
+        "profile_id": "capture-step1",
+    }
+
+
+def test_every_control_has_its_word() -> None:
+    plan = told(
+        an_engine(),
+        activities=("cpu", "cuda"),
+        with_stack=True,
+        record_shapes=True,
+        profile_memory=True,
+        merge=True,
+        iterations=Iterations(count=4),
+        extra={"detailed_annotations": True, "activities": "CUDA_PROFILER"},
+    )
+    assert plan.request == {
+        "activities": ["CPU", "GPU", "MEM", "CUDA_PROFILER"],
+        "with_stack": True,
+        "record_shapes": True,
+        "start_step": 1,
+        "num_steps": 4,
+        "merge_profiles": True,
+        "profile_id": "capture-step1",
+        "detailed_annotations": True,
+    }
+    assert not plan.ignored
+
+
+def test_stages_always_have_a_number() -> None:
+    request = told(an_engine(), by_stage=True).request
+    assert request["num_steps"] == 1 << 30
+    assert "start_step" not in request
+
+
+def test_an_absolute_first_pass_goes_through() -> None:
+    request = told(an_engine(), extra={"start_step": 4000}, iterations=Iterations(count=2)).request
+    assert (request["start_step"], request["num_steps"]) == (4000, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "version", "since"),
+    [("detailed_annotations", "0.5.18", "0.5.19"), ("profile_prefix", "0.5.5", "0.5.6")],
+)
+def test_what_a_version_lacks_is_an_error_that_names_the_one_that_has_it(
+    option: str, version: str, since: str
+) -> None:
+    with pytest.raises(EngineError, match=f"sglang {version} has no option '{option}'; {since} has it"):
+        told(an_engine(version), extra={option: "x"})
+
+
+def test_an_option_that_nobody_knows_is_an_error_that_lists_those_there_are() -> None:
+    with pytest.raises(EngineError, match="extra can hold: activities, detailed_annotations, profile_prefix"):
+        told(an_engine(), extra={"depth": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "option", "said"),
+    [
+        ({"sleep_on_idle": False}, {"with_stack": True}, "with_stack", "22 GB in 8 s"),
+        ({"device": "cpu"}, {}, "activities", "cuda: the engine runs on cpu"),
+        ({"device": "cpu"}, {"profile_memory": True}, "profile_memory", "this engine runs on cpu"),
+        ({"dp_size": 2}, {"merge": True}, "merge", "before the other dp and pp ranks"),
+        ({"pp_size": 2}, {"merge": True}, "merge", "before the other dp and pp ranks"),
+        ({}, {"merge": True, "by_stage": True}, "merge", "same process ids"),
+        ({}, {"merge": True, "extra": {"profile_prefix": "x"}}, "merge", "have a prefix"),
+        ({"speculative_algorithm": "EAGLE"}, {"by_stage": True}, "by_stage", "speculative decoding"),
+        ({}, {"extra": {"profile_stages": "decode"}}, "extra.profile_stages", "SGLANG_PROFILE_V2"),
+    ],
+)
+def test_what_would_go_wrong_is_left_out_with_its_reason(
+    settings: dict[str, Any], changes: dict[str, Any], option: str, said: str
+) -> None:
+    plan = told(an_engine(**settings), **changes)
+    assert said in plan.ignored[option]
+    assert "merge_profiles" not in plan.request
+    assert "MEM" not in str(plan.request)
+
+
+@pytest.mark.parametrize(("version", "can"), [("0.5.20", False), ("0.5.21", True)])
+def test_a_decode_server_tells_stages_apart_from_0_5_21_on(version: str, can: bool) -> None:
+    plan = told(an_engine(version, disaggregation_mode="decode"), by_stage=True)
+    assert plan.by_stage is can
+    assert ("by_stage" in plan.ignored) is not can
+
+
+def test_a_version_without_merging_says_which_has_it() -> None:
+    assert "0.5.4 has it" in told(an_engine("0.5.3"), merge=True).ignored["merge"]
+
+
+def test_switches_of_the_environment_are_known() -> None:
+    facts = msgspec.structs.replace(an_engine(), forced_off=frozenset({"SGLANG_PROFILE_WITH_STACK"}))
+    plan = told(facts, with_stack=True, record_shapes=True)
+    assert plan.ignored == {"with_stack": "SGLANG_PROFILE_WITH_STACK is off for this engine"}
+    assert (plan.request["with_stack"], plan.request["record_shapes"]) == (False, True)
+
+
+@pytest.mark.parametrize("activity", ["xpu", "mtia", "hpu", "privateuse1"])
+def test_an_activity_alone_that_the_engine_lacks_is_an_error(activity: str) -> None:
+    with pytest.raises(EngineError, match=r"would record nothing, or die.*Fix: torch.activities: \[cpu\]"):
+        told(an_engine(), activities=(activity,))
+
+
+def test_xpu_is_for_xpu_from_0_5_10_on() -> None:
+    both = ("cpu", "xpu")
+    assert told(an_engine(device="xpu"), activities=both).request["activities"] == ["CPU", "XPU"]
+    assert "0.5.10 does" in told(an_engine("0.5.9", device="xpu"), activities=both).ignored["activities"]

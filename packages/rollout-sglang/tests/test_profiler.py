@@ -1,0 +1,410 @@
+"""What becomes of one capture on one engine: who stopped it, what is left armed, which files count."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_sglang import FakeEngine, FakeManager, OldManager
+
+from stepscope.engines.protocol import EngineCapture, Iterations
+from stepscope.errors import EngineError
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.engine_conformance import a_capture, files_below
+from stepscope_sglang import SglangProfiler
+
+
+def asked(root: Path, **changes: Any) -> EngineCapture:
+    return msgspec.structs.replace(a_capture(root), **changes)
+
+
+async def recorded(manager: FakeManager, capture: EngineCapture, iterations: int) -> list[Artifact]:
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    if iterations:
+        await manager.generate(iterations)
+    return await profiler.stop()
+
+
+def options_of(artifact: Artifact, capture: EngineCapture) -> dict[str, object]:
+    file = sidecar_of(Path(capture.step_dir, artifact.path))
+    return dict(msgspec.json.decode(file.read_bytes(), type=Sidecar).options)
+
+
+@pytest.fixture(params=[FakeManager, OldManager])
+def kind(request: pytest.FixtureRequest) -> type[FakeManager]:
+    chosen: type[FakeManager] = request.param
+    return chosen
+
+
+# Who stopped it.
+
+
+async def test_a_capture_that_sglang_ended_itself_is_not_stopped_again(
+    kind: type[FakeManager], tmp_path: Path
+) -> None:
+    manager, capture = kind(), asked(tmp_path, iterations=Iterations(count=3))
+    (artifact,) = await recorded(manager, capture, 10)
+    assert manager.asked == ["start"]
+    assert artifact.truncated is None
+    options = options_of(artifact, capture)
+    assert (options["ended"], options["prefill_iterations"], options["decode_iterations"]) == (
+        "by itself",
+        1,
+        2,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_exactly_as_many_iterations_are_recorded_as_were_asked_for(
+    kind: type[FakeManager], tmp_path: Path, count: int
+) -> None:
+    capture = asked(tmp_path, iterations=Iterations(count=count))
+    (artifact,) = await recorded(kind(), capture, 10)
+    options = options_of(artifact, capture)
+    assert int(str(options["prefill_iterations"])) + int(str(options["decode_iterations"])) == count
+
+
+async def test_a_count_that_is_not_reached_is_stopped_and_said_to_be_short(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(count=50))
+    (artifact,) = await recorded(manager, capture, 4)
+    assert manager.asked == ["start", "stop"]
+    assert artifact.truncated == "the capture ended after 4 of 50 engine iterations"
+    assert not manager.recording
+
+
+async def test_without_a_count_our_stop_ends_it(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path)
+    (artifact,) = await recorded(manager, capture, 4)
+    assert manager.asked == ["start", "stop"]
+    assert options_of(artifact, capture)["ended"] == "stopped"
+
+
+async def test_a_capture_without_a_forward_pass_says_so_and_leaves_nothing_armed(
+    kind: type[FakeManager], tmp_path: Path
+) -> None:
+    manager = kind()
+    with pytest.raises(EngineError, match="no forward pass during the capture"):
+        await recorded(manager, asked(tmp_path), 0)
+    assert not manager.armed
+    await manager.generate(3)
+    assert not manager.recording
+    assert not files_below(str(tmp_path)), "and no file"
+
+
+async def test_an_exception_in_the_capture_leaves_no_profiler_running(tmp_path: Path) -> None:
+    manager = FakeManager()
+    profiler = SglangProfiler(manager)
+    await profiler.start(asked(tmp_path, iterations=Iterations(count=100)))
+    with pytest.raises(ZeroDivisionError):
+        try:
+            await manager.generate(2)
+            raise ZeroDivisionError
+        finally:
+            await profiler.stop()
+    assert not manager.recording
+    assert not manager.armed
+
+
+async def test_a_profile_that_somebody_else_runs_is_an_error_and_is_left_alone(tmp_path: Path) -> None:
+    manager = FakeManager()
+    await manager.start_profile()
+    await manager.generate(2)
+    with pytest.raises(EngineError, match="running, and not for us"):
+        await recorded(manager, asked(tmp_path), 2)
+    assert manager.schedulers[0].recording == ["EXTEND", "DECODE"]
+    assert not files_below(str(tmp_path))
+
+
+async def test_time_that_is_up_ends_the_recording_and_the_file_says_so(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, seconds=1000.0)
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    await manager.generate(2)
+    watchdog = profiler._watchdog
+    assert watchdog is not None
+    watchdog.function()
+    await asyncio.wrap_future(profiler._thread.submit(lambda: None))
+    await asyncio.wrap_future(profiler._thread.submit(lambda: None))
+    assert not manager.recording
+    await manager.generate(2)
+    (artifact,) = await profiler.stop()
+    assert artifact.truncated == "open for more than 1000 s"
+    assert manager.asked == ["start", "stop"]
+
+
+# Stages.
+
+
+async def test_stages_have_files_of_their_own(kind: type[FakeManager], tmp_path: Path) -> None:
+    manager, capture = kind(tp=2), asked(tmp_path, by_stage=True, iterations=Iterations(count=2))
+    artifacts = await recorded(manager, capture, 9)
+    assert sorted((each.stage, each.rank) for each in artifacts) == [
+        ("decode", 0), ("decode", 1), ("prefill", 0), ("prefill", 1),
+    ]  # fmt: skip
+    assert manager.asked == ["start"], "both stages are complete: SGLang ended them itself"
+    decode = [options_of(each, capture) for each in artifacts if each.stage == "decode"]
+    assert [each["decode_iterations"] for each in decode] == [2, 2]
+
+
+async def test_stages_without_a_count_are_told_apart_too(kind: type[FakeManager], tmp_path: Path) -> None:
+    artifacts = await recorded(kind(), asked(tmp_path, by_stage=True), 6)
+    assert sorted(each.stage or "" for each in artifacts) == ["decode", "prefill"]
+
+
+async def test_a_decode_capture_that_is_stopped_is_still_decode_and_short(tmp_path: Path) -> None:
+    capture = asked(tmp_path, by_stage=True, iterations=Iterations(count=20))
+    artifacts = {each.stage: each for each in await recorded(FakeManager(), capture, 6)}
+    assert artifacts["decode"].truncated == "the capture ended after 5 of 20 engine iterations"
+    assert artifacts["prefill"].truncated == "the capture ended after 1 of 20 engine iterations"
+
+
+@pytest.mark.parametrize("iterations", [0, 1])
+async def test_a_stage_that_never_came_is_not_left_armed(tmp_path: Path, iterations: int) -> None:
+    manager = FakeManager()
+    capture = asked(tmp_path, by_stage=True, iterations=Iterations(count=5))
+    if iterations:
+        (artifact,) = await recorded(manager, capture, iterations)
+        assert artifact.stage == "prefill"
+    else:
+        with pytest.raises(EngineError, match="no forward pass"):
+            await recorded(manager, capture, iterations)
+    assert not manager.armed
+    await manager.generate(5)
+    assert not manager.recording
+
+
+async def test_a_file_that_holds_both_stages_is_called_neither(tmp_path: Path) -> None:
+    # A request that comes during decoding: SGLang closes the decode trace under the name of the prefill one.
+    manager, profiler = FakeManager(), None
+    profiler = SglangProfiler(manager)
+    await profiler.start(asked(tmp_path, by_stage=True, iterations=Iterations(count=2)))
+    for mode in ("EXTEND", "DECODE", "EXTEND", "EXTEND", "DECODE"):
+        await manager.generate(1, mode)
+    (artifact,) = await profiler.stop()
+    assert artifact.stage is None
+    assert "2 prefill" not in profiler.ignored["by_stage"]
+    assert "holds 1 prefill and 1 decode iterations" in profiler.ignored["by_stage"]
+
+
+# Ranks.
+
+
+async def test_ranks_are_global_and_count_the_replicas_before(tmp_path: Path) -> None:
+    manager = FakeManager(tp=2, pp=2)
+    artifacts = await recorded(manager, asked(tmp_path, replica=2), 3)
+    assert sorted(each.rank or 0 for each in artifacts) == [8, 9, 10, 11]
+    assert {tuple((each.topology or {}).items()) for each in artifacts if each.rank == 10} == {
+        (("tp", 0), ("pp", 1))
+    }
+
+
+async def test_only_the_ranks_that_were_asked_for_leave_files(tmp_path: Path) -> None:
+    capture = asked(tmp_path, replica=1, ranks=(4, 6))
+    artifacts = await recorded(FakeManager(tp=4), capture, 3)
+    assert sorted(each.rank or 0 for each in artifacts) == [4, 6]
+    assert len(files_below(capture.step_dir)) == 4, "two traces and two sidecars"
+
+
+async def test_data_parallel_ranks_follow_each_other(tmp_path: Path) -> None:
+    artifacts = await recorded(FakeManager(tp=2, dp=2), asked(tmp_path), 3)
+    places = {each.rank: each.topology for each in artifacts}
+    assert places == {
+        0: {"tp": 0, "dp": 0},
+        1: {"tp": 1, "dp": 0},
+        2: {"tp": 0, "dp": 1},
+        3: {"tp": 1, "dp": 1},
+    }
+
+
+async def test_an_idle_data_parallel_rank_is_named_and_not_left_armed(tmp_path: Path) -> None:
+    manager = FakeManager(dp=2)
+    profiler = SglangProfiler(manager)
+    await profiler.start(asked(tmp_path))
+    await manager.generate(3, only=0)
+    (artifact,) = await profiler.stop()
+    assert artifact.rank == 0
+    assert "1 of 2 ranks left a file" in profiler.ignored["files"]
+    assert not manager.armed
+    await manager.generate(2)
+    assert not manager.recording
+
+
+async def test_a_busy_rank_behind_an_idle_first_one_is_recorded(tmp_path: Path) -> None:
+    manager = FakeManager(dp=2)
+    profiler = SglangProfiler(manager)
+    await profiler.start(asked(tmp_path))
+    await manager.generate(3, only=1)
+    (artifact,) = await profiler.stop()  # the first rank's refusal is the only answer that is heard
+    assert artifact.rank == 1
+
+
+# Files.
+
+
+async def test_the_merged_file_is_told_from_the_ranks_own(tmp_path: Path) -> None:
+    artifacts = await recorded(FakeManager(tp=2), asked(tmp_path, merge=True), 3)
+    assert sorted((each.kind, each.rank) for each in artifacts if each.rank is not None) == [
+        ("torch_trace", 0), ("torch_trace", 1),
+    ]  # fmt: skip
+    (merged,) = [each for each in artifacts if each.kind == "merged_trace"]
+    assert merged.rank is None
+    assert merged.topology is None
+
+
+def test_a_capture_leaves_nothing_but_its_files_and_their_sidecars(
+    kind: type[FakeManager], tmp_path: Path
+) -> None:
+    capture = asked(tmp_path)
+    (artifact,) = asyncio.run(recorded(kind(), capture, 3))
+    name = Path(artifact.path).name
+    assert sorted(path.name for path in Path(capture.out_dir).iterdir()) == [name, f"{name}.meta.json"]
+    assert name.startswith(capture.name)
+    assert artifact.pid == 4711
+
+
+async def test_a_folder_that_cannot_be_written_is_refused_before_the_engine_hears_of_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    manager = FakeManager()
+    with pytest.raises(EngineError, match=r"would kill its scheduler.*Fix: a save_path that can be written"):
+        await recorded(manager, asked(tmp_path, out_dir=str(tmp_path / "file" / "folder")), 2)
+    assert manager.asked == []
+
+
+async def test_a_file_that_is_cut_off_is_kept_and_said_to_be(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path)
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    await manager.generate(2)
+    write = manager.schedulers[0]._write
+
+    def cut_off(modes: list[str], stage: str) -> None:
+        write(modes, stage)
+        (path,) = Path(str(manager.schedulers[0].request.output_dir)).iterdir()
+        path.write_bytes(path.read_bytes()[:-20])
+
+    manager.schedulers[0]._write = cut_off  # type: ignore[method-assign]  # killed while writing
+    profiler._sessions[0].patience_s = 0.0
+    (artifact,) = await profiler.stop()
+    assert artifact.truncated == "SGLang did not finish writing it"
+
+
+# Whose loop.
+
+
+def in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` as stepscope's own loop does it for synchronous code."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(work)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stepscope-loop")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_synchronous_code_is_recorded_on_the_engines_own_loop(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path)))
+    loop.run_until_complete(engine.tokenizer_manager.generate(3))
+    found: list[Artifact] = []
+
+    async def stop() -> None:
+        found.extend(await profiler.stop())
+
+    in_thread(stop())
+    assert len(found) == 1
+    loop.close()
+
+
+def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Path) -> None:
+    # The loop is the caller's: run by us, it would be taken when the caller generates again.
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path, seconds=1000.0)))
+    loop.run_until_complete(engine.tokenizer_manager.generate(2))
+    watchdog = profiler._watchdog
+    assert watchdog is not None
+    watchdog.function()
+    profiler._thread.submit(lambda: None).result()
+    assert engine.tokenizer_manager.recording
+    assert engine.tokenizer_manager.asked == ["start"]
+
+    async def generate_until_stopped() -> None:
+        while engine.tokenizer_manager.recording:
+            await engine.tokenizer_manager.generate(1, "DECODE")
+
+    loop.run_until_complete(generate_until_stopped())
+    assert engine.tokenizer_manager.asked == ["start", "stop"]
+    loop.close()
+
+
+def test_a_manager_that_nobody_has_used_becomes_the_callers(tmp_path: Path) -> None:
+    manager = FakeManager()
+
+    async def scenario() -> asyncio.AbstractEventLoop:
+        assert await recorded(manager, asked(tmp_path), 2)
+        return asyncio.get_running_loop()
+
+    assert asyncio.run(scenario()) is manager.event_loop
+
+
+def test_an_unused_manager_in_synchronous_code_is_refused(tmp_path: Path) -> None:
+    manager = FakeManager()
+    with pytest.raises(EngineError, match="generate once before the first capture"):
+        in_thread(SglangProfiler(manager).start(asked(tmp_path)))
+    assert manager.asked == []
+
+
+async def test_a_capture_from_another_loop_goes_to_the_managers_own(tmp_path: Path) -> None:
+    manager = FakeManager()
+    await manager.generate(1)
+    profiler = SglangProfiler(manager)
+
+    def elsewhere() -> None:
+        asyncio.run(profiler.start(asked(tmp_path)))
+
+    await asyncio.to_thread(elsewhere)
+    await manager.generate(2)
+    assert await profiler.stop()
+
+
+async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path)
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    await manager.generate(2)
+    manager.silent = "stop"
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(profiler.stop(), 0.05)
+    manager.answer.set()
+    await asyncio.wrap_future(profiler._thread.submit(lambda: None))
+    assert not manager.wedged, "the call to SGLang was not cancelled"
+    assert [path.suffix for path in files_below(capture.step_dir)] == [".gz", ".json"]
+
+
+def test_the_sidecar_says_what_the_engine_is_and_what_it_was_told(tmp_path: Path) -> None:
+    capture = asked(tmp_path, record_shapes=True, iterations=Iterations(count=2))
+    (artifact,) = asyncio.run(recorded(FakeManager(), capture, 5))
+    options = options_of(artifact, capture)
+    told = {name: options[name] for name in ("device", "tp_size", "record_shapes", "num_steps", "activities")}
+    assert told == {"device": "cpu", "tp_size": 1, "record_shapes": True, "num_steps": 2, "activities": "CPU"}
+    assert json.dumps(options)

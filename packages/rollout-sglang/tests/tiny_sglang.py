@@ -1,0 +1,86 @@
+"""A tiny random model and the settings with which SGLang serves it on a CPU, without kernels of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+# GPT-2, because its positions are learned: rotary ones ask for a kernel when the model is built.
+MODEL = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 1,
+    "n_inner": 128,
+    "n_positions": 2048,
+    "n_ctx": 2048,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(folder: Path) -> Path:
+    """Only its configuration: SGLang makes up the weights (`load_format="dummy"`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def settings(model: Path, **changes: object) -> dict[str, Any]:
+    """What `sglang.Engine` is made with, as far as this version knows it."""
+    from sglang.srt.server_args import ServerArgs
+
+    wanted: dict[str, object] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "context_length": 1024,
+        "log_level": "error",
+        "random_seed": 0,
+        "enable_metrics": True,
+        "sleep_on_idle": True,  # an idle scheduler that spins while it is recorded takes gigabytes in seconds
+        **changes,
+    }
+    fields = getattr(ServerArgs, "__struct_fields__", None)
+    known = set(fields) if fields is not None else {field.name for field in dataclasses.fields(ServerArgs)}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+async def generate(engine: Any, requests: int = 2, tokens: int = 4) -> list[dict[str, Any]]:
+    """`requests` at once: one prefill or a few, then `tokens` - 1 decodes."""
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    prompts = [[1 + (number + place) % 500 for place in range(8)] for number in range(requests)]
+    answers = [engine.async_generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+    return list(await asyncio.gather(*answers))
+
+
+def on_its_loop(engine: Any, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` on the engine's own loop, as its synchronous methods do."""
+    result: T = engine.loop.run_until_complete(work)
+    return result
