@@ -19,6 +19,11 @@ from typing import Any
 
 import msgspec
 
+from stepscope.engines.protocol import EngineCapture
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.engine_conformance import a_capture
+from stepscope_sglang import SglangProfiler
+
 NOT_RUNNING = "Profiling is not in progress. Call /start_profile first."
 RUNNING = "Profiling is already in progress. Call /stop_profile first."
 
@@ -263,3 +268,17 @@ def trace(name: str, folder: Path, *, rank: int = 0, modes: Mapping[str, int] | 
 def _suffix(tp: int, dp: int, pp: int, t: int, d: int, p: int) -> str:
     parts = [f"-TP-{t}", f"-DP-{d}" if dp > 1 else "", f"-PP-{p}" if pp > 1 else ""]
     return "".join(parts)
+
+
+def asked(root: Path, **changes: Any) -> EngineCapture:
+    """A capture below `root`, changed."""
+    return msgspec.structs.replace(a_capture(root), **changes)
+
+
+async def recorded(manager: FakeManager, capture: EngineCapture, iterations: int) -> list[Artifact]:
+    """One capture around one generation."""
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    if iterations:
+        await manager.generate(iterations)
+    return await profiler.stop()

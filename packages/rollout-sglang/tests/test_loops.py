@@ -1,0 +1,117 @@
+"""On which event loop SGLang is asked, and what a caller who gives up leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_sglang import FakeEngine, FakeManager, asked, recorded
+
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.engine_conformance import files_below
+from stepscope_sglang import SglangProfiler
+
+
+def in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` as stepscope's own loop does it for synchronous code."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(work)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stepscope-loop")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_synchronous_code_is_recorded_on_the_engines_own_loop(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path)))
+    loop.run_until_complete(engine.tokenizer_manager.generate(3))
+    found: list[Artifact] = []
+
+    async def stop() -> None:
+        found.extend(await profiler.stop())
+
+    in_thread(stop())
+    assert len(found) == 1
+    loop.close()
+
+
+def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Path) -> None:
+    # The loop is the caller's: run by us, it would be taken when the caller generates again.
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path, seconds=1000.0)))
+    loop.run_until_complete(engine.tokenizer_manager.generate(2))
+    watchdog = profiler._watchdog
+    assert watchdog is not None
+    watchdog.function()
+    profiler._thread.submit(lambda: None).result()
+    assert engine.tokenizer_manager.recording
+    assert engine.tokenizer_manager.asked == ["start"]
+
+    async def generate_until_stopped() -> None:
+        while engine.tokenizer_manager.recording:
+            await engine.tokenizer_manager.generate(1, "DECODE")
+
+    loop.run_until_complete(generate_until_stopped())
+    assert engine.tokenizer_manager.asked == ["start", "stop"]
+    loop.close()
+
+
+def test_a_manager_that_nobody_has_used_becomes_the_callers(tmp_path: Path) -> None:
+    manager = FakeManager()
+
+    async def scenario() -> asyncio.AbstractEventLoop:
+        assert await recorded(manager, asked(tmp_path), 2)
+        return asyncio.get_running_loop()
+
+    assert asyncio.run(scenario()) is manager.event_loop
+
+
+def test_an_unused_manager_in_synchronous_code_is_refused(tmp_path: Path) -> None:
+    manager = FakeManager()
+    with pytest.raises(EngineError, match="generate once before the first capture"):
+        in_thread(SglangProfiler(manager).start(asked(tmp_path)))
+    assert manager.asked == []
+
+
+async def test_a_capture_from_another_loop_goes_to_the_managers_own(tmp_path: Path) -> None:
+    manager = FakeManager()
+    await manager.generate(1)
+    profiler = SglangProfiler(manager)
+
+    def elsewhere() -> None:
+        asyncio.run(profiler.start(asked(tmp_path)))
+
+    await asyncio.to_thread(elsewhere)
+    await manager.generate(2)
+    assert await profiler.stop()
+
+
+async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path)
+    profiler = SglangProfiler(manager)
+    await profiler.start(capture)
+    await manager.generate(2)
+    manager.silent = "stop"
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(profiler.stop(), 0.05)
+    manager.answer.set()
+    await asyncio.wrap_future(profiler._thread.submit(lambda: None))
+    assert not manager.wedged, "the call to SGLang was not cancelled"
+    assert [path.suffix for path in files_below(capture.step_dir)] == [".gz", ".json"]
