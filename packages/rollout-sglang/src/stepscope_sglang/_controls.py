@@ -88,9 +88,8 @@ def _window(capture: EngineCapture, by_stage: bool, passed: dict[str, object]) -
     wanted, first = capture.iterations, passed.pop("start_step", None)
     if wanted.start > 0:
         raise EngineError(
-            f"iterations.start is {wanted.start}: SGLang begins at an absolute number of forward passes "
-            "since the engine started and shows that number nowhere, so the n-th of this capture cannot be "
-            "named. Fix: iterations.start: 0; or engine.extra: {start_step: <the absolute number>}"
+            f"iterations.start is {wanted.start}: SGLang counts from when it started and shows that count "
+            "nowhere. Fix: start: 0; or engine.extra: {start_step: <the absolute number>}"
         )
     if by_stage:
         if first is not None:

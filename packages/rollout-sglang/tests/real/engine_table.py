@@ -128,4 +128,4 @@ def test_a_later_start_is_refused_and_the_manifest_says_why(
     )
     replica = capture_of(engine, config)
     assert replica.state == "failed"
-    assert "iterations.start: 0" in (replica.reason or "")
+    assert "Fix: start: 0" in (replica.reason or "")
