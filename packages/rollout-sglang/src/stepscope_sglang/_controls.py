@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from stepscope.engines.protocol import EngineCapture
+from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions

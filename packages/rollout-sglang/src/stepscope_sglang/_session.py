@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
+from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option, publish, read_anchor
-from stepscope.engines.protocol import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
