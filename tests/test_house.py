@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+import stepscope
 from tests.tree import CORE, PACKAGES, ROOT, files, imports
 
 LONG = 400
@@ -56,9 +57,23 @@ def test_the_package_itself_holds_names_and_nothing_else() -> None:
     body = ast.parse((CORE / "src/stepscope/__init__.py").read_text()).body
     docstring, *rest = body
     assert isinstance(docstring, ast.Expr)
-    assert {type(node) for node in rest} <= {ast.Import, ast.ImportFrom, ast.Assign}
+    assert {type(node) for node in rest} <= {ast.ImportFrom, ast.If, ast.Assign, ast.FunctionDef}
     assigned = [ast.unparse(node.targets[0]) for node in rest if isinstance(node, ast.Assign)]
-    assert assigned == ["__all__"]
+    assert assigned == ["__all__", "_LATER"]
+    functions = [node.name for node in rest if isinstance(node, ast.FunctionDef)]
+    assert functions == ["__getattr__", "__dir__"]
+
+
+def test_names_that_are_imported_late_are_the_ones_a_type_checker_sees() -> None:
+    body = ast.parse((CORE / "src/stepscope/__init__.py").read_text()).body
+    (typed,) = (node for node in body if isinstance(node, ast.If))
+    seen = {
+        name.name: node.module
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert seen == stepscope._LATER
 
 
 def test_type_ignores_and_silenced_lints_name_what_they_silence() -> None:

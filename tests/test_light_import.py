@@ -29,7 +29,7 @@ HEAVY = {
 def loaded_by(statement: str) -> set[str]:
     """Top-level names that `statement` adds to `sys.modules` of a fresh interpreter."""
     program = (
-        f"import sys; before = set(sys.modules); {statement}; import json; "
+        f"import sys; before = set(sys.modules)\n{statement}\nimport json\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     output = subprocess.run(
@@ -38,8 +38,18 @@ def loaded_by(statement: str) -> set[str]:
     return set(json.loads(output))
 
 
-def test_importing_stepscope_loads_nothing_heavy() -> None:
-    assert not loaded_by("import stepscope") & HEAVY
+def test_importing_every_name_loads_nothing_heavy() -> None:
+    assert not loaded_by("from stepscope import *") & HEAVY
+
+
+def test_a_module_that_only_decorates_loads_no_records_and_no_logging() -> None:
+    decorated = "import stepscope; stepscope.profile_step(role='actor')(lambda: 1)()"
+    assert not loaded_by(decorated) & (HEAVY | {"msgspec", "pathlib", "logging", "dataclasses"})
+
+
+def test_spans_and_trajectories_outside_a_capture_load_nothing_more() -> None:
+    used = "with stepscope.span('a'), stepscope.trajectory('t'), stepscope.turn(0): stepscope.carrier()"
+    assert not loaded_by(f"import stepscope\n{used}\n") - loaded_by("import stepscope")
 
 
 @pytest.mark.parametrize("package", ["stepscope_vllm", "stepscope_sglang", "stepscope_npu"])

@@ -609,11 +609,8 @@ class Broken:
     def __init__(self, place: str) -> None:
         self.place = place
 
-    def stage(self, *told: object) -> Broken:
-        return self._fail("stage")
-
-    def __enter__(self) -> Broken:
-        return self._fail("enter")
+    def begin(self, *told: object) -> Broken:
+        return self._fail("begin")
 
     def __exit__(self, *error: object) -> bool:
         self._fail("exit")
@@ -625,7 +622,7 @@ class Broken:
         return self
 
 
-@pytest.mark.parametrize("place", ["stage", "enter", "exit"])
+@pytest.mark.parametrize("place", ["begin", "exit"])
 @pytest.mark.parametrize("kind", ["sync", "async", "generator", "async generator"])
 def test_when_we_fail_the_function_runs_once_and_its_result_and_error_stand(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, place: str

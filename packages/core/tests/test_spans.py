@@ -50,7 +50,7 @@ def wait_for_lines(log: SpanLog, count: int) -> list[Line]:
 
 
 def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) -> None:
-    with spans.Span(log, "update"):
+    with spans.new(log, "update"):
         pass
     log.close(read_anchor())
     header, span, end = lines(log)
@@ -64,7 +64,7 @@ def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) ->
 
 def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
     before = time.monotonic_ns()
-    with spans.Span(log, "update"):
+    with spans.new(log, "update"):
         inside = time.monotonic_ns()
     after = time.monotonic_ns()
     (span,) = closed(log)
@@ -72,7 +72,7 @@ def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
 
 
 def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
-    with spans.Span(log, "hang"):
+    with spans.new(log, "hang"):
         opened = wait_for_lines(log, 2)[1]
         assert type(opened) is Open
         assert opened.stage == "hang"
@@ -81,21 +81,21 @@ def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
 
 def test_a_short_span_has_one_line_and_not_two(log: SpanLog) -> None:
     for _ in range(5):
-        with spans.Span(log, "short"):
+        with spans.new(log, "short"):
             pass
     log.close(read_anchor())
     assert len(lines(log)) == 7
 
 
 def test_children_name_their_parent(log: SpanLog) -> None:
-    with spans.Span(log, "outer") as outer, spans.Span(log, "inner"):
+    with spans.new(log, "outer") as outer, spans.new(log, "inner"):
         pass
     parents = {span.stage: span.parent for span in closed(log)}
     assert parents == {"outer": None, "inner": outer.id}
 
 
 def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> None:
-    with spans.Span(log, "a"), spans.Span(log, "b", "ref"), spans.Span(log, "c"):
+    with spans.new(log, "a"), spans.new(log, "b", "ref"), spans.new(log, "c"):
         pass
     assert {span.stage: span.role for span in closed(log)} == {"a": "actor", "b": "ref", "c": "ref"}
 
@@ -104,7 +104,7 @@ def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> No
     with (
         PlacedSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
         PlacedSpan(log, "turn", None, None, turn=1),
-        spans.Span(log, "generate"),
+        spans.new(log, "generate"),
     ):
         pass
     innermost = next(span for span in closed(log) if span.stage == "generate")
@@ -117,7 +117,7 @@ def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> N
         PlacedSpan(log, "trajectory", None, None, trajectory="outer"),
         PlacedSpan(log, "turn", None, None, turn=5),
         PlacedSpan(log, "trajectory", None, None, trajectory="sub-agent"),
-        spans.Span(log, "generate"),
+        spans.new(log, "generate"),
     ):
         pass
     innermost = next(span for span in closed(log) if span.stage == "generate")
@@ -125,14 +125,14 @@ def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> N
 
 
 def test_a_span_inside_a_trajectory_begun_outside_the_capture_knows_it(log: SpanLog) -> None:
-    with Place(trajectory="early", policy_version=1), spans.Span(log, "generate"):
+    with Place(trajectory="early", policy_version=1), spans.new(log, "generate"):
         pass
     (span,) = closed(log)
     assert (span.trajectory, span.policy_version, span.parent, span.link) == ("early", 1, None, None)
 
 
 def test_the_error_that_left_a_span_is_named_and_goes_on(log: SpanLog) -> None:
-    with pytest.raises(ValueError, match="boom"), spans.Span(log, "update"):
+    with pytest.raises(ValueError, match="boom"), spans.new(log, "update"):
         raise ValueError("boom")
     (span,) = closed(log)
     assert span.error == "ValueError: boom"
@@ -143,14 +143,14 @@ def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    with pytest.raises(UnprintableError), spans.Span(log, "update"):
+    with pytest.raises(UnprintableError), spans.new(log, "update"):
         raise UnprintableError
     (span,) = closed(log)
     assert span.error == "UnprintableError"
 
 
 def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
-    with spans.Span(log, "generate", None, {"tokens": 0, "model": "tiny"}) as span:
+    with spans.new(log, "generate", None, {"tokens": 0, "model": "tiny"}) as span:
         span.set(tokens=17)
     (line,) = closed(log)
     assert line.attrs == {"tokens": 17, "model": "tiny"}
@@ -158,9 +158,9 @@ def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
 
 @pytest.mark.parametrize("value", [10**30, "\ud800", object(), {"a": {1, 2}}])
 def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: object) -> None:
-    with spans.Span(log, "odd", None, {"value": value}):  # type: ignore[dict-item]  # users do this
+    with spans.new(log, "odd", None, {"value": value}):  # type: ignore[dict-item]  # users do this
         pass
-    with spans.Span(log, "fine"):
+    with spans.new(log, "fine"):
         pass
     odd, fine = closed(log)
     assert odd.attrs is not None
@@ -169,7 +169,7 @@ def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: objec
 
 
 def test_a_long_text_is_cut(log: SpanLog) -> None:
-    with spans.Span(log, "prompt", None, {"text": "x" * 10_000}):
+    with spans.new(log, "prompt", None, {"text": "x" * 10_000}):
         pass
     (line,) = closed(log)
     assert line.attrs == {"text": "x" * spans.MAX_TEXT + "..."}
@@ -179,7 +179,7 @@ def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
     log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
     log.open(read_anchor())
     for _ in range(25):
-        with spans.Span(log, "many"):
+        with spans.new(log, "many"):
             pass
     assert len(closed(log)) == 10
     assert log.dropped == 15
@@ -190,13 +190,13 @@ def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
     async def one(name: str) -> None:
-        with spans.Span(log, name):
+        with spans.new(log, name):
             await asyncio.sleep(0)
-            with spans.Span(log, f"{name}.inner"):
+            with spans.new(log, f"{name}.inner"):
                 await asyncio.sleep(0)
 
     async def main() -> None:
-        with spans.Span(log, "root"):
+        with spans.new(log, "root"):
             await asyncio.gather(*(one(f"task{i}") for i in range(20)))
 
     asyncio.run(main())
@@ -208,11 +208,11 @@ def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
 
 def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
     def work() -> None:
-        with spans.Span(log, "in thread"):
+        with spans.new(log, "in thread"):
             pass
 
     async def main() -> None:
-        with spans.Span(log, "root"):
+        with spans.new(log, "root"):
             await asyncio.to_thread(work)
 
     asyncio.run(main())
@@ -223,7 +223,7 @@ def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
 
 def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:
     def work(place: object) -> None:
-        with attach(place), spans.Span(log, "in thread"):  # type: ignore[arg-type]  # any mapping
+        with attach(place), spans.new(log, "in thread"):  # type: ignore[arg-type]  # any mapping
             pass
 
     with PlacedSpan(log, "trajectory", None, None, trajectory="t9") as root:
@@ -242,7 +242,7 @@ def test_threads_do_not_become_each_others_parents(log: SpanLog) -> None:
 
     def work(name: str) -> None:
         for _ in range(50):
-            with spans.Span(log, name):
+            with spans.new(log, name):
                 barrier.wait()
 
     threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(8)]
@@ -265,14 +265,14 @@ def test_a_carrier_is_json_and_nothing_is_carried_from_nowhere(log: SpanLog) -> 
 
 @pytest.mark.parametrize("hostile", [{"process": 3, "span": "x"}, {"trajectory": ["a"]}, {"later": True}, {}])
 def test_a_carrier_of_another_version_does_no_harm(log: SpanLog, hostile: dict[str, object]) -> None:
-    with attach(hostile), spans.Span(log, "s"):
+    with attach(hostile), spans.new(log, "s"):
         pass
     (span,) = closed(log)
     assert span.link is None
 
 
 def test_attaching_nothing_keeps_the_place(log: SpanLog) -> None:
-    with spans.Span(log, "outer") as outer, attach(None), spans.Span(log, "inner"):
+    with spans.new(log, "outer") as outer, attach(None), spans.new(log, "inner"):
         pass
     assert next(span for span in closed(log) if span.stage == "inner").parent == outer.id
 
@@ -280,7 +280,7 @@ def test_attaching_nothing_keeps_the_place(log: SpanLog) -> None:
 def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:
     later = SpanLog(tmp_path / "later.jsonl", process=ACTOR, step=4, run_id="r", limit=10)
     later.open(read_anchor())
-    with spans.Span(log, "long rollout") as old, spans.Span(later, "update"):
+    with spans.new(log, "long rollout") as old, spans.new(later, "update"):
         pass
     (span,) = closed(later)
     assert span.parent is None
@@ -309,7 +309,7 @@ def test_ten_thousand_concurrent_trajectories(log: SpanLog) -> None:
     async def one(number: int, gate: asyncio.Event) -> None:
         with PlacedSpan(log, "trajectory", None, None, trajectory=str(number)):
             await gate.wait()
-            with PlacedSpan(log, "turn", None, None, turn=0), spans.Span(log, "generate"):
+            with PlacedSpan(log, "turn", None, None, turn=0), spans.new(log, "generate"):
                 await asyncio.sleep(0)
 
     async def main() -> None:
@@ -332,7 +332,7 @@ def test_ten_thousand_concurrent_trajectories(log: SpanLog) -> None:
 
 def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    with spans.Span(log, "before"):
+    with spans.new(log, "before"):
         pass
     wait_for_lines(log, 2)
     real, room = os.write, [40]
@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: p
         return taken
 
     monkeypatch.setattr(os, "write", full)
-    with spans.Span(log, "lost"):
+    with spans.new(log, "lost"):
         pass
     log.close(read_anchor())
     stages = [line.stage for line in lines(log) if isinstance(line, Span)]

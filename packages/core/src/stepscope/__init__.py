@@ -1,15 +1,24 @@
-"""stepscope: see where every step of an RL post-training run goes."""
+"""stepscope: see where every step of an RL post-training run goes.
+
+What stands in the workers' code is imported at once: it is light. The rest, which reads configurations and
+writes files, is imported when it is first asked for: a module that only decorates does not pay for it.
+"""
 
 from __future__ import annotations
 
-from stepscope.config import ProfileConfig
-from stepscope.recording.capture import Capture, capture
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
 from stepscope.recording.hooks import advance, flush, request_capture
-from stepscope.recording.patch import instrument
-from stepscope.recording.prepare import aprepare, prepare
-from stepscope.recording.run import configure
+
+if TYPE_CHECKING:
+    from stepscope.config import ProfileConfig
+    from stepscope.recording.capture import Capture, capture
+    from stepscope.recording.patch import instrument
+    from stepscope.recording.prepare import aprepare, prepare
+    from stepscope.recording.run import configure
 
 __all__ = [
     "Capture",
@@ -29,3 +38,25 @@ __all__ = [
     "trajectory",
     "turn",
 ]
+
+_LATER = {
+    "Capture": "stepscope.recording.capture",
+    "ProfileConfig": "stepscope.config",
+    "aprepare": "stepscope.recording.prepare",
+    "capture": "stepscope.recording.capture",
+    "configure": "stepscope.recording.run",
+    "instrument": "stepscope.recording.patch",
+    "prepare": "stepscope.recording.prepare",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LATER[name]), name)
+    globals()[name] = value  # the next look finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

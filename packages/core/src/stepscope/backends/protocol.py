@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
+
+import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.sidecar import ProcessInfo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True, kw_only=True):
     """One stretch of recording: a whole capture (continuous) or one stage (discrete)."""
 
     step: int
@@ -25,8 +25,7 @@ class Window:
     """0, 1, 2...: the how-manieth window of this (capture, stage) in this process."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpanInfo:
+class SpanInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend may write into its own trace about a span."""
 
     stage: str
@@ -36,8 +35,11 @@ class SpanInfo:
     """True inside `async def`: only start/end pairs with an id are right there, never push/pop."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PendingArtifact:
+def _nothing() -> None:
+    pass
+
+
+class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """A recording that was stopped and is not yet a file.
 
     `write(path)` writes it, whole, to the temporary path it is given: a file, or a folder (then `compress` is
@@ -52,13 +54,13 @@ class PendingArtifact:
     """`.json`, `.pickle`: of what `write` writes. `.gz` is added by the exporter when it compresses."""
     write: Callable[[Path], None]
     compress: bool
-    discard: Callable[[], None] = field(default=lambda: None)
+    discard: Callable[[], None] = _nothing
     truncated: str | None = None
     lacking: str | None = None
     """What is not in it that was asked for, and why; the manifest then says `partial`."""
-    ignored: dict[str, str] = field(default_factory=dict)
-    options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = {}
+    options: dict[str, str | int | float | bool | None] = {}
+    versions: dict[str, str] = {}
 
 
 @runtime_checkable

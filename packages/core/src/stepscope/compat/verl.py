@@ -89,7 +89,7 @@ class DistProfiler:
         if (
             step is None
         ):  # v0.5 tells only some of its workers. A guess would file the traces under a wrong step
-            guard.log.warning("stepscope: %s is not recorded: start_profile got no profile_step", self.role)
+            guard.warn("stepscope: %s is not recorded: start_profile got no profile_step", self.role)
             return
         try:
             opened = capture(int(str(step)), config=self._profile, role=self.role, rank=self.rank)

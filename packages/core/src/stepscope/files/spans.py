@@ -14,8 +14,7 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
-
-AttrValue: TypeAlias = str | int | float | bool | None
+from stepscope.files.values import AttrValue
 
 
 class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -53,7 +53,7 @@ def close_everything(reason: str, deadline_s: float) -> None:
         runtime.active.close(error=reason)
     unwritten = export.exporter().drain(deadline_s)
     if unwritten:
-        guard.log.warning("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
+        guard.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
 
 
 def capture(
@@ -314,7 +314,7 @@ class Capture:
             session.ledger.write()
             self.result.fold()
             for line in self.result.problems():
-                guard.log.warning("stepscope: step %d: %s", self.step, line)
+                guard.warn("stepscope: step %d: %s", self.step, line)
         except Exception as failure:
             guard.note("writing the manifest", failure)
         finally:

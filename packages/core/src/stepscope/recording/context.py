@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from stepscope.files.spans import AttrValue, SpanLink
+from stepscope.files.values import AttrValue
 from stepscope.recording import runtime
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self  # typing.Self is 3.11+
 
+    from stepscope.files.spans import SpanLink
+
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
 
 class Scope:
-    """One level of context; by itself it says and records nothing. What it leaves None is inherited."""
-
-    __slots__ = ("_token", "parent", "said")
+    """One level of context. What it leaves None is inherited. The fields are those of its kinds."""
 
     role: str | None = None
     step: int | None = None
@@ -34,18 +34,28 @@ class Scope:
     trajectory: str | None = None
     turn: int | None = None
 
-    def __init__(self) -> None:
-        self.said: Inherited | None = None
+    if TYPE_CHECKING:
+        parent: Scope | None
+        said: Inherited | None
+        token: Token[Scope | None] | None
+    else:
+        __slots__ = ()
 
     def __enter__(self) -> Self:
         self.parent = current.get()
-        self._token: Token[Scope | None] | None = current.set(self)
+        self.token = current.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave(self)
+        token, self.token = self.token, None
+        if token is None:
+            return
+        try:
+            current.reset(token)
+        except ValueError:
+            pass  # closed by another task or thread (an async generator finalised by the loop)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -66,7 +76,7 @@ class Scope:
 class Place(Scope):
     """A scope that says something and records nothing: an attached carrier, an uncaptured trajectory."""
 
-    __slots__ = ("link", "policy_version", "step", "trajectory", "turn")
+    __slots__ = ("link", "parent", "policy_version", "said", "step", "token", "trajectory", "turn")
 
     def __init__(
         self,
@@ -77,7 +87,7 @@ class Place(Scope):
         turn: int | None = None,
         link: SpanLink | None = None,
     ) -> None:
-        super().__init__()
+        self.said = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
@@ -86,19 +96,6 @@ class Place(Scope):
 
     def reference(self) -> SpanLink | None:
         return self.link
-
-
-def leave(scope: Scope) -> None:
-    """Makes the scope's parent current again."""
-    token = scope._token
-    if token is None:
-        return
-    scope._token = None
-    try:
-        current.reset(token)
-    except ValueError:
-        # Closed by another task or thread (an async generator finalised by the loop), in another context.
-        pass
 
 
 class Inherited(NamedTuple):
@@ -181,10 +178,13 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     are ignored: the other side may be newer.
     """
     if carried is None:
-        return Scope()
+        return Place()
     process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
     link = None
     if isinstance(process, str) and span is not None:
+        # A carrier names a span when a capture is on somewhere: who is recorded has loaded this already.
+        from stepscope.files.spans import SpanLink
+
         link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
     return Place(
         step=_int(carried.get("step")),

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,8 +31,7 @@ BLOCK = 8 << 20
 """Bytes of one compression call (6 ms). Each takes the GIL back from the training thread for a moment."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportResult:
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     """Either the artifact, whole and in place, or why it is not there."""
 
     artifact: Artifact | None
@@ -44,8 +42,7 @@ class ExportResult:
     """The part of it that `PendingArtifact.write` took, which may have held the GIL."""
 
 
-@dataclass(kw_only=True)
-class _Job:
+class _Job(msgspec.Struct, kw_only=True, eq=False):
     pending: PendingArtifact
     target: Path
     describe: Callable[[int, Path], Sidecar]

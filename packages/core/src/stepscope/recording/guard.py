@@ -7,14 +7,19 @@ else.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 
-log = logging.getLogger("stepscope")
 _lock = threading.Lock()
 _noted: dict[str, tuple[str, int]] = {}
 """Place -> (first failure, how often). One writer: `note`."""
+
+
+def warn(message: str, *values: object) -> None:
+    """Logs a warning for the user, through the logger `stepscope`; `values` as in `logging`."""
+    import logging  # 10 ms, and most processes have nothing to say
+
+    logging.getLogger("stepscope").warning(message, *values)
 
 
 def note(where: str, error: BaseException) -> None:
@@ -23,7 +28,7 @@ def note(where: str, error: BaseException) -> None:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
         _noted[where] = (first, count + 1)
     if count == 0:
-        log.warning("stepscope: %s failed and is switched off there; the run goes on. %s", where, first)
+        warn("stepscope: %s failed and is switched off there; the run goes on. %s", where, first)
     if _raises():
         raise error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stepscope.recording import export, runtime
+from stepscope.recording import runtime
 
 
 def advance() -> None:
@@ -25,6 +25,8 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     Returns:
         Names of what is unfinished then.
     """
+    from stepscope.recording import export  # loaded already where anything waits
+
     return export.exporter().drain(timeout_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 import threading
@@ -35,7 +34,7 @@ class Instrument:
             if not self.installed:
                 return
             if inspect.getattr_static(self._parent, self._attribute, None) is not self._replacement:
-                guard.log.warning("stepscope: %s was replaced again since, and stays as it is", self._target)
+                guard.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
                 return
             if self._inherited:
                 delattr(self._parent, self._attribute)
@@ -122,8 +121,10 @@ def instrument(
 
 def _check_importable(module: str) -> None:
     # Only its package: to find a submodule would import what is above it.
+    from importlib.util import find_spec
+
     package = module.partition(".")[0]
-    if package not in sys.modules and (not package or importlib.util.find_spec(package) is None):
+    if package not in sys.modules and (not package or find_spec(package) is None):
         fix = f"install {package!r}, or correct the name"
         raise ConfigError("instrument()", module, "a module that can be imported", fix)
 

@@ -221,7 +221,7 @@ class Listener:
         try:
             self._requests = read_requests(self._layout.control)
         except RecordError as error:
-            guard.log.warning("stepscope: requests are ignored until this is mended: %s", error)
+            guard.warn("stepscope: requests are ignored until this is mended: %s", error)
             self._requests = []
         for request in self._requests:
             if request.id not in self._said.answers:

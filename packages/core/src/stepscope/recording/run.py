@@ -56,7 +56,7 @@ def current() -> ProfileConfig:
     if _configured is None:
         _configured = resolve()
         if not _configured.steps:
-            guard.log.warning(
+            guard.warn(
                 "stepscope: `steps` selects nothing, so this run records nothing before it is asked to "
                 "(`stepscope trigger`). "
                 'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'

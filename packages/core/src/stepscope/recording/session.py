@@ -21,8 +21,8 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Absent, Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import AttrValue
-from stepscope.recording import clock, control, export, guard, schedule
+from stepscope.files.values import AttrValue
+from stepscope.recording import clock, control, export, guard, schedule, spans
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
 from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
@@ -151,7 +151,7 @@ class Session:
             if not isinstance(error, BackendError):
                 guard.note(f"preparing the {self.config.tool} profiler", error)
             else:
-                guard.log.warning("stepscope: %s", error)
+                guard.warn("stepscope: %s", error)
             return None
         return Windows(
             backend,
@@ -205,7 +205,7 @@ class Session:
         with self._lock:
             if self._closed or self._ended is not None:
                 return
-            guard.log.warning("stepscope: step %d is truncated: %s", self.step, reason)
+            guard.warn("stepscope: step %d is truncated: %s", self.step, reason)
             self._end(truncated=reason)
             if self.owner:
                 self.ledger.write()
@@ -253,7 +253,7 @@ class Session:
         """A span of this capture; enter it once."""
         windows = self._windows
         if windows is None:
-            return Span(self.log, stage, role, attrs)
+            return spans.new(self.log, stage, role, attrs)
         return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop())
 
     def placed_span(
@@ -265,26 +265,27 @@ class Session:
             return PlacedSpan(self.log, stage, role, attrs, **place)
         return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop(), **place)
 
-    def stage(
+    def begin(
         self,
         role: str,
         stage: str,
-        attrs: Mapping[str, AttrValue] | None = None,
-        is_async: bool = False,
-        resumption: int | None = None,
+        attrs: Mapping[str, AttrValue] | None,
+        is_async: bool,
+        resumption: int | None,
     ) -> Span:
-        """The span of one call (of one resumption, for a generator) of a decorated function; in discrete
-        mode, its window.
+        """The span, entered, of one call (of one resumption, for a generator) of a decorated function; in
+        discrete mode, its window.
         """
         if resumption is not None:
             attrs = {**(attrs or {}), "resumption": resumption}
         windows = self._windows
         if windows is None:
-            return Span(self.log, stage, role, attrs)
+            return spans.begin(self.log, stage, role, attrs)
         # A window per resumption would be thousands for a token stream: the first one stands for the
         # generator.
         opens = windows.discrete and not resumption
-        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
+        span = MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
+        return span.__enter__()
 
     def advance(self) -> None:
         """One mini-batch is done: walks the profiler's schedule."""

@@ -21,7 +21,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.spans import AttrValue
+from stepscope.files.values import AttrValue
 from stepscope.recording import clock, export, guard, schedule
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe

@@ -18,11 +18,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
-import msgspec
-
-from stepscope.files.spans import AttrValue
+from stepscope.files.values import AttrValue
 from stepscope.recording import guard, runtime
 
 if TYPE_CHECKING:
@@ -32,30 +30,31 @@ Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrVal
 OpenSpan: TypeAlias = "AbstractContextManager[object] | None"
 
 
-class Declared(msgspec.Struct, frozen=True):
+class Declared:
     """What `profile_step` was told about a function; the function carries it as `__stepscope__`.
 
     Opens and closes the spans, and keeps our own failures away from the user's code.
     """
 
-    role: str
-    stage: str
-    attrs: Attrs | None = None
-    is_async: bool = False
+    __slots__ = ("attrs", "is_async", "role", "stage")
+
+    def __init__(self, role: str, stage: str, attrs: Attrs | None, is_async: bool) -> None:
+        self.role = role
+        self.stage = stage
+        self.attrs = attrs
+        self.is_async = is_async
 
     def begin(
         self, session: Session, attrs: Mapping[str, AttrValue] | None, resumption: int | None = None
     ) -> OpenSpan:
         """The span, entered. None when that failed: the call then goes on untimed."""
         try:
-            span = session.stage(self.role, self.stage, attrs, self.is_async, resumption)
-            span.__enter__()
+            return session.begin(self.role, self.stage, attrs, self.is_async, resumption)
         except RecursionError:
             return None  # near the limit of the user's recursion: the depth that is left is for the call
         except Exception as failure:
             guard.note(f"opening the span {self.role}/{self.stage}", failure)
             return None
-        return span
 
     def end(self, span: OpenSpan, error: BaseException | None = None) -> None:
         """Closes the span. It is the caller who raises `error` on: nothing here can swallow it."""
@@ -205,7 +204,7 @@ def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
     return _CALL, _SYNC
 
 
-class _Signature(msgspec.Struct, frozen=True):
+class _Signature(NamedTuple):
     """A signature as pieces of source, each parameter with a comma behind it."""
 
     params: str

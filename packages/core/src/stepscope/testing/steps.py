@@ -14,7 +14,8 @@ from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Absent, Expectation, OwnCost, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import AttrValue, End, Header, Open, Span, SpanLink
+from stepscope.files.spans import End, Header, Open, Span, SpanLink
+from stepscope.files.values import AttrValue
 
 OPENED_NS = 1_750_000_000_000_000_000
 """When the capture opened: unix ns, true time."""

@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.files.manifest import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import AttrValue
+from stepscope.files.values import AttrValue
 
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "unaligned"]
 
