@@ -7,12 +7,13 @@ from urllib.parse import unquote
 import pytest
 
 from packages.core.tests.pictures import HOSTILE, MS, rl_step
+from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.report import StepReport, report_step
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.timecharts import ticks
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import load_step
+from stepscope.timeline import load_step, load_traces
 
 VOID = {"meta", "link", "br", "img"}
 LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "xlink:href"}
@@ -211,3 +212,46 @@ def test_ticks_are_round_and_few() -> None:
     assert ticks(1000 * MS) == [at * 100 * MS for at in range(11)]
     assert ticks(0) == [0]
     assert all(2 <= len(ticks(window)) <= 11 for window in (1, 7, 99, 12345, 10**12, 7 * 10**9))
+
+
+def gpu_step(tmp_path: Path, ranks: int) -> StepFolder:
+    """`rl_step`, with the traces of GPUs on the actors and of an engine on the replica."""
+    folder = rl_step(tmp_path, ranks=ranks)
+    for process in folder.processes:
+        if process.info.role == "actor":
+            reduce = kernel("ncclDevKernel_AllReduce", 650_000, 20_000, stream=9)
+            events = [kernel("gemm", 610_000, 50_000), reduce, op("aten::mm", 610_000, 300)]
+            add_trace(folder, process, [*events, memory(650_000, 6, 7)])
+        elif process.info.role == "rollout":
+            name = "execute_context_2(64)_generation_6(6)"
+            steps = [event(name, "user_annotation", 10_000 * at, 9000) for at in range(1, 50)]
+            add_trace(folder, process, steps)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: Path, ranks: int) -> None:
+    folder = gpu_step(tmp_path, ranks)
+    add_trace(folder, folder.processes[0], [kernel(HOSTILE, 0, 10)])
+    path = folder.write()
+    timeline = load_step(path)
+    page = Page(render_step(timeline, report_step(timeline, load_traces(path, timeline))))
+    assert page.marks["engines"] > 100
+    assert page.marks["idle"] >= 3 * min(ranks, 100)
+    assert page.marks["kernels"] >= 4
+    assert page.marks["devices"] >= 3 * ranks
+    for section, said in (
+        ("kernels", "ncclDevKernel_AllReduce"),
+        ("devices", "GPU 0"),
+        ("devices", "Most memory"),
+        ("engines", "49"),
+        ("idle", "slowest rank"),
+    ):
+        assert said in page.text[section]
+    assert "img" not in {kind for kind, _ in page.tags}
+
+
+def test_what_to_do_stands_before_everything_else(tmp_path: Path) -> None:
+    page = page_of(rl_step(tmp_path, ranks=64))
+    assert "is slower than the others in actor update_policy" in Page(page).text["todo"]
+    assert page.index('id="todo"') < page.index('id="account"')

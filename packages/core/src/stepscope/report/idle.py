@@ -49,7 +49,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     collective_ns: int | None
     """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
     skew_ns: int | None
-    """How long collectives had begun here, and not yet on the last of the ranks. None: nothing to match."""
+    """Of that, before the last of the ranks was in the collective. None: nothing to match."""
 
 
 class _Kind(NamedTuple):
@@ -82,7 +82,7 @@ def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> T
             idle_ns=sum(found[index].values()),
             causes=_causes(found[index], process.info.role, ran[index]),
             collective_ns=in_collectives.get(index),
-            skew_ns=skews.get(index),
+            skew_ns=None if index not in skews else min(skews[index], in_collectives.get(index, 0)),
         )
         for index, process in enumerate(timeline.processes)
         if process.aligned

@@ -9,7 +9,7 @@ from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
 from stepscope.report.health_text import doubts
-from stepscope.report.html import account, heat, tail, timecharts, trust
+from stepscope.report.html import account, engine, heat, idle, kernels, tail, timecharts, todo, trust
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import page
@@ -34,6 +34,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
 def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
     colours = Colours(_by_sight(report.stages))
     yield _head(timeline, report)
+    yield from todo.todo(report.advice, report.breakdown.total_ns)
     yield account.waterfall(report.breakdown, colours)
     yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
     found = report.long_tail
@@ -42,9 +43,13 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
         if lanes is not None:
             yield timecharts.lanes(lanes, timeline.window.wall_ns, colours)
         yield tail.tail(found, colours)
+    yield from engine.engines(report.engines, report.breakdown.window_ns, colours)
+    yield from idle.idle(report.idle, report.breakdown.window_ns)
     yield from heat.heat(report.stages, colours)
     if report.stages:
         yield heat.calls(report.stages, colours)
+    if report.traces is not None:
+        yield from kernels.kernels(report.traces)
     yield trust.health(report.health)
     yield trust.processes(report.health.processes)
     if files:

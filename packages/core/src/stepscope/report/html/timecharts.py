@@ -22,10 +22,9 @@ LABELLED_STRIP = 9
 
 def gantt(chart: Gantt, colours: Colours) -> Html:
     """A row for each process, by role."""
-    axis = _axis(chart.window_ns)
     groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
-    body = tag("div", axis, *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
+    body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
     note = (
         f"{count(chart.marks, 'mark')} for {count(chart.spans, 'span')}: calls of one stage in one process "
         f"that overlap are one mark, and so are neighbours shorter than {duration(chart.shortest_ns)}."
@@ -109,7 +108,7 @@ def lanes(chart: Lanes, window_ns: int, colours: Colours) -> Html:
     tracks = [_lane(lane, height, window_ns, colours) for lane in chart.lanes]
     used = {mark.label for lane in chart.lanes for flight in lane for mark in flight.marks}
     body = tag(
-        "div", _axis(window_ns), _in_flight(chart.in_flight), *tracks,
+        "div", axis(window_ns), _in_flight(chart.in_flight), *tracks,
         class_="chart", id="lanes", data_ns=window_ns,
     )  # fmt: skip
     return section("trajectories", "Trajectories", colours.legend(used), body, note=_lanes_note(chart))
@@ -168,7 +167,8 @@ def _in_flight(curve: Sequence[float]) -> Html:
     return tag("div", label, track, class_="row", style="height:56px", id="in-flight")
 
 
-def _axis(window_ns: int) -> Html:
+def axis(window_ns: int) -> Html:
+    """The row with the times, above a chart."""
     marks = [
         tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
     ]

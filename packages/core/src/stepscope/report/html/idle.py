@@ -1,0 +1,79 @@
+"""Who waited, for what: a bar for each process, from busy to idle by cause."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from stepscope.report.figures import count, duration, percents
+from stepscope.report.html.markup import Html, join, tag
+from stepscope.report.html.page import percent, section, table
+from stepscope.report.idle import Idle, IdleKind
+from stepscope.report.marks import pick
+from stepscope.report.sections_text import say_causes, say_collectives
+
+DRAWN = 128
+"""Processes of a role with a row of their own; of more every k-th has one, and the most idle."""
+_KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
+
+
+def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[Html]:
+    if not rows or not window_ns:
+        return
+    kinds = ("busy", *_KINDS)
+    legend = tag("p", *(tag("span", _swatch(kind), kind) for kind in kinds), class_="legend")
+    columns = ("process", "busy, then what it probably waited for", ">busy", ">idle", ">%", "the most of it")
+    shown = list(_shown(rows))
+    collectives = any(row.collective_ns is not None for row in shown)
+    cells = [_row(row, window_ns, collectives) for row in shown]
+    note = (
+        "The likely cause is what others did while a process did nothing. slowest rank: others of its role "
+        "were still in a stage that it has a part in."
+    )
+    if collectives:
+        note += " In collectives: of its busy time, by its trace, with no computation beside it."
+    if len(shown) < len(rows):
+        note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
+    head = (*columns, "in collectives") if collectives else columns
+    yield section("idle", "Idle, and why", legend, table(head, cells, "idle-table"), note=note)
+
+
+def _shown(rows: Sequence[Idle]) -> Iterator[Idle]:
+    roles: dict[str, list[Idle]] = defaultdict(list)
+    for row in rows:
+        roles[row.role].append(row)
+    for mine in roles.values():
+        most = max(range(len(mine)), key=lambda at: mine[at].idle_ns)
+        yield from (mine[at] for at in pick(len(mine), DRAWN, [most]))
+
+
+def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
+    parts: Counter[str] = Counter({"busy": row.busy_ns})
+    for cause in row.causes:
+        parts[cause.kind] += cause.wall_ns
+    bars, at_ns = [], 0
+    for kind in ("busy", *_KINDS):
+        if parts[kind]:
+            place = f"left:{percent(at_ns, window_ns)};width:{percent(parts[kind], window_ns)}"
+            said = f"{row.process}: {kind} {duration(parts[kind])}"
+            bars.append(tag("i", class_=f"m {_class(kind)}", style=place, data_t=said))
+            at_ns += parts[kind]
+    (share,) = percents([row.idle_ns], window_ns)
+    cells = (
+        row.process,
+        tag("div", *bars, class_="fall"),
+        duration(row.busy_ns),
+        duration(row.idle_ns),
+        share,
+        say_causes(row, most=2),
+    )
+    return (*cells, say_collectives(row)) if collectives else cells
+
+
+def _swatch(kind: str) -> Html:
+    return join(tag("i", class_=f"swatch {_class(kind)}"))
+
+
+def _class(kind: str) -> str:
+    return "k-" + kind.replace(" ", "-")
