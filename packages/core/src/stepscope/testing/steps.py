@@ -40,14 +40,18 @@ class StepFolder:
 
     def process(
         self, role: str, rank: int | None = None, *, host: str = "host-a", pid: int | None = None,
-        owner: bool = False, skew_ns: int = 0, drift_ppm: int = 0, cost: OwnCost | None = None,
+        owner: bool = False, skew_ns: int = 0, drift_ppm: int = 0, mono_ppm: int = 0,
+        cost: OwnCost | None = None, replica: int | None = None,
     ) -> FakeProcess:  # fmt: skip
-        """A process whose wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`."""
+        """A process whose wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`;
+        its monotonic clock gains `mono_ppm`.
+        """
         pid = 1000 + len(self.processes) if pid is None else pid
-        info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid)
+        info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid, replica=replica)
         made = FakeProcess(
-            self, info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, cost=cost or OwnCost()
-        )
+            self, info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, mono_ppm=mono_ppm,
+            cost=cost or OwnCost(),
+        )  # fmt: skip
         self.processes.append(made)
         return made
 
@@ -69,6 +73,7 @@ class FakeProcess:
         owner: bool,
         skew_ns: int,
         drift_ppm: int,
+        mono_ppm: int,
         cost: OwnCost,
     ) -> None:
         self.info = info
@@ -81,6 +86,7 @@ class FakeProcess:
         self._owner = owner
         self._skew_ns = skew_ns
         self._drift_ppm = drift_ppm
+        self._mono_ppm = mono_ppm
         self._cost = cost
         self._records: list[Open] = []
 
@@ -89,7 +95,7 @@ class FakeProcess:
         return ClockAnchor(wall_ns=self.wall_ns(at_ns), mono_ns=self.mono_ns(at_ns))
 
     def mono_ns(self, at_ns: int) -> int:
-        return 1_000_000_000 * self.info.pid + at_ns
+        return 1_000_000_000 * self.info.pid + at_ns + at_ns * self._mono_ppm // 1_000_000
 
     def wall_ns(self, at_ns: int) -> int:
         return self._folder.opened_ns + at_ns + self._skew_ns + at_ns * self._drift_ppm // 1_000_000
@@ -110,7 +116,11 @@ class FakeProcess:
             self._records.append(opened)
         else:
             self._records.append(
-                Span(**msgspec.structs.asdict(opened), dur_ns=end_ns - start_ns, error=error)
+                Span(
+                    **msgspec.structs.asdict(opened),
+                    dur_ns=self.mono_ns(end_ns) - opened.start_ns,
+                    error=error,
+                )
             )
         return opened.span
 

@@ -70,6 +70,8 @@ def align(
         offsets = {}
     moved = [_offset_at(wall_ns, offsets) for _, wall_ns in knots]
     known_ns = opened.uncertainty_ns + reference.uncertainty_ns + max(within_ns for _, within_ns in moved)
+    if closed is None:  # its positions follow its own pace from its opening on
+        known_ns += max((abs(offset.offset_ns - moved[0][0]) for offset in offsets.values()), default=0)
     clock = ProcessClock(
         alignment="measured" if offsets else "same host" if same_host else "unaligned",
         offset_ns=moved[0][0],
@@ -138,11 +140,29 @@ def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
 
 def _offset_at(wall_ns: int, offsets: Mapping[int, ClockOffset]) -> tuple[int, int]:
     """(offset, uncertainty) at one time of the other's wall clock, by the measurement that knows most."""
-    known = [
-        (aged(offset.uncertainty_ns, wall_ns - at_ns), offset.offset_ns) for at_ns, offset in offsets.items()
-    ]
+    gained_ns, within_ns, during_ns = _gain(offsets)
+    known = []
+    for at_ns, offset in offsets.items():
+        age_ns = wall_ns - at_ns
+        uncertainty_ns = aged(offset.uncertainty_ns, age_ns) + abs(age_ns) * within_ns // during_ns
+        known.append((uncertainty_ns, offset.offset_ns + age_ns * gained_ns // during_ns))
     uncertainty_ns, offset_ns = min(known, default=(0, 0))
     return offset_ns, uncertainty_ns
+
+
+def _gain(offsets: Mapping[int, ClockOffset]) -> tuple[int, int, int]:
+    """How much the first and the last measurement say that it gains, within what, during how long.
+
+    Nothing, unless they say for certain that it is more than a clock is taken to wander anyway.
+    """
+    if len(offsets) < 2:
+        return 0, 0, 1
+    first, last = min(offsets), max(offsets)
+    gained_ns = offsets[last].offset_ns - offsets[first].offset_ns
+    within_ns = offsets[last].uncertainty_ns + offsets[first].uncertainty_ns
+    if abs(gained_ns) <= aged(within_ns, last - first):
+        return 0, 0, 1
+    return gained_ns, within_ns, last - first
 
 
 def aged(uncertainty_ns: int, age_ns: int) -> int:

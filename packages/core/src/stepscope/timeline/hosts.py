@@ -85,7 +85,7 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
         if not indices:
             continue
         samples = [
-            Sample(at_ns, offset.offset_ns, offset.uncertainty_ns)
+            Sample(at_ns, offset.offset_ns, _with_time(offset.uncertainty_ns))
             for index in indices
             for at_ns, offset in sampled(sources[index].info.key, reference).items()
             if host != reference.host
@@ -101,6 +101,11 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
         )
         if _one_clock(samples):
             yield clock
+
+
+def _with_time(uncertainty_ns: int) -> int:
+    """What is not known of an offset is not known of when it was measured either, and meanwhile it drifts."""
+    return uncertainty_ns + uncertainty_ns * DRIFT_PPM // 1_000_000 + 2
 
 
 def _one_clock(samples: Sequence[Sample]) -> bool:
