@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ENGINES = {"vllm", "sglang", "torch_npu"}
+ENGINES = {"vllm", "sglang", "torch_npu", "hta"}
+"""And what else has an environment of its own for its tests."""
 ABSENT = {name for name in ("torch", "ray", *ENGINES) if find_spec(name) is None}
 
 

@@ -26,7 +26,6 @@ from stepscope.timeline import Selection, merge_step
 from stepscope.timeline.perfetto import spill
 from stepscope.timeline.perfetto.write import PerfettoFile
 
-pytestmark = pytest.mark.needs("perfetto")
 MS = 1_000_000
 BASE_NS = OPENED_NS - 3600 * 1000 * MS
 Event = dict[str, Any]
