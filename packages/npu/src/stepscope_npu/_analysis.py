@@ -1,0 +1,91 @@
+"""The offline analysis of a recording: `torch_npu.profiler`'s own, in a process of its own.
+
+In the process that is profiled it would be in the way: it takes minutes, changes the start method of
+`multiprocessing` there, and refuses to run at all in a daemon, such as a worker of vLLM. The process started
+here is none, whoever starts it, and it has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from stepscope.errors import BackendError
+from stepscope_npu._versions import MSPROF_VARIABLES
+
+OUTPUT = "ASCEND_PROFILER_OUTPUT"
+_ANALYSED = ("trace_view.json", "ascend_pytorch_profiler*.db")
+_PROGRAM = """
+import inspect, sys
+from torch_npu.profiler.profiler import analyse
+folder, export = sys.argv[1:]
+known = inspect.signature(analyse).parameters
+analyse(folder, **({"export_type": export} if export and "export_type" in known else {}))
+"""
+
+
+def analysed(folder: Path) -> list[Path]:
+    """What an analysis left that a timeline is made of."""
+    return [path for pattern in _ANALYSED for path in sorted((folder / OUTPUT).glob(pattern))]
+
+
+def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> list[Path]:
+    """Analyses one recording, unless it is analysed already.
+
+    Args:
+        folder: One that ends in `_ascend_pt`.
+        export: `text` or `db`; None: as it was recorded. The oldest torch_npu know no other.
+
+    Returns:
+        The files that a timeline is made of.
+
+    Raises:
+        BackendError: it failed, or took longer than `timeout_s`; says what it printed last.
+    """
+    found = analysed(folder)
+    if found:
+        return found
+    code, said = _run([sys.executable, "-c", _PROGRAM, str(folder), export or ""], timeout_s)
+    found = analysed(folder)
+    if found:
+        return found
+    if code is None:
+        raise BackendError(f"the analysis of {folder} took longer than {timeout_s:g} s. {_ENDED}")
+    hint = "" if shutil.which("msprof") else " (msprof is not on PATH: source CANN's set_env.sh)"
+    raise BackendError(
+        f"the analysis of {folder} wrote no timeline, and exited with {code}{hint}. "
+        f"It said: {said or 'nothing'}"
+    )
+
+
+_ENDED = "It was ended, and what was recorded is as it was. Fix: stepscope analyse --timeout <seconds>"
+
+
+def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
+    """(exit code, its last lines); None when it had to be ended, with all that it started."""
+    # Without torch's autoload: it imports torch_npu at a moment when a broken CANN hides its own message.
+    env = {name: value for name, value in os.environ.items() if name not in MSPROF_VARIABLES}
+    env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    with subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a group of its own: the analysis starts processes in its turn
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, ""
+            raise
+    return process.returncode, " | ".join(deque(filter(str.strip, said.splitlines()), maxlen=4))

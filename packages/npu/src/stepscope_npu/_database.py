@@ -1,0 +1,231 @@
+"""Reads `ascend_pytorch_profiler*.db`: one SQLite file, all times unix ns.
+
+Names stand in STRING_IDS. `globalTid` is `pid << 32 | tid`. Columns have another order in every producer, and
+what a level leaves out is not there at all, so tables and columns are looked up by name; in PYTORCH_API the
+times are text. Format: the reference of msprof's database, and torch_npu's own writer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from stepscope.errors import RecordError
+from stepscope.timeline.readers import Event, Flow, Instant, Notes, Origin, Slice, Track
+from stepscope_npu._reader import layer_category
+
+BACKWARDS = "events that end before they begin"
+NO_TIME = "events without a time"
+_NAMES = 100_000
+"""Names that are kept in memory; beyond, they are looked up anew."""
+_API_TYPES = {50001: "cpu_op", 50002: "queue", 50003: "python_function", 50004: "user_annotation"}
+_MARKS = (0, 3)
+"""Of `MSTX_EVENTS.eventType`; 1 and 2 are ranges."""
+_Key: TypeAlias = tuple[str, object, object]
+
+
+class Database:
+    """One file. `correction_ns` is added to its times, unless CANN has recorded any of them."""
+
+    def __init__(self, path: Path, notes: Notes, correction_ns: int) -> None:
+        self._notes = notes
+        self._tracks: dict[_Key, int] = {}
+        self._names: dict[int, str] = {}
+        try:
+            self._database = _connect(path)
+            self._columns = _columns(self._database)
+        except sqlite3.Error as error:
+            raise RecordError(f"damaged: {error}") from error
+        if "STRING_IDS" not in self._columns:
+            raise RecordError("it holds nothing of the Ascend profiler (no STRING_IDS)")
+        by_cann = {"TASK", "CANN_API", "MSTX_EVENTS"} & set(self._columns)
+        self._shift_ns = 0 if by_cann else correction_ns
+        self.origin = Origin(clock="realtime")
+
+    def close(self) -> None:
+        self._database.close()
+
+    def events(self) -> Iterator[Event]:
+        reads: list[Callable[[], Iterator[Event]]] = [
+            self._steps,
+            self._operators,
+            self._ranges,
+            self._calls,
+            self._tasks,
+            self._communication,
+            self._collections,
+        ]
+        for read in reads:
+            try:
+                yield from read()
+            except sqlite3.Error as error:
+                self._notes.file(f"damaged: {error}; a table, or the rest of it, is left out")
+
+    def _steps(self) -> Iterator[Event]:
+        for start, dur, number in self._rows("STEP_TIME", "id"):
+            yield from self._declare(("steps", 0, 0), "Profiler steps", 0)
+            yield self._slice(("steps", 0, 0), f"ProfilerStep#{number}", start, dur, None)
+
+    def _operators(self) -> Iterator[Event]:
+        for start, dur, name, thread, kind in self._rows("PYTORCH_API", "name", "globalTid", "type"):
+            key = ("operators", _pid(thread), _tid(thread))
+            yield from self._declare(key, f"thread {_tid(thread)}", 0, overlapping=kind == 50002)
+            yield self._slice(key, self._name(name), start, dur, _API_TYPES.get(kind))
+
+    def _ranges(self) -> Iterator[Event]:
+        wanted = ("message", "globalTid", "eventType", "domainId")
+        for start, dur, message, thread, kind, domain in self._rows("MSTX_EVENTS", *wanted):
+            key = ("mstx", _pid(thread), _tid(thread))
+            yield from self._declare(key, f"mstx thread {_tid(thread)}", 50, overlapping=True)
+            name = self._name(message)
+            args: dict[str, object] | None = None if domain is None else {"domain": self._name(domain)}
+            if kind in _MARKS:
+                yield Instant(track=self._tracks[key], name=name, at_ns=start, category="mstx", args=args)
+            else:
+                yield self._slice(key, name, start, dur, "user_annotation", args)
+
+    def _calls(self) -> Iterator[Event]:
+        linked = self._linked()
+        for start, dur, name, thread, connection in self._rows(
+            "CANN_API", "name", "globalTid", "connectionId"
+        ):
+            key = ("CANN", _pid(thread), _tid(thread))
+            yield from self._declare(key, f"CANN thread {_tid(thread)}", 200, overlapping=True)
+            yield self._slice(key, self._name(name), start, dur, "cuda_runtime")
+            if linked.get(connection) == start - self._shift_ns:
+                yield self._flow(key, start, connection, "start")
+
+    def _tasks(self) -> Iterator[Event]:
+        linked, launched = self._linked(), set[int]()
+        compute = self._lookup("COMPUTE_TASK_INFO", "name")
+        communication = self._lookup("COMMUNICATION_TASK_INFO", "name")
+        wanted = ("deviceId", "streamId", "taskType", "globalTaskId", "connectionId")
+        for start, dur, device, stream, kind, task, connection in self._rows("TASK", *wanted):
+            key = ("device", device, stream)
+            yield from self._declare(key, f"NPU {device} stream {stream}", 300, overlapping=True)
+            said = self._name(kind)
+            name, category = compute(task), layer_category(said)
+            if name is not None:
+                category = "kernel"
+            elif (name := communication(task)) is not None:
+                category = "communication"
+            yield self._slice(key, name or said, start, dur, category, {"Task Type": said})
+            if connection in linked and connection not in launched:
+                launched.add(connection)
+                yield self._flow(key, start, connection, "end")
+
+    def _communication(self) -> Iterator[Event]:
+        for start, dur, name, group in self._rows("COMMUNICATION_OP", "opName", "groupName"):
+            key = ("communication", group, 0)
+            yield from self._declare(key, f"Communication {self._name(group)}", 400, overlapping=True)
+            yield self._slice(key, self._name(name), start, dur, "communication")
+
+    def _collections(self) -> Iterator[Event]:
+        for start, dur, thread in self._rows("GC_RECORD", "globalTid"):
+            key = ("gc", _pid(thread), _tid(thread))
+            yield from self._declare(key, f"Python GC thread {_tid(thread)}", 100)
+            yield self._slice(key, "GC", start, dur, "GC")
+
+    def _rows(self, table: str, *wanted: str) -> Iterator[Any]:
+        """(start, duration, the wanted columns), by their start. A column that is not there is None."""
+        has = self._columns.get(table, frozenset())
+        if not {"startNs", "endNs"} <= has:
+            if table in self._columns:
+                self._notes.file(f"left out: {table} has no columns startNs and endNs")
+            return
+        columns = ", ".join(each if each in has else "NULL" for each in wanted)
+        start, end = "CAST(startNs AS INTEGER)", "CAST(endNs AS INTEGER)"
+        for row in self._database.execute(
+            f"SELECT {start}, {end}, {columns} FROM {table} ORDER BY 1, 2 DESC"
+        ):
+            if type(row[0]) is not int or type(row[1]) is not int:
+                self._notes.events(NO_TIME)
+            elif row[1] < row[0]:
+                self._notes.events(BACKWARDS)
+            else:
+                yield (row[0] + self._shift_ns, row[1] - row[0], *row[2:])
+
+    def _linked(self) -> dict[int, int]:
+        """{connection: when the first call of it began}, of calls that something ran on a device for."""
+        for table in ("CANN_API", "TASK"):
+            if not {"startNs", "connectionId"} <= self._columns.get(table, frozenset()):
+                return {}
+        found = self._database.execute(
+            "SELECT connectionId, MIN(CAST(startNs AS INTEGER)) FROM CANN_API WHERE connectionId IN"
+            " (SELECT connectionId FROM TASK) GROUP BY connectionId"
+        )
+        return dict(found)
+
+    def _lookup(self, table: str, column: str) -> Callable[[object], str | None]:
+        """The name of a task in a table that says more of it; None where it is not in it."""
+        if not {"globalTaskId", column} <= self._columns.get(table, frozenset()):
+            return lambda task: None
+        query = f"SELECT {column} FROM {table} WHERE globalTaskId = ? LIMIT 1"
+
+        def look(task: object) -> str | None:
+            found = self._database.execute(query, (task,)).fetchone()
+            return None if found is None else self._name(found[0])
+
+        return look
+
+    def _name(self, number: object) -> str:
+        if not isinstance(number, int):
+            return "(no name)" if number is None else str(number)
+        if number not in self._names:
+            if len(self._names) >= _NAMES:
+                self._names.clear()
+            query = "SELECT value FROM STRING_IDS WHERE id = ?"
+            found = self._database.execute(query, (number,)).fetchone()
+            self._names[number] = f"(name {number})" if found is None else str(found[0])
+        return self._names[number]
+
+    def _declare(self, key: _Key, name: str, sort: int, *, overlapping: bool = False) -> Iterator[Track]:
+        if key not in self._tracks:
+            self._tracks[key] = len(self._tracks)
+            yield Track(track=self._tracks[key], name=name, sort=sort, overlapping=overlapping)
+
+    def _slice(
+        self,
+        key: _Key,
+        name: str,
+        start: int,
+        dur: int,
+        category: str | None,
+        args: dict[str, object] | None = None,
+    ) -> Slice:
+        return Slice(
+            track=self._tracks[key], name=name, start_ns=start, dur_ns=dur, category=category, args=args
+        )
+
+    def _flow(self, key: _Key, at_ns: int, connection: int, point: Any) -> Flow:
+        return Flow(
+            track=self._tracks[key], at_ns=at_ns, id=connection, point=point, name="launch", category="ac2g"
+        )
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Read-only, without locks or files of its own beside it."""
+    uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+    database.text_factory = lambda text: text.decode(errors="replace")
+    database.execute("PRAGMA temp_store = FILE")  # what is sorted does not fill the memory
+    return database
+
+
+def _columns(database: sqlite3.Connection) -> dict[str, frozenset[str]]:
+    """{table: its columns}"""
+    tables = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
+    return {
+        table: frozenset(row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+        for (table,) in tables
+    }
+
+
+def _pid(thread: object) -> int | None:
+    return thread >> 32 if isinstance(thread, int) else None
+
+
+def _tid(thread: object) -> int | str:
+    return thread & 0xFFFFFFFF if isinstance(thread, int) else "unknown"

@@ -1,0 +1,111 @@
+"""Reads analysed recordings of the Ascend profiler into the merged timeline, as its readers do.
+
+A recording is a folder that ends in `_ascend_pt`. Until it is analysed nothing in it can be placed; then
+`ASCEND_PROFILER_OUTPUT` holds `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which say
+the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from stepscope.timeline.readers import Claim, FoundFile, Notes, Recording
+from stepscope_npu._analysis import OUTPUT, analysed
+from stepscope_npu._disk import SUFFIX
+
+_INFO = "profiler_info"
+
+
+class TraceViewReader:
+    """`trace_view.json`"""
+
+    name = "npu trace_view"
+
+    def claims(self, file: FoundFile) -> Claim | None:
+        """Every file of a recording: what else lies there is read by nobody, and most of it missed by
+        nobody.
+        """
+        if file.path.name == "trace_view.json":
+            return Claim()
+        folder = recording_of(file.path)
+        if folder is None or _is_database(file.path):
+            return None
+        if file.path.parent == folder and file.path.name.startswith(_INFO) and not analysed(folder):
+            fix = "run `stepscope analyse` on the step's folder, where torch_npu and CANN are installed"
+            return Claim(read=False, why=f"a recording of an NPU that is not analysed: {fix}")
+        return Claim(read=False)
+
+    def open(self, file: FoundFile, notes: Notes) -> Recording:
+        from stepscope_npu._trace_view import TraceView
+
+        return TraceView(file.path, notes, correction_ns(file))
+
+
+class DatabaseReader:
+    """`ascend_pytorch_profiler*.db`"""
+
+    name = "npu database"
+
+    def claims(self, file: FoundFile) -> Claim | None:
+        if not _is_database(file.path):
+            return None
+        beside = file.path.with_name("trace_view.json")
+        return Claim(read=not beside.exists())  # both say the same
+
+    def open(self, file: FoundFile, notes: Notes) -> Recording:
+        from stepscope_npu._database import Database
+
+        return Database(file.path, notes, correction_ns(file))
+
+
+def recording_of(path: Path) -> Path | None:
+    """The recording that a file lies in."""
+    return next((folder for folder in path.parents if folder.name.endswith(SUFFIX)), None)
+
+
+def _is_database(path: Path) -> bool:
+    return path.name.startswith("ascend_pytorch_profiler") and path.suffix == ".db"
+
+
+def correction_ns(file: FoundFile) -> int:
+    """What to add to the times of a recording that CANN recorded nothing of, to make them unix ns.
+
+    torch_npu counts host events in CLOCK_MONOTONIC_RAW. Where CANN has left no reading of both clocks, its
+    analysis takes the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead, which since boot has drifted
+    away from RAW (by 250 ms in one run). The sidecar holds all three clocks. 0: nothing is to be corrected,
+    or nothing says by how much.
+    """
+    folder = recording_of(file.path)
+    opened = None if file.sidecar is None else file.sidecar.opened
+    if folder is None or opened is None or opened.raw_ns is None or file.path.parent.name != OUTPUT:
+        return 0
+    if any(folder.glob("PROF_*/host/start_info")) or any(folder.glob("PROF_*/device_*/start_info.*")):
+        return 0
+    ended = _end_info(folder)
+    if ended is None:
+        return 0
+    return (opened.wall_ns - opened.raw_ns) - ended
+
+
+def _end_info(folder: Path) -> int | None:
+    """The difference that the analysis took, in ns."""
+    for path in folder.glob(f"{_INFO}*.json"):
+        try:
+            info = json.loads(path.read_bytes())["end_info"]
+            return int(info["collectionTimeEnd"]) - int(info["MonotonicTimeEnd"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def layer_category(task_type: object) -> str | None:
+    """The category of a task on the device; None for one that computes and copies nothing (events, waits)."""
+    said = str(task_type).upper()
+    if "MEMCPY" in said or "SDMA" in said:
+        return "gpu_memcpy"
+    if any(word in said for word in ("AI_", "AIC", "AIV", "MIX", "DSA", "KERNEL")):
+        return "kernel"
+    if any(word in said for word in ("HCCL", "COMMUNICATION", "HCCS", "RDMA")):
+        return "communication"
+    return None

@@ -1,0 +1,286 @@
+"""What is read of analysed recordings. The device rows in the files here are invented, and named `fake_*`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from packages.npu.tests.real.cann.fake_msprof import write_database, write_json
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.reader_conformance import ReaderConformance
+from stepscope.timeline.readers import Claim, Counter, Event, Flow, FoundFile, Notes, Reader, Slice, Track
+from stepscope_npu._reader import DatabaseReader, TraceViewReader, layer_category
+from stepscope_npu._trace_view import nanoseconds
+
+AT = 1_750_000_000_000_000_000
+PID, THREAD = 4711, 4712
+RANGES = [
+    (AT + 1_000, AT + 901_001, THREAD, "default", "actor.update"),
+    (AT + 2_001, AT + 950_003, THREAD, "default", "ref.log_prob"),  # overlaps the first
+]
+
+
+def recording(folder: Path) -> Path:
+    """The folder with what an analysis leaves."""
+    output = folder / "capture_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+    output.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+class TestTraceView(ReaderConformance):
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return TraceViewReader()
+
+    def write(self, folder: Path) -> Path:
+        return write_trace_view(folder)
+
+    def test_layers_are_known_by_their_names_and_events_keep_their_nanoseconds(
+        self, reader: Reader, tmp_path: Path
+    ) -> None:
+        events, _ = self.read(reader, self.write(tmp_path))
+        tracks = {event.track: event.name for event in events if isinstance(event, Track)}
+        found = [
+            (tracks[event.track], event.name, event.category, event.start_ns - AT, event.dur_ns)
+            for event in events
+            if isinstance(event, Slice) and event.name != "AscendCL@launch"
+        ]
+        assert found == [
+            (f"thread {PID}", "aten::mm", "cpu_op", 1_501, 20_250),
+            ("Python GC thread 1", "GC", "GC", 3_000, 1_000),
+            ("NPU 0 stream 0", "fake_kernel_0", "kernel", 451_000, 450_001),
+            ("NPU 0 Overlap Analysis Computing", "Computing", None, 451_000, 450_001),
+            ("NPU 0 stream 0", "fake_kernel_1", "kernel", 476_002, 474_001),
+            ("NPU 0 Overlap Analysis Computing", "Computing", None, 476_002, 474_001),
+            (f"mstx thread {THREAD}", "actor.update", "user_annotation", 1_000, 900_001),
+            (f"mstx thread {THREAD}", "ref.log_prob", "user_annotation", 2_001, 948_002),
+        ]
+
+    def test_counters_and_arrows_are_read_whatever_the_size_of_their_ids(
+        self, reader: Reader, tmp_path: Path
+    ) -> None:
+        events, _ = self.read(reader, self.write(tmp_path))
+        [counter] = [event for event in events if isinstance(event, Counter)]
+        assert (counter.name, counter.values) == ("NPU 0 AI Core Freq", {"MHz": 1650})
+        flows = [(event.id, event.point) for event in events if isinstance(event, Flow)]
+        assert (f"async_npu:{2**60 + 1}", "start") in flows
+        assert (f"async_npu:{2**60 + 1}", "end") in flows
+
+
+def write_trace_view(folder: Path) -> Path:
+    path = recording(folder) / "trace_view.json"
+    write_json(path, PID, "python", RANGES)
+    events = json.loads(path.read_text())
+    python = {"pid": PID, "tid": PID}
+    large = {"cat": "async_npu", "name": "async_npu", "id": 2**60 + 1}
+    above = 43767511 << 32
+    before = [  # the names of their layers come behind them
+        {
+            **python,
+            "ph": "X",
+            "name": "aten::mm",
+            "ts": f"{AT // 1000 + 1}.501",
+            "dur": 20.25,
+            "cat": "cpu_op",
+        },
+        {
+            "ph": "X",
+            "name": "GC",
+            "pid": -1,
+            "tid": 1,
+            "ts": f"{AT // 1000 + 3}.000",
+            "dur": 1.0,
+            "cat": "GC",
+        },
+        {**python, **large, "ph": "s", "ts": f"{AT // 1000 + 1}.501"},
+    ]
+    behind = [
+        {"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "args": {"name": "Python"}},
+        {"ph": "M", "name": "thread_name", **python, "args": {"name": f"Thread {PID}"}},
+        {"ph": "M", "name": "process_name", "pid": -1, "tid": 0, "args": {"name": "Python GC"}},
+        {"ph": "M", "name": "process_name", "pid": above, "tid": 0, "args": {"name": "AI Core Freq"}},
+        {"ph": "M", "name": "process_labels", "pid": above, "tid": 0, "args": {"labels": "NPU 0"}},
+        {
+            "ph": "C",
+            "name": "AI Core Freq",
+            "pid": above,
+            "tid": 0,
+            "ts": f"{AT // 1000}.000",
+            "args": {"MHz": 1650},
+        },
+        {**python, **large, "ph": "f", "bp": "e", "ts": f"{AT // 1000 + 9}.000"},
+    ]
+    path.write_text(json.dumps([*before, *events, *behind]))
+    return path
+
+
+class TestDatabase(ReaderConformance):
+    @pytest.fixture
+    def reader(self) -> Reader:
+        return DatabaseReader()
+
+    def write(self, folder: Path) -> Path:
+        return write_db(folder)
+
+    def test_operators_calls_tasks_and_ranges_are_read_and_linked(
+        self, reader: Reader, tmp_path: Path
+    ) -> None:
+        events, _ = self.read(reader, self.write(tmp_path))
+        tracks = {event.track: event.name for event in events if isinstance(event, Track)}
+        found = [
+            (tracks[event.track], event.name, event.category, event.start_ns - AT, event.dur_ns)
+            for event in events
+            if isinstance(event, Slice)
+        ]
+        assert found == [
+            ("Profiler steps", "ProfilerStep#0", None, 0, 1_000_000),
+            (f"thread {PID}", "aten::mm", "cpu_op", 1_501, 20_250),
+            (f"mstx thread {THREAD}", "actor.update", "user_annotation", 1_000, 900_001),
+            (f"mstx thread {THREAD}", "ref.log_prob", "user_annotation", 2_001, 948_002),
+            (f"CANN thread {THREAD}", "launch", "cuda_runtime", 1_000, 1_000),
+            (f"CANN thread {THREAD}", "launch", "cuda_runtime", 2_001, 1_000),
+            ("NPU 0 stream 0", "fake_kernel_0", "kernel", 451_000, 450_001),
+            ("NPU 0 stream 0", "fake_kernel_1", "kernel", 476_002, 474_001),
+            ("Communication group_1", "fake_all", "communication", 5_000, 1_000),
+            (f"Python GC thread {PID}", "GC", "GC", 3_000, 1_000),
+        ]
+        flows = [(event.id, event.point, event.at_ns - AT) for event in events if isinstance(event, Flow)]
+        assert sorted(flows) == [
+            (0, "end", 451_000),
+            (0, "start", 1_000),
+            (1, "end", 476_002),
+            (1, "start", 2_001),
+        ]
+
+    def test_a_table_without_times_costs_itself(self, reader: Reader, tmp_path: Path) -> None:
+        path = self.write(tmp_path)
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("ALTER TABLE TASK RENAME COLUMN startNs TO began")
+            database.commit()
+        events, notes = self.read(reader, path)
+        assert notes == {"left out: TASK has no columns startNs and endNs": None}
+        assert any(isinstance(event, Slice) for event in events)
+
+
+def write_db(folder: Path) -> Path:
+    path = recording(folder) / "ascend_pytorch_profiler_0.db"
+    path.unlink(missing_ok=True)
+    write_database(path, PID, RANGES)
+    tid = PID << 32 | PID
+    with closing(sqlite3.connect(path)) as database:
+        run = database.execute
+        run("CREATE TABLE STEP_TIME (id INTEGER, startNs INTEGER, endNs INTEGER)")
+        run("INSERT INTO STEP_TIME VALUES (0, ?, ?)", (AT, AT + 1_000_000))
+        run("CREATE TABLE PYTORCH_API (type INT, startNs TEXT, endNs TEXT, globalTid INT, name INT)")
+        run("INSERT INTO STRING_IDS VALUES (268435456, 'aten::mm'), (900, 'group_1'), (901, 'fake_all')")
+        run(
+            "INSERT INTO PYTORCH_API VALUES (50001, ?, ?, ?, 268435456)",
+            (str(AT + 1_501), str(AT + 21_751), tid),
+        )
+        run("CREATE TABLE COMMUNICATION_OP (groupName INT, opName INT, endNs INT, startNs INT)")
+        run("INSERT INTO COMMUNICATION_OP VALUES (900, 901, ?, ?)", (AT + 6_000, AT + 5_000))
+        run("CREATE TABLE GC_RECORD (startNs INTEGER, endNs INTEGER, globalTid INTEGER)")
+        run("INSERT INTO GC_RECORD VALUES (?, ?, ?)", (AT + 3_000, AT + 4_000, tid))
+        database.commit()
+    return path
+
+
+# Which file is read.
+
+
+def found(path: Path, sidecar: Sidecar | None = None) -> FoundFile:
+    return FoundFile(path=path, name=f"traces/actor/{path.name}", sidecar=sidecar)
+
+
+def test_of_two_exports_that_say_the_same_one_is_read(tmp_path: Path) -> None:
+    database, view = write_db(tmp_path), write_trace_view(tmp_path)
+    assert DatabaseReader().claims(found(database)) == Claim(read=False)
+    assert TraceViewReader().claims(found(view)) == Claim()
+
+
+def test_a_recording_that_is_not_analysed_is_named_once_with_the_fix(tmp_path: Path) -> None:
+    folder = tmp_path / "capture_ascend_pt"
+    paths = [
+        folder / name
+        for name in ("profiler_info_3.json", "FRAMEWORK/torch.op_range", "PROF_1/host/info.json")
+    ]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    claims = [TraceViewReader().claims(found(path)) for path in paths]
+    assert [claim is not None and claim.read for claim in claims] == [False, False, False]
+    [why] = [claim.why for claim in claims if claim is not None and claim.why is not None]
+    assert "`stepscope analyse`" in why
+    write_trace_view(tmp_path)
+    assert TraceViewReader().claims(found(paths[0])) == Claim(read=False)
+
+
+# Times.
+
+
+def test_a_time_is_text_with_nanoseconds_and_no_float() -> None:
+    assert nanoseconds(b'"1704161511420306.491"') == 1704161511420306491
+    assert nanoseconds(b'"1704161511420306"') == 1704161511420306000
+    assert nanoseconds(b"1704161511420306.4") == 1704161511420306400
+    assert nanoseconds(b'"soon"') is None
+    assert nanoseconds(b"") is None
+
+
+def sidecar() -> Sidecar:
+    """Of a process in which RAW and MONOTONIC have drifted 250 ms apart since boot."""
+    artifact = Artifact(
+        path="traces/actor/x_ascend_pt",
+        kind="npu_recording",
+        tool="npu",
+        role="actor",
+        host="h",
+        size_bytes=1,
+    )
+    opened = ClockAnchor(wall_ns=AT, mono_ns=5_000_000_000, raw_ns=4_750_000_000)
+    return Sidecar(step=2, run_id="r", artifact=artifact, process=None, opened=opened, closed=opened)
+
+
+def first_operator(reader: Reader, path: Path, said: Sidecar | None) -> int:
+    with closing(reader.open(found(path, said), Notes())) as read:
+        events: list[Event] = list(read.events())
+    return next(event.start_ns for event in events if isinstance(event, Slice) and event.name == "aten::mm")
+
+
+def host_alone(folder: Path) -> Path:
+    path = recording(folder) / "trace_view.json"
+    python = {"pid": PID, "tid": PID}
+    early = AT - 250_000_000  # as torch_npu places what began at AT
+    events = [
+        {"ph": "X", "name": "aten::mm", **python, "ts": f"{early // 1000}.000", "dur": 1.0, "cat": "cpu_op"},
+        {"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "args": {"name": "Python"}},
+    ]
+    path.write_text(json.dumps(events))
+    ended = {"end_info": {"collectionTimeEnd": AT + 1_000, "MonotonicTimeEnd": 5_000_001_000}}
+    (path.parents[1] / "profiler_info.json").write_text(json.dumps(ended))
+    return path
+
+
+def test_without_data_of_cann_torch_npu_is_early_and_the_sidecar_corrects_it(tmp_path: Path) -> None:
+    path = host_alone(tmp_path)
+    assert first_operator(TraceViewReader(), path, sidecar()) == AT
+    assert first_operator(TraceViewReader(), path, None) == AT - 250_000_000
+
+
+def test_with_data_of_cann_nothing_is_corrected(tmp_path: Path) -> None:
+    path = host_alone(tmp_path)
+    start_info = path.parents[1] / "PROF_000001_1_X" / "host" / "start_info"
+    start_info.parent.mkdir(parents=True)
+    start_info.touch()
+    assert first_operator(TraceViewReader(), path, sidecar()) == AT - 250_000_000
+
+
+def test_waits_and_events_on_a_device_are_no_kernels() -> None:
+    kinds = ("AI_CORE", "MIX_AIC", "EVENT_WAIT", "NOTIFY_WAIT", "MEMCPY_ASYNC", "HCCL", None)
+    assert [layer_category(kind) for kind in kinds] == [
+        "kernel", "kernel", None, None, "gpu_memcpy", "communication", None,
+    ]  # fmt: skip
