@@ -12,6 +12,7 @@ from stepscope.config._sections import (
     ControlConfig,
     CudaMemoryConfig,
     ExportConfig,
+    NsysConfig,
     ScheduleConfig,
     TorchConfig,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "IterationsConfig",
     "Mode",
     "NpuConfig",
+    "NsysConfig",
     "ProfileConfig",
     "RoleConfig",
     "ScheduleConfig",

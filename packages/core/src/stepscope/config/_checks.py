@@ -39,8 +39,10 @@ def check_tool(config: ProfileConfig) -> None:
     installed = sorted({point.name for point in entry_points(group="stepscope.backends")})
     if config.tool not in installed:
         allowed = f"an installed backend: {', '.join(installed) or 'there is none'}"
-        # torch and cuda_memory come with stepscope itself; a path to its sources registers nothing.
-        package = "stepscope" if config.tool in ("torch", "cuda_memory") else f"'stepscope[{config.tool}]'"
+        # These come with stepscope itself; a path to its sources registers nothing.
+        package = (
+            "stepscope" if config.tool in ("torch", "cuda_memory", "nsys") else f"'stepscope[{config.tool}]'"
+        )
         raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
 
 

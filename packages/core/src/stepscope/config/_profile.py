@@ -19,6 +19,7 @@ from stepscope.config._sections import (
     ControlConfig,
     CudaMemoryConfig,
     ExportConfig,
+    NsysConfig,
     TorchConfig,
 )
 from stepscope.config._sources import environment_layer, file_layer, overlay
@@ -68,6 +69,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     npu: NpuConfig = msgspec.field(default_factory=NpuConfig)
+    nsys: NsysConfig = msgspec.field(default_factory=NsysConfig)
     cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
@@ -85,6 +87,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
             torch: TorchConfig | Mapping[str, object] = ...,
             npu: NpuConfig | Mapping[str, object] = ...,
+            nsys: NsysConfig | Mapping[str, object] = ...,
             cuda_memory: CudaMemoryConfig | Mapping[str, object] = ...,
             budget: BudgetConfig | Mapping[str, object] = ...,
             export: ExportConfig | Mapping[str, object] = ...,

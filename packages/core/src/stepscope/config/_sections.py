@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+import msgspec
+
 from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
 from stepscope.errors import ConfigError
 
 Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]
 """As `torch.profiler.ProfilerActivity` names them."""
+NsysTrace: TypeAlias = Literal[
+    "cuda", "nvtx", "osrt", "cublas", "cudnn", "ucx", "mpi", "nccl", "python-gil", "opengl", "vulkan"
+]
+"""As `nsys profile --trace` names them."""
 
 
 def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
@@ -93,6 +99,21 @@ class CudaMemoryConfig(Section, frozen=True, kw_only=True):
     """Frames kept with each allocation; `all` adds C++ frames."""
     on_oom: bool = True
     """Write a snapshot when CUDA runs out of memory during a capture."""
+
+
+class NsysConfig(Section, frozen=True, kw_only=True):
+    """How Nsight Systems, which starts the process, is told when to record."""
+
+    _at: ClassVar[str] = "nsys"
+
+    trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
+    """What it traces. Without `nvtx` there are no markers of spans."""
+    output: str | None = None
+    """Its `--output`; None: read off the command line of the nsys above the process."""
+    report_seconds: Seconds = 120
+    """How long a window's report may take to be whole."""
+    extra: dict[str, str] = msgspec.field(default_factory=dict)
+    """Further options of `nsys profile`, by their long names, for what `runtime_env` and `command` start."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):
