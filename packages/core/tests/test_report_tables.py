@@ -81,6 +81,19 @@ def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> 
     assert (tail.trajectories, tail.last, tail.held_ns, tail.rollout_ns) == (20, 2, 2 * MS, 20 * MS)
 
 
+def test_the_bubble_is_what_replicas_idle_in_the_tail(tmp_path: Path) -> None:
+    folder = rollout(tmp_path)
+    folder.process("rollout", 1).span("decode", 0, 19 * MS)
+    folder.processes[-1].close(20 * MS)
+    tail = find_long_tail(load_step(folder.write()))
+    assert tail is not None
+    assert [(hold.percent, hold.trajectories) for hold in tail.holds] == [(10, 2), (5, 1)]
+    assert [hold.held_ns for hold in tail.holds] == [2 * MS, MS]
+    assert tail.bubble is not None
+    assert (tail.bubble.replicas, tail.bubble.tail_ns, tail.bubble.idle_ns) == (2, 2 * MS, MS)
+    assert (tail.bubble.in_flight, tail.bubble.in_flight_before) == (1.5, 11.5)
+
+
 def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
     tail = find_long_tail(load_step(rollout(tmp_path, 100).write()))
     assert tail is not None

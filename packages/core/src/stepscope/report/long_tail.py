@@ -117,7 +117,8 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
     mine = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
     ended = [span for span in mine if span.end_ns is not None]
-    last, held_ns, rollout_ns = _held([s for s in ended if timeline.processes[s.process].aligned])
+    placed = [span for span in ended if timeline.processes[span.process].aligned]
+    last, held_ns, rollout_ns = _held(placed)
     return LongTail(
         trajectories=len(ended),
         open=len(mine) - len(ended),
@@ -126,8 +127,8 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
         last=last,
         held_ns=held_ns,
         rollout_ns=rollout_ns,
-        holds=tuple(_holds(sorted(span.end_ns or 0 for span in ended))),
-        bubble=_bubble(timeline, ended) if len(ended) > 1 else None,
+        holds=tuple(_holds(sorted(span.end_ns or 0 for span in placed))),
+        bubble=_bubble(timeline, placed) if len(placed) > 1 else None,
         worst=tuple(_slow(timeline, index, members) for index in _worst(timeline, roots)),
     )
 
