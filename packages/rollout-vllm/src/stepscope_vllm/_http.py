@@ -29,6 +29,9 @@ _BUILT = (
     "VLLM_TORCH_PROFILER_DIR set for vLLM 0.12 and older"
 )
 
+_desks: dict[str, Desk] = {}
+"""Server -> its captures, for a loop that makes a new profiler for each. One writer: `VllmServer`."""
+
 
 class VllmServer:
     """Drives the profiler of one `vllm serve`, by its routes /start_profile and /stop_profile.
@@ -63,7 +66,7 @@ class VllmServer:
         self._server = Server(url, headers=headers)
         self._layout = Layout(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, False)
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
-        self._desk = Desk()
+        self._desk = _desks.setdefault(self._server.url, Desk())
         self._version = "unknown"
         self._dialect: Dialect | None = None
         self._ignored: dict[str, str] = {}

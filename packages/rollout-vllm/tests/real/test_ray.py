@@ -1,0 +1,113 @@
+"""An AsyncLLM inside an async Ray actor whose class knows nothing of stepscope."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+import vllm
+
+import stepscope_vllm
+from stepscope import ProfileConfig, capture
+from stepscope.engines import EngineCapture
+from stepscope.engines.ray import RayRollout
+from stepscope.errors import EngineError
+from stepscope.testing.engine_conformance import a_capture
+
+assert vllm
+
+
+class Rollout:
+    """What a user has."""
+
+    async def build(self, arguments: dict[str, Any]) -> int:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return os.getpid()
+
+    async def generate(self, request: str, tokens: int = 4) -> int:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        count = 0
+        async for output in self.llm.generate("hello world", sampling, request):
+            count = len(output.outputs[0].token_ids)
+        return count
+
+    async def start_somebody_elses(self) -> None:
+        await self.llm.start_profile()
+
+    async def stop_somebody_elses(self) -> None:
+        await self.llm.stop_profile()
+
+    async def shut_down(self) -> None:
+        self.llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor(model: str, sizes: dict[str, Any], config: ProfileConfig) -> Iterator[Any]:
+    names = [name for name in os.environ if name.startswith(("VLLM_", "HF_"))]
+    environment = {name: os.environ[name] for name in names}
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": environment},
+        )
+        remote: Any = ray.remote
+        handle: Any = remote(num_cpus=0, max_concurrency=64)(Rollout).remote()
+        try:
+            arguments = {"model": model, **sizes, **stepscope_vllm.engine_args(config)}
+            ray.get(handle.build.remote(arguments), timeout=280)
+            yield handle
+            ray.get(handle.shut_down.remote(), timeout=60)
+        finally:
+            ray.kill(handle)
+            ray.shutdown()
+
+
+def test_a_loop_captures_two_steps_of_an_actors_engine(
+    actor: Any, config: ProfileConfig, run_folder: Path
+) -> None:
+    for step in (1, 2):
+        with capture(step, engines=[RayRollout(actor, "vllm")], config=config) as cap:
+            counts = ray.get([actor.generate.remote(f"{step}-{number}") for number in range(3)])
+        assert counts == [4, 4, 4]
+        cap.result.raise_for_missing()
+        (trace,) = (run_folder / f"step_{step:06d}" / "traces").rglob("*.pt.trace.json.gz")
+        assert f"step_{step:06d}" in trace.name
+
+
+async def test_an_error_of_vllms_own_type_reaches_the_caller_as_text(actor: Any, tmp_path: Path) -> None:
+    rollout = RayRollout(actor, "vllm", replica=0)
+    await actor.start_somebody_elses.remote()
+    try:
+        with pytest.raises(EngineError, match="omebody else started"):
+            await rollout.start(_capture(tmp_path))
+    finally:
+        await actor.stop_somebody_elses.remote()
+
+
+async def test_the_actor_answers_while_its_engine_writes_the_trace(actor: Any, tmp_path: Path) -> None:
+    rollout = RayRollout(actor, "vllm", replica=0)
+    await rollout.start(_capture(tmp_path, "busy"))
+    running = [actor.generate.remote(f"busy-{number}", 60) for number in range(3)]
+    artifacts = await rollout.stop()
+    assert len(artifacts) == 1
+    assert [await each for each in running] == [60, 60, 60]
+
+
+def _capture(root: Path, name: str = "capture") -> EngineCapture:
+    return msgspec.structs.replace(a_capture(root, name=name), seconds=60)
