@@ -1,4 +1,4 @@
-"""Leaves out tests that need torch, Ray or a real engine where these are not installed, and says which."""
+"""Leaves out tests that need torch, Ray, numpy or a real engine where it is not installed, and says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 ENGINES = {"vllm", "sglang", "torch_npu", "hta"}
 """And what else has an environment of its own for its tests."""
-ABSENT = {name for name in ("torch", "ray", *ENGINES) if find_spec(name) is None}
+OPTIONAL = {"torch", "ray", "numpy", *ENGINES}
+ABSENT = {name for name in OPTIONAL if find_spec(name) is None}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -37,8 +38,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @cache
 def needed_at_the_top(file: Path) -> set[str]:
-    """What of torch, Ray and the engines the module imports, outside of functions."""
+    """What of `OPTIONAL` the module imports, outside of functions."""
     body = ast.parse(file.read_text()).body
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names} & {"torch", "ray", *ENGINES}
+    return {name.partition(".")[0] for name in names} & OPTIONAL

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
@@ -25,6 +26,7 @@ _BASE = re.compile(rb'("baseTimeNanoseconds": )(\d+)')
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """The traces of four ranks that reduced a hundred times, on the one clock of this machine."""
+    assert torch.distributed.is_gloo_available()
     folder = tmp_path_factory.mktemp("gloo")
     main = Path(__file__).with_name("gloo_main.py")
     subprocess.run([sys.executable, str(main), str(folder), "4", "100"], check=True, timeout=300)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from stepscope.report.breakdown import break_down
+from stepscope.report.health import check_health
+from stepscope.report.health_text import clock, clock_notes
 from stepscope.testing.known import Clock, Known, KnownStep, some_clocks
 from stepscope.testing.steps import OPENED_NS
 from stepscope.timeline import Timeline, load_step, merge_step
@@ -108,3 +111,26 @@ def test_one_measured_host_places_those_it_had_collectives_with(tmp_path: Path) 
     timeline = load_step(step.write(tmp_path))
     check_spans(timeline, step.spans)
     assert {p.clock.alignment for p in timeline.processes if p.info.host == "host-3"} == {"collectives"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shifted", [1, 3, 5])
+def test_windows_that_differ_unseen_place_nothing_wrongly(tmp_path: Path, seed: int, shifted: int) -> None:
+    step = KnownStep(seed, tuple(some_clocks(seed)), numbered=False, shifted=shifted)
+    timeline = load_step(step.write(tmp_path))
+    check_spans(timeline, step.spans)
+    (note,) = {process.clock.note for process in timeline.processes if process.info.host == "host-2"}
+    assert "not the same ones" in (note or "")
+
+
+def test_the_report_says_what_each_clock_rests_on(tmp_path: Path) -> None:
+    step = KnownStep(0, tuple(some_clocks(0)), numbered=False, shifted=1)
+    health = check_health(load_step(step.write(tmp_path / "shifted")))
+    said = {process.host: clock(process) for process in health.processes}
+    assert re.fullmatch(r"moved 3\.00 s, drift \+\d+\.\d ppm, \+-\d+ us", said["host-2"])
+    (note, *_) = clock_notes(health)
+    assert re.match(r"actor 1, actor 4, rollout 1: allreduce of actor: .* not the same ones", note)
+    health = check_health(load_step(known(0).write(tmp_path / "matched")))
+    said = {process.host: clock(process) for process in health.processes}
+    assert re.fullmatch(r"moved 3\.00 s by 56 collectives, drift \+\d+\.\d ppm, \+-[\d.]+ us", said["host-2"])
+    assert clock_notes(health) == []

@@ -51,18 +51,27 @@ class KnownStep:
     """One step and its truth. `write` puts it on disk."""
 
     def __init__(
-        self, seed: int, clocks: tuple[Clock, ...], *, lasted_ns: int = 20_000 * MS, numbered: bool = True
+        self,
+        seed: int,
+        clocks: tuple[Clock, ...],
+        *,
+        lasted_ns: int = 20_000 * MS,
+        numbered: bool = True,
+        shifted: int = 0,
     ) -> None:
         """The driver and the agent loop are on a host of their own; the others are on those of `clocks`.
 
         Args:
             numbered: Whether torch numbered the collectives. Without, all ranks record the same ones; with
                 numbers, each lacks some at its ends.
+            shifted: How many collectives the second host's ranks missed at the beginning, and all others at
+                the end: as many on all, and not the same ones.
         """
         self._seed = seed
         self._clocks = clocks
         self._lasted_ns = lasted_ns
         self._numbered = numbered
+        self._shifted = shifted
         self.spans: list[Known] = []
         """By process, in the order of opening."""
         self.events: list[Known] = []
@@ -160,10 +169,10 @@ class KnownStep:
                 at_ns[rank] = left_ns
         for rank, actor in enumerate(actors):
             self._span(actor, "update_policy", begun_ns[rank], at_ns[rank] + 2 * MS)
-            lacks = 2 * self._chance.randrange(4) if self._numbered else 0
-            self._trace(
-                actor, kernels[rank][lacks:] if rank % 2 else kernels[rank][: 2 * rounds - lacks], len(actors)
-            )
+            lacks = 2 * (self._chance.randrange(4) if self._numbered else self._shifted)
+            late = rank % 2 == 1 if self._numbered else rank % len(self._clocks) == 1
+            recorded = kernels[rank][lacks:] if late else kernels[rank][: 2 * rounds - lacks]
+            self._trace(actor, recorded, len(actors))
 
     def _kernel(
         self, process: FakeProcess, name: str, start_ns: int, end_ns: int, **args: object
