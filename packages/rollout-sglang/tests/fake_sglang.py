@@ -115,26 +115,10 @@ class Scheduler:
         folder.mkdir(parents=True, exist_ok=True)
         prefix = f"{request.profile_prefix}-" if request.profile_prefix else ""
         name = f"{prefix}{request.profile_id or time.time()}{self.suffix}{stage}.trace.json.gz"
-        meta = {
-            "ph": "M",
-            "name": "process_name",
-            "ts": 1.0,
-            "pid": 4711,
-            "tid": 0,
-            "args": {"name": "sglang"},
-        }
-        steps = [
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": f"step[{mode} bs=1]",
-                "pid": 1,
-                "tid": 1,
-                "ts": 1,
-                "dur": 1,
-            }
-            for mode in modes
-        ]
+        now, at = time.time_ns() / 1000, {"pid": 4711 + self.rank, "tid": 4711}
+        meta = {"ph": "M", "name": "process_name", "ts": now, **at, "args": {"name": "sglang"}}
+        step = {"ph": "X", "cat": "user_annotation", **at, "ts": now, "dur": 1}
+        steps = [{**step, "name": f"step[{mode} bs=1]"} for mode in modes]
         distributed = {"backend": "gloo", "rank": self.rank, "world_size": self.world_size}
         trace = {"distributedInfo": distributed, "baseTimeNanoseconds": 0, "traceEvents": [meta, *steps]}
         (folder / name).write_bytes(gzip.compress(json.dumps(trace).encode(), 1))

@@ -17,6 +17,8 @@ from stepscope.timeline.readers.installed import Readers
 
 _SUFFIXES = (".json", ".json.gz")
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"
+MERGED = "merged_trace"
+"""The kind of a file in which an engine repeats the traces of its ranks."""
 
 
 class TraceFile(NamedTuple):
@@ -109,6 +111,9 @@ def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: R
     sidecar = said if isinstance(said, Sidecar) else None
     if not path.is_file():
         found.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))
+        return
+    if sidecar is not None and sidecar.artifact.kind == MERGED:
+        found.unread.append(f"{name}: an engine merged it out of the traces beside it")
         return
     reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
     if claim is not None and not claim.read:

@@ -1,0 +1,85 @@
+"""The table of versions against the source in SGLang's own wheels, which is read and never run."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+
+import pytest
+
+from stepscope_sglang._versions import SINCE, number, options_of
+from tests.downloads import wheel
+
+VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
+"""Those in which an option, or the form of a start, appeared, and most of those just before."""
+_PARTS = ("io_struct", "profiler", "tokenizer")
+
+
+@cache
+def modules(version: str) -> dict[str, ast.Module]:
+    """The parsed modules that have to do with profiling, by name."""
+    folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
+    paths = (path for path in folder.rglob("*.py") if any(word in path.stem for word in _PARTS))
+    return {path.stem: ast.parse(path.read_text()) for path in paths}
+
+
+def start_profile(version: str) -> list[str]:
+    """The parameters of `TokenizerManager.start_profile`."""
+    for name in ("tokenizer_control_mixin", "tokenizer_communicator_mixin", "tokenizer_manager"):
+        for node in ast.walk(modules(version).get(name, ast.Module([], []))):
+            if isinstance(node, ast.AsyncFunctionDef) and node.name == "start_profile":
+                return [argument.arg for argument in node.args.args if argument.arg != "self"]
+    raise AssertionError(f"sglang {version} has no start_profile")
+
+
+def fields(version: str, name: str) -> set[str]:
+    """The annotated fields of a class of `io_struct`."""
+    for node in ast.walk(modules(version)["io_struct"]):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return {
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            }
+    raise AssertionError(f"sglang {version} has no {name}")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_options_of_a_version_are_those_of_the_table(version: str) -> None:
+    parameters = start_profile(version)
+    known = fields(version, "ProfileReq") - {"req_type"} if parameters == ["req"] else set(parameters)
+    assert known == options_of(version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_start_is_one_object_from_0_5_15_on(version: str) -> None:
+    assert (start_profile(version) == ["req"]) == (number(version) >= (0, 5, 15))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_stop_disarms_what_it_stops_and_nothing_else_does(version: str) -> None:
+    """Why a recording is started and stopped to clear what is armed."""
+    clears = {
+        function.name
+        for module in modules(version).values()
+        for function in ast.walk(module)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and ast.unparse(node.targets[0]) == "self.profiler_start_forward_ct"
+    }
+    assert {name.lstrip("_") for name in clears} == {"stop_profile"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_start_that_names_a_pass_takes_at_least_the_next_one(version: str) -> None:
+    """Why every capture begins with `start_step` 1, and why its `num_steps` are counted right everywhere."""
+    text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
+    assert "max(start_step, self." in text
+    assert "self.profiler_target_forward_ct = self.profiler_start_forward_ct + num_steps" in text
+
+
+def test_every_option_of_the_table_is_in_some_version() -> None:
+    assert set(SINCE) == options_of(VERSIONS[-1])
