@@ -423,3 +423,14 @@ def test_a_reader_interrupted_by_the_user_interrupts_the_merge(folder: StepFolde
     recorded(folder, [])
     with pytest.raises(KeyboardInterrupt):
         merged(folder)
+
+
+def test_the_processes_of_one_unaligned_recording_keep_their_times_to_each_other(folder: StepFolder) -> None:
+    pids = (actor(folder).info.pid, 77)
+    declared = [Track(track=n, name="stream", pid=pid) for n, pid in enumerate(pids)]
+    drawn = [Slice(track=n, name=f"k{n}", start_ns=1_000_000_000 - n * 400 * MS, dur_ns=1) for n in range(2)]
+    recorded(folder, [*declared, *drawn], Origin(clock="unknown", processes=pids))
+    result, found = merged(folder)
+    first, second = of(found, "X")
+    assert at_ns(result, first) - at_ns(result, second) == 400 * MS
+    assert len({row.shift_ns for row in result.rows}) == 1

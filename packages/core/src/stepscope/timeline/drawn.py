@@ -9,6 +9,7 @@ import msgspec
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.lanes import Interval, pack
 from stepscope.timeline.model import Span, Timeline
+from stepscope.timeline.requests import requests
 from stepscope.timeline.rewrite import Cut
 from stepscope.timeline.rows import Axis, Row, Rows
 from stepscope.timeline.selection import Selection
@@ -48,14 +49,19 @@ class Drawn:
                 yield self._slice(index, row)
 
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
-        """From each drawn span to those that ran below it in other processes. Call it after all rows."""
-        for index in self._tids:
-            parent = self._timeline.spans[index].parent
-            if parent is None or parent not in self._tids or not self._both_aligned(index, parent):
-                continue
-            common = {"cat": "stepscope", "name": "call", "id": ids.number(b"%d" % index)}
-            yield {"ph": "s", **common, **self._at(parent)}
-            yield {"ph": "f", "bp": "e", **common, **self._at(index)}
+        """From each drawn span to what it caused in other processes. Call it after all rows."""
+        below = (
+            (parent, index)
+            for index in self._tids
+            if (parent := self._timeline.spans[index].parent) is not None
+        )
+        for name, pairs in (("call", below), ("request", requests(self._timeline))):
+            for cause, index in pairs:
+                if not {cause, index} <= self._tids.keys() or not self._both_aligned(index, cause):
+                    continue
+                common = {"cat": "stepscope", "name": name, "id": ids.number(b"%d" % index)}
+                yield {"ph": "s", **common, **self._at(cause)}
+                yield {"ph": "f", "bp": "e", **common, **self._at(index)}
 
     def _both_aligned(self, index: int, parent: int) -> bool:
         """And in two rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -63,6 +63,9 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     """Why collectives do not say more of its clock."""
     reason: str | None = None
     """Why it is unaligned."""
+    shift_ns: int = 0
+    """Added to the times of an unaligned row that are nowhere near the step, so that it is shown at all: from
+    a second behind the step's end on. 0: it stands where its own clock says."""
 
 
 class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +297,7 @@ class _Merge:
         shown = [row for row in self._order if row.shown]
         unaligned = [(row.name, row.unaligned) for row in shown if row.unaligned is not None]
         self._problems += [FileProblem(file=name, what=f"unaligned: {why}") for name, why in unaligned]
+        self._problems += _twice(shown)
         return Merged(
             step=timeline.step,
             run_id=timeline.run_id,
@@ -325,7 +329,22 @@ def _merged_row(row: Row) -> MergedRow:
         matched=0 if clock is None else clock.matched,
         note=None if row.clock is None else row.clock.clock.note,
         reason=row.unaligned,
+        shift_ns=row.shift_ns or 0,
     )
+
+
+def _twice(rows: Iterable[Row]) -> Iterator[FileProblem]:
+    """Ranks that several processes say they are."""
+    ranks: dict[tuple[str, int | None, int], set[str]] = {}
+    for row in rows:
+        if row.info.rank is not None:
+            where = f"pid {row.info.pid or 'unknown'} on {row.info.host}"
+            ranks.setdefault((row.info.role, row.info.replica, row.info.rank), set()).add(where)
+    for (role, replica, rank), processes in ranks.items():
+        if len(processes) > 1:
+            whose = role if replica is None else f"{role} replica {replica}"
+            what = f"several processes say they are this rank; each has a row: {', '.join(sorted(processes))}"
+            yield FileProblem(file=f"{whose} rank {rank}", what=what)
 
 
 def _alignment(row: Row, clock: ProcessClock) -> str:

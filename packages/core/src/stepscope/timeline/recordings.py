@@ -197,7 +197,11 @@ class Drawing:
         if type(start_ns) is not int or type(dur_ns) is not int or dur_ns < 0:
             raise ValueError(f"times are ints in ns, durations not negative; {event!r} is not so")
         wall = self._recorded.wall
+        first = line.row.shift_ns is None
         position = line.place.at(start_ns if wall is None else wall(start_ns))
+        if first:  # what shows this row somewhere moves all that is in the file: it has one clock
+            for row in self._recorded.rows.values():
+                row.shift_ns = line.row.shift_ns if row.shift_ns is None else row.shift_ns
         if position is None:
             self.notes.events(NOT_THEN)
             return

@@ -115,6 +115,8 @@ def row_metadata(row: Row) -> Iterator[Event]:
     labels = [info.host, f"pid {info.pid}"] if info.pid else [info.host]
     if row.unaligned is not None:
         labels.append(f"unaligned: {row.unaligned}")
+    if row.shift_ns:
+        labels.append(f"shown {row.shift_ns / 1e9:+,.3f} s from its own clock")
     yield _meta("process_labels", row.pid, 0, labels=", ".join(labels))
 
 
