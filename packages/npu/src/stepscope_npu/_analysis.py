@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from stepscope.errors import BackendError
+from stepscope_npu._disk import SUFFIX
 from stepscope_npu._versions import MSPROF_VARIABLES
 
 OUTPUT = "ASCEND_PROFILER_OUTPUT"
@@ -61,6 +62,41 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
         f"the analysis of {folder} wrote no timeline, and exited with {code}{hint}. "
         f"It said: {said or 'nothing'}"
     )
+
+
+class NpuAnalyser:
+    """The recordings below a step's folder, whoever made them: the backend, vllm-ascend, SGLang."""
+
+    name = "npu"
+
+    def waiting(self, folder: Path) -> list[Path]:
+        hidden = (".recordings", ".export-")
+        return [
+            path
+            for path in sorted(folder.rglob(f"*{SUFFIX}"))
+            if path.is_dir()
+            and any(path.glob("profiler_info*.json"))
+            and not analysed(path)
+            and not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
+        ]
+
+    def analyse(self, recording: Path, timeout_s: float) -> str:
+        made = [path.name for path in analyse(recording, timeout_s=timeout_s)]
+        return ", ".join([*made, *advise(recording, timeout_s)])
+
+
+def advise(folder: Path, timeout_s: float) -> list[str]:
+    """What msprof-analyze, where it is installed, says of an analysed recording: names of its files.
+
+    It is never needed, so what it fails at is its own. Nothing that it prints is shown: its banner holds the
+    address of a repository with a password in it.
+    """
+    tool = shutil.which("msprof-analyze")
+    if tool is None:
+        return []
+    output = folder / "msprof_analyze"
+    _run([tool, "advisor", "all", "-d", str(folder), "-o", str(output)], timeout_s)
+    return [str(path.relative_to(folder)) for path in sorted(output.rglob("*.html"))]
 
 
 _ENDED = "It was ended, and what was recorded is as it was. Fix: stepscope analyse --timeout <seconds>"

@@ -17,7 +17,8 @@ from stepscope.backends.window_thread import ANSWER_S, Task, run_on, thread_for_
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
-from stepscope_npu import _disk, _process, _versions
+from stepscope_npu import _analysis, _disk, _process, _versions
+from stepscope_npu._engines import patched_torch_profiler
 from stepscope_npu._options import Options, resolve
 from stepscope_npu._window import NpuWindow, Recorded
 
@@ -128,7 +129,11 @@ class NpuBackend:
             truncated=recorded.truncated,
             lacking=recorded.lacking,
             ignored=ignored,
-            options={**window.options.recorded, "cycle": recorded.cycle},
+            options={
+                **window.options.recorded,
+                "cycle": recorded.cycle,
+                "replaced_torch_profiler": patched_torch_profiler(),
+            },
             versions={**window.options.versions, **({} if cann is None else {"cann": cann})},
         )
 
@@ -136,6 +141,17 @@ class NpuBackend:
         if not recorded.folder.is_dir():
             raise BackendError("this recording of the NPU is written or discarded already")
         _disk.place(recorded.folder, path)
+        if self._config.npu.analysis:
+            self._analyse(path, ignored)
+
+    def _analyse(self, path: Path, ignored: dict[str, str]) -> None:
+        """Beside the training, in a process of its own. What fails costs the analysis and nothing else."""
+        try:
+            _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
+        except Exception as error:
+            ignored["npu.analysis"] = (
+                f"{error}. Fix: stepscope analyse, later"  # the sidecar is not written yet
+            )
 
     def _late_artifact(self, window: NpuWindow, task: Task) -> PendingArtifact:
         """Of a window whose thread has not ended it yet."""

@@ -302,6 +302,18 @@ def test_a_capture_that_the_profiler_fails_goes_on(captured: Any, compiled: Comp
     assert "CANN 8 is not for this driver" in str(found.reason)
 
 
+def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) -> None:
+    config = captured(npu={"analysis": True})  # no process can import this torch_npu by itself
+    with capture(2, config=config) as block, span("work"):
+        pass
+    block.result.wait()
+    found = outcome(config, "npu trace")
+    assert found.state == "ok"
+    [artifact] = found.artifacts
+    assert "wrote no timeline" in artifact.ignored["npu.analysis"]
+    assert "No module named 'torch_npu'" in artifact.ignored["npu.analysis"]
+
+
 # Failures that torch_npu swallows.
 
 
@@ -503,7 +515,18 @@ def test_torch_profiler_after_this_ends_ours_and_works(make: Any) -> None:
     artifact.discard()
 
 
-# What torch_npu does to torch.
+# What torch_npu, and SGLang with it, do to torch.
+
+
+def test_a_torch_profiler_that_sglang_has_replaced_is_not_in_the_way(
+    make: Any, torch_npu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.profiler, "profile", torch_npu.profiler.profile)
+    [artifact] = record(make())
+    artifact.discard()
+    assert "SGLang replaces it" in str(artifact.options["replaced_torch_profiler"])
 
 
 def test_hooks_of_torch_npu_are_named_in_the_sidecar(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

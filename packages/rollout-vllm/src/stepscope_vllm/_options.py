@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
@@ -19,6 +20,11 @@ _NEVER = {
     "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
     "merge": "vLLM joins no traces; `stepscope merge` does",
 }
+_ON_ASCEND = {
+    "record_shapes": "vllm-ascend passes it on to nobody",
+    "with_stack": "vllm-ascend records modules in its place",
+}
+"""By its code: it was not run. It also records at Level1, as text, and without mstx (markers of spans)."""
 _STACKS = (
     "the engine was built with torch_profiler_with_stack=True (vLLM's default): an idle second gives 2.7 "
     "million events, and stop takes minutes"
@@ -68,7 +74,8 @@ def unable(
     Raises:
         EngineError: `extra` has an option that no vLLM has.
     """
-    found = {option: why for option, why in _NEVER.items() if getattr(capture, option)}
+    never = {**_NEVER, **(_ON_ASCEND if on_ascend() else {})}
+    found = {option: why for option, why in never.items() if getattr(capture, option)}
     if not aimed:
         found.update(_fixed(capture, settings))
         found.update(_iterations(capture, settings, dialect))
@@ -77,6 +84,11 @@ def unable(
     if why is not None:
         found["version"] = why
     return found
+
+
+def on_ascend() -> bool:
+    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
+    return find_spec("vllm_ascend") is not None
 
 
 def _fixed(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import screen
+from stepscope.cli.analyse import analyse
 from stepscope.cli.demo import demo
 from stepscope.cli.diff import diff
 from stepscope.cli.doctor import doctor
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(report)
 app.command()(merge)
+app.command()(analyse)
 app.command()(diff)
 app.command()(ls)
 app.command()(trigger)

@@ -1,0 +1,42 @@
+"""`stepscope analyse`: makes raw recordings readable, where their profiler's own tools are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import find_steps
+from stepscope.errors import StepscopeError
+from stepscope.timeline import analysers
+
+
+def analyse(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_STEP", help="A run's folder, or one step's.")],
+    step: Annotated[int | None, typer.Option(help="Only this step of a run.")] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Longest time for one recording, in seconds.", min=1)
+    ] = 3600,
+) -> None:
+    """Raw recordings (of NPUs) become readable, on a machine that has their profiler's tools."""
+    found = [analysers.load(point) for point in analysers.installed()]
+    if not found:
+        raise CommandError("no installed package analyses recordings: pip install 'stepscope[npu]'")
+    roots = [layout.root for layout in find_steps(path, step)]
+    work = [(each, recording) for each in found for root in roots for recording in each.waiting(root)]
+    if not work:
+        screen.say(f"{path}: no recording waits for an analysis")
+    failed = 0
+    for number, (analyser, recording) in enumerate(work, 1):
+        where = recording.relative_to(path)
+        with screen.waiting(f"{number} of {len(work)}: {where}"):
+            try:
+                said = analyser.analyse(recording, timeout)
+            except StepscopeError as error:
+                failed += 1
+                said = f"FAILED: {error}"
+        screen.say(f"{where}: {said}")
+    raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)

@@ -1,0 +1,42 @@
+"""What makes a recording readable after the run: the contract behind the entry points `stepscope.analysers`.
+
+Some profilers leave raw data that only their vendor's tool understands, on a machine that has it. An entry
+point names a class (or function) that is called without arguments and gives an `Analyser`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+GROUP = "stepscope.analysers"
+
+
+class Analyser(Protocol):
+    """Finishes one kind of recording, in a process of its own."""
+
+    name: str
+    """For messages."""
+
+    def waiting(self, folder: Path) -> list[Path]:
+        """The recordings below `folder` that are not analysed yet, in order."""
+        ...
+
+    def analyse(self, recording: Path, timeout_s: float) -> str:
+        """Analyses one, and says in words what it made.
+
+        Raises:
+            StepscopeError: it failed, or took longer; the recording is as it was.
+        """
+        ...
+
+
+def installed() -> list[EntryPoint]:
+    """Those that packages bring, by name."""
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def load(point: EntryPoint) -> Analyser:
+    return cast(Callable[[], Analyser], point.load())()

@@ -1,0 +1,142 @@
+"""What `stepscope doctor` says of Ascend NPUs: what was seen here, and what it means."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from stepscope.doctor import Row
+from stepscope_npu._versions import MSPROF_VARIABLES, SOURCE_CANN
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_DEADLINE_S = 60
+_PROBE = """
+import torch, torch_npu
+print(torch_npu.npu.is_available(), torch_npu.npu.device_count(), sep="|")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What there is to know, found without importing torch_npu into this process."""
+
+    torch_npu: str | None
+    """Its version; None: not installed."""
+    autoloads: bool = False
+    """`import torch` imports it too."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    imported: str | None = None
+    """`True|8`: an NPU is there, and how many; None: the import failed."""
+    said: str = ""
+    """The last line of an import that failed."""
+    cann: Path | None = None
+    """CANN's folder."""
+    msprof: str | None = None
+    msprof_analyze: bool = False
+
+
+def rows() -> list[Row]:
+    """The entry point."""
+    return rows_of(look())
+
+
+def rows_of(seen: Seen) -> list[Row]:
+    """What is to be said of it. Pure."""
+    if seen.torch_npu is None:
+        return [
+            Row(subject="torch_npu", state="absent", found="not installed; only `tool: npu` needs it"),
+        ]
+    found = [_torch_npu(seen), _cann(seen), _msprof(seen)]
+    if seen.autoloads and seen.imported is None and seen.environ.get(_AUTOLOAD) != "0":
+        broken = "`import torch` loads torch_npu by itself, and fails with it"
+        found.append(Row(subject=_AUTOLOAD, state="red", found=broken, fix=f"export {_AUTOLOAD}=0"))
+    for name in MSPROF_VARIABLES:
+        if seen.environ.get(name):
+            what = f"{seen.environ[name]}: msprof profiles this process, and torch_npu's profiler is inert"
+            found.append(Row(subject=name, state="red", found=what, fix=f"unset {name}"))
+    return found
+
+
+def _torch_npu(seen: Seen) -> Row:
+    if seen.imported is None:
+        fix = f"{SOURCE_CANN}; its version has to fit the driver's (npu-smi info) and torch_npu's"
+        return Row(
+            subject="torch_npu", state="red", found=f"{seen.torch_npu} does not import: {seen.said}", fix=fix
+        )
+    available, _, count = seen.imported.partition("|")
+    if available != "True":
+        fix = "npu-smi info; ASCEND_RT_VISIBLE_DEVICES; does the driver's version fit CANN's?"
+        return Row(subject="torch_npu", state="red", found=f"{seen.torch_npu} finds no NPU", fix=fix)
+    return Row(subject="torch_npu", state="green", found=f"{seen.torch_npu}, {count} NPU(s)")
+
+
+def _cann(seen: Seen) -> Row:
+    if seen.cann is None:
+        return Row(subject="CANN", state="amber", found="ASCEND_HOME_PATH is not set", fix=SOURCE_CANN)
+    said = cann_version(seen.cann) or "version unknown"
+    return Row(subject="CANN", state="green", found=f"{said}, {seen.cann}")
+
+
+def _msprof(seen: Seen) -> Row:
+    if seen.msprof is None:
+        found = "not on PATH: recordings can be made here, and analysed elsewhere alone"
+        return Row(subject="msprof", state="amber", found=found, fix=SOURCE_CANN)
+    further = "with msprof-analyze" if seen.msprof_analyze else "msprof-analyze is not installed (optional)"
+    return Row(subject="msprof", state="green", found=f"{seen.msprof}, {further}")
+
+
+def cann_version(folder: Path) -> str | None:
+    """As one of its own files says; None when none does."""
+    for path in sorted(folder.glob("**/*version.info"))[:20]:
+        for line in path.read_text(errors="replace").splitlines():
+            name, _, said = line.partition("=")
+            if name.strip().lower() == "version" and said.strip():
+                return said.strip()
+    return None
+
+
+def look() -> Seen:
+    """Looks at this machine. Imports torch_npu in a process of its own: that may fail in many ways."""
+    installed = _version("torch-npu")
+    if installed is None:
+        return Seen(torch_npu=None)
+    imported, said = _probe()
+    home = os.environ.get("ASCEND_HOME_PATH")
+    return Seen(
+        torch_npu=installed,
+        autoloads=any(point.name == "torch_npu" for point in entry_points(group="torch.backends")),
+        environ=dict(os.environ),
+        imported=imported,
+        said=said,
+        cann=Path(home) if home else None,
+        msprof=shutil.which("msprof"),
+        msprof_analyze=_version("msprof-analyze") is not None,
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _probe() -> tuple[str | None, str]:
+    """(what it prints, the last line of what it says)"""
+    env = {**os.environ, _AUTOLOAD: "0"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=_DEADLINE_S
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it took longer than {_DEADLINE_S} s"
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+    if done.returncode:
+        return None, said[0] if said else f"exit code {done.returncode}"
+    return done.stdout.strip().splitlines()[-1], ""

@@ -1,0 +1,126 @@
+"""The real analysis of torch_npu on what its real C++ recorded, and what the merge makes of it.
+
+The stand-in for CANN adds what it saw (mstx ranges); the one for msprof invents a device task for each.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packages.npu.tests.real.cann.build import build, environment, make_home
+from stepscope.cli.app import run
+from stepscope.errors import BackendError
+from stepscope.files.layout import RunLayout
+from stepscope_npu._analysis import NpuAnalyser, analyse, analysed
+from tests.tree import ROOT
+
+pytestmark = pytest.mark.needs("torch_npu")
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def over_fake_cann(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    libraries = build(tmp_path_factory.mktemp("cann"))
+    return environment(libraries, home=make_home(tmp_path_factory.mktemp("home")), more={})
+
+
+@pytest.fixture(scope="module")
+def captured(over_fake_cann: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, not analysed."""
+    folder = tmp_path_factory.mktemp("captured") / "run"
+    script = str(Path(__file__).with_name("record.py"))
+    done = subprocess.run(
+        [sys.executable, script, str(folder)], env=over_fake_cann, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def here_is_cann(over_fake_cann: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in over_fake_cann.keys() - os.environ.keys() | {"PATH"}:
+        monkeypatch.setenv(name, over_fake_cann[name])
+
+
+def the_recording(captured: Path, step: int) -> Path:
+    [folder] = RunLayout(captured).step(step).traces.rglob("*_ascend_pt")
+    return folder
+
+
+def merged(captured: Path, step: int, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    layout = RunLayout(captured).step(step)
+    code = run(["merge", str(layout.root)])
+    assert "unaligned" not in capsys.readouterr().out
+    timeline = json.loads(gzip.decompress(layout.timeline.read_bytes()))
+    return code, timeline["traceEvents"] if isinstance(timeline, dict) else timeline
+
+
+def the_slice(events: list[dict[str, Any]], name: str) -> tuple[int, int]:
+    """(start, end) in ns."""
+    found = [event for event in events if event["ph"] == "X" and event["name"] == name]
+    start = round(found[-1]["ts"] * 1000)
+    return start, start + round(found[-1]["dur"] * 1000)
+
+
+def test_a_run_that_is_not_analysed_says_so(captured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = NpuAnalyser().waiting(captured)
+    assert waiting == [the_recording(captured, step) for step in (1, 2, 3)]
+    run(["merge", str(RunLayout(captured).step(1).root)])
+    assert "not analysed: run `stepscope analyse`" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_analysis_that_takes_too_long_is_ended(captured: Path, here_is_cann: None) -> None:
+    folder = the_recording(captured, 1)
+    with pytest.raises(BackendError, match=r"took longer than 0\.01 s"):
+        analyse(folder, timeout_s=0.01)
+    assert analysed(folder) == []
+
+
+def test_the_whole_run_is_analysed_and_merged_where_it_was(
+    captured: Path, here_is_cann: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["analyse", str(captured)]) == 0, capsys.readouterr().err
+    assert NpuAnalyser().waiting(captured) == []
+    for step in (1, 2):
+        _, events = merged(captured, step, capsys)
+        span, marker = the_slice(events, "inner"), the_slice(events, "actor.inner")
+        operator, kernel = the_slice(events, "aten::mm"), the_slice(events, "fake_kernel_3")
+        assert span[0] <= marker[0] <= marker[1] <= span[1] + MS
+        assert span[0] - MS <= operator[0] <= operator[1] <= span[1] + MS
+        assert marker[0] <= kernel[0] <= kernel[1] <= marker[1]
+        names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
+        assert "NPU 0 stream 0" in names
+
+
+def test_a_recording_without_cann_data_is_merged_where_it_was_too(
+    captured: Path, here_is_cann: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch_npu itself places it early by what CLOCK_MONOTONIC and CLOCK_MONOTONIC_RAW differ."""
+    run(["analyse", str(captured), "--step", "3"])
+    _, events = merged(captured, 3, capsys)
+    span, operator = the_slice(events, "inner"), the_slice(events, "aten::mm")
+    assert span[0] - MS <= operator[0] <= operator[1] <= span[1] + MS
+
+
+def test_a_daemon_may_have_it_analysed(captured: Path, here_is_cann: None, tmp_path: Path) -> None:
+    """torch_npu refuses to analyse in a daemon, such as a worker of vLLM; the process it starts is none."""
+    program = (
+        "import multiprocessing, sys\nfrom pathlib import Path\nfrom stepscope_npu._analysis import analyse\n"
+        "def work():\n    print(len(analyse(Path(sys.argv[1]), timeout_s=200)), flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('fork').Process(target=work, daemon=True)\n"
+        "    process.start()\n    process.join()\n"
+    )
+    fresh = tmp_path / "copy_ascend_pt"
+    subprocess.run(["cp", "-r", str(the_recording(captured, 1)), str(fresh)], check=True)
+    subprocess.run(["rm", "-rf", str(fresh / "ASCEND_PROFILER_OUTPUT")], check=True)
+    done = subprocess.run([sys.executable, "-c", program, str(fresh)], capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr

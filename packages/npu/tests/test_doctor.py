@@ -1,0 +1,57 @@
+"""What `stepscope doctor` says, for what there may be on a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepscope_npu._doctor import Seen, cann_version, rows_of
+
+LIBHCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
+
+
+def states(seen: Seen) -> dict[str, str]:
+    return {row.subject: row.state for row in rows_of(seen)}
+
+
+def test_without_torch_npu_there_is_one_row_and_it_is_no_trouble() -> None:
+    assert states(Seen(torch_npu=None)) == {"torch_npu": "absent"}
+
+
+def test_a_machine_without_cann_breaks_import_torch_and_one_variable_repairs_it() -> None:
+    seen = Seen(torch_npu="2.13.0", autoloads=True, said=LIBHCCL)
+    [torch_npu, cann, msprof, autoload] = rows_of(seen)
+    assert (torch_npu.state, cann.state, msprof.state, autoload.state) == ("red", "amber", "amber", "red")
+    assert "libhccl.so" in torch_npu.found
+    assert "set_env.sh" in str(torch_npu.fix)
+    assert autoload.fix == "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    repaired = Seen(
+        torch_npu="2.13.0", autoloads=True, said=LIBHCCL, environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    )
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(repaired)
+
+
+def test_a_driver_that_shows_no_npu_is_red_and_points_to_the_versions() -> None:
+    [row, *_] = rows_of(Seen(torch_npu="2.13.0", imported="False|0"))
+    assert row.state == "red"
+    assert "driver's version" in str(row.fix)
+
+
+def test_a_machine_that_has_it_all_is_green(tmp_path: Path) -> None:
+    (tmp_path / "version.info").write_text("Version=8.3.RC1\n")
+    seen = Seen(torch_npu="2.13.0", autoloads=True, imported="True|8", cann=tmp_path, msprof="/opt/msprof")
+    assert set(states(seen).values()) == {"green"}
+    found = " ".join(row.found for row in rows_of(seen))
+    assert "8 NPU(s)" in found
+    assert "8.3.RC1" in found
+
+
+@pytest.mark.parametrize("variable", ["PROFILING_MODE", "PROFILER_SAMPLECONFIG"])
+def test_a_process_under_msprof_is_red(variable: str) -> None:
+    seen = Seen(torch_npu="2.13.0", imported="True|1", environ={variable: "dynamic"})
+    assert states(seen)[variable] == "red"
+
+
+def test_a_cann_without_a_version_file_is_of_unknown_version(tmp_path: Path) -> None:
+    assert cann_version(tmp_path) is None

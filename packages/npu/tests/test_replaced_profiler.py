@@ -1,0 +1,36 @@
+"""What is said of engines on NPUs before they are profiled."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from stepscope_npu._engines import patched_torch_profiler
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, profile_of: str, **torch_npu: object) -> None:
+    profile = type("profile", (), {"__module__": profile_of})
+    torch = ModuleType("torch")
+    torch.profiler = SimpleNamespace(profile=profile)  # type: ignore[attr-defined]  # a stand-in
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    made = ModuleType("torch_npu")
+    vars(made).update(torch_npu)
+    monkeypatch.setitem(sys.modules, "torch_npu", made)
+
+
+def test_torchs_own_profiler_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(monkeypatch, "torch.profiler.profiler")
+    assert patched_torch_profiler() is None
+
+
+def test_a_replaced_torch_profiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(monkeypatch, "torch_npu.profiler.profiler", _apply_patches=object())
+    assert "SGLang replaces it" in str(patched_torch_profiler())
+    assert "prof_if" not in str(patched_torch_profiler())
+
+
+def test_what_sglang_breaks_on_a_newer_torch_npu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(monkeypatch, "torch_npu.profiler.profiler")
+    assert "AttributeError: prof_if" in str(patched_torch_profiler())
