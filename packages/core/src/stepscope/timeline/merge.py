@@ -33,6 +33,9 @@ Format: TypeAlias = Literal["json", "perfetto"]
 Output: TypeAlias = TimelineFile | PerfettoFile
 
 _EVERYTHING = Selection()
+_KEPT = 8 << 20
+"""Once that much was allocated and freed, glibc keeps freed memory, up to twice that. Else every block of a
+file is memory that the kernel has to clear anew: a fifth of a merge's time."""
 _RESERVE = 1 << 16
 """Bytes of the limit on size kept for what is said at the end."""
 _NOT_ASKED = "of another role or rank"
@@ -134,6 +137,7 @@ def merge_step(
         RecordError: no process of a capture left anything, or none of the run that was asked for.
         OSError: the disk does not let us.
     """
+    bytes(_KEPT)
     layout = StepLayout(path)
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
     target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline

@@ -86,7 +86,7 @@ class Rewriter:
 
     def _quickly(self, text: bytes, events: list[Plain]) -> bytes | None:
         """None: it is not written so that this would surely be right."""
-        if self._cut != (None, None) or b"\\u" in text:  # `"p\u0069d"` is a pid as well
+        if self._cut != (None, None) or (b"\\" in text and b"\\u" in text):  # `"p\u0069d"` is a pid as well
             return None
         colon = b": " if b'"ts": ' in text else b":"
         moved = self._times_moved(text, events, colon)
@@ -108,17 +108,23 @@ class Rewriter:
         return (b'"id"%b%b' % (colon, self._ids.prefix)).join([first, *(part[size:] for part in parts)])
 
     def _threads_moved(self, text: bytes, events: list[Plain], colon: bytes) -> bytes | None:
-        pairs = [(event.pid, event.tid) for event in events]
-        found = dict.fromkeys(pairs)  # in their order
-        for pid, tid in found:
-            if (pid, tid) not in self._threads:
+        found = {event.pid for event in events}
+        if len(found) == 1:
+            (pid,) = found
+            pairs = {(pid, tid) for tid in {event.tid for event in events}}
+        else:
+            pairs = {(event.pid, event.tid) for event in events}
+        new = [pair for pair in pairs if pair not in self._threads]
+        if new:
+            order = {pair: None for event in events if (pair := (event.pid, event.tid)) in new}
+            for pid, tid in order:
                 self._threads[pid, tid] = self._tracks.foreign(self._row, str(pid), str(tid))
-        if any(self._threads[pid, tid] != tid for pid, tid in found):
+        if any(self._threads[pair] != pair[1] for pair in pairs):
             return self._each_thread_moved(text, len(events), colon)
-        others = {pid for pid, _ in found} - {self._row.pid}
+        others = found - {self._row.pid}
         if others and text.count(b'"pid"') != len(events):
             return None
-        pids = [pid for pid, _ in pairs] if others else []
+        pids = [event.pid for event in events] if others else []
         for pid in others:
             old = b'"pid"%b%d,' % (colon, pid)
             if text.count(old) != pids.count(pid):
