@@ -61,6 +61,10 @@ class Trainer:
         await asyncio.sleep(0)
 
     @profile_step(role="actor")
+    def items(self) -> Iterator[int]:
+        yield from range(9)
+
+    @profile_step(role="actor")
     async def stream(self) -> AsyncIterator[int]:
         for item in range(3):
             yield item
@@ -129,6 +133,36 @@ async def test_a_generator_has_one_window_and_not_one_per_item(
         assert [item async for item in Trainer().stream()] == [0, 1, 2]
     await asyncio.to_thread(cap.result.raise_for_missing)
     assert len(traces(config)) == 1
+
+
+def test_a_generator_older_than_its_capture_has_a_window_in_each_capture_that_resumes_it(
+    configure: Configure,
+) -> None:
+    config = configure(mode="discrete")
+    items = Trainer().items()
+    next(items)
+    for step in (2, 3):
+        with capture(step, config=config) as cap:
+            next(items)
+            next(items)
+        cap.result.raise_for_missing()
+        assert [(trace["stage"], trace["events"]) for trace in traces(config, step)] == [
+            ("items", ["actor.items"])
+        ]
+
+
+def test_each_resumption_of_a_generator_older_than_its_capture_is_a_range_of_its_stage(
+    configure: Configure,
+) -> None:
+    config = configure()
+    items = Trainer().items()
+    next(items)
+    with capture(2, config=config) as cap:
+        next(items)
+        next(items)
+    cap.result.raise_for_missing()
+    (trace,) = traces(config)
+    assert trace["events"] == ["actor.items", "actor.items"]
 
 
 def test_discrete_records_the_roles_that_are_selected(configure: Configure) -> None:

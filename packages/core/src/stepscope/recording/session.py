@@ -272,18 +272,22 @@ class Session:
         attrs: Mapping[str, AttrValue] | None,
         is_async: bool,
         resumption: int | None,
+        first: bool,
     ) -> Span:
         """The span, entered, of one call (of one resumption, for a generator) of a decorated function; in
         discrete mode, its window.
+
+        Args:
+            first: Whether this capture sees the call or the generator for the first time.
         """
         if resumption is not None:
             attrs = {**(attrs or {}), "resumption": resumption}
         windows = self._windows
         if windows is None:
             return spans.begin(self.log, stage, role, attrs)
-        # A window per resumption would be thousands for a token stream: the first one stands for the
-        # generator.
-        opens = windows.discrete and not resumption
+        # A window per resumption would be thousands for a token stream: the first one in the capture stands
+        # for the generator, which may be older than the capture.
+        opens = windows.discrete and first
         span = MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
         return span.__enter__()
 

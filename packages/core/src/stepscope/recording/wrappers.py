@@ -45,11 +45,20 @@ class Declared:
         self.is_async = is_async
 
     def begin(
-        self, session: Session, attrs: Mapping[str, AttrValue] | None, resumption: int | None = None
+        self,
+        session: Session,
+        attrs: Mapping[str, AttrValue] | None,
+        resumption: int | None = None,
+        first: bool = True,
     ) -> OpenSpan:
-        """The span, entered. None when that failed: the call then goes on untimed."""
+        """The span, entered. None when that failed: the call then goes on untimed.
+
+        Args:
+            resumption: Which one of the generator it is; None for a call.
+            first: Whether the capture sees this call or generator for the first time.
+        """
         try:
-            return session.begin(self.role, self.stage, attrs, self.is_async, resumption)
+            return session.begin(self.role, self.stage, attrs, self.is_async, resumption, first)
         except RecursionError:
             return None  # near the limit of the user's recursion: the depth that is left is for the call
         except Exception as failure:
@@ -93,7 +102,11 @@ class Declared:
 
 
 def _begin_in_compiled_code(
-    self: Declared, session: Session, attrs: Mapping[str, AttrValue] | None, resumption: int | None = None
+    self: Declared,
+    session: Session,
+    attrs: Mapping[str, AttrValue] | None,
+    resumption: int | None = None,
+    first: bool = True,
 ) -> OpenSpan:
     return None
 
@@ -130,10 +143,14 @@ _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
     __send = __inner.{send}
-    __resume, __value, __index = {first}, 0
+    __resume, __value, __index, __session = {first}, 0, None
     while True:
-        __session = __runtime.active
-        __span = None if __session is None else __declared.begin(__session, {attrs}, __index)
+        __before, __session = __session, __runtime.active
+        __span = (
+            None
+            if __session is None
+            else __declared.begin(__session, {attrs}, __index, __session is not __before)
+        )
         try:
             __item = [{await_}__resume(__value)]
         except {stop}:
