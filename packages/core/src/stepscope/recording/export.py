@@ -2,7 +2,8 @@
 submitted.
 
 torch holds the GIL while it writes a trace (3 us an event), so a job may be *deferred* to a moment when the
-process waits anyway; compression (igzip, which releases the GIL) is then most of the rest.
+process waits anyway (a forked child would write it without our GIL, but a process that holds CUDA or threads
+is not safe to fork); compression (igzip, which releases the GIL) is then most of the rest.
 
 On disk: a job works in a hidden folder beside its target. The finished file is renamed into place first, its
 sidecar second, so that whoever finds a sidecar finds its file. Neither is ever half there, and a name that is

@@ -15,6 +15,9 @@ from stepscope.recording.others import Others
 from stepscope.recording.spans import describe
 from stepscope.recording.worker import PrepareRequest, prepare_worker
 
+STARTING_S = 300.0
+"""How long a worker may take to answer before the run: it may still be importing torch and loading a model."""
+
 
 async def make_ready(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
     """Raises ConfigError or EngineError as a capture would on opening; CaptureError with all that is
@@ -36,7 +39,8 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
 async def _workers(others: Others, config: ProfileConfig) -> list[str]:
     if others.fleet is None:
         return []
-    outcomes = await others.fleet.prepare(PrepareRequest(config=config), config.budget.fanout_seconds)
+    deadline_s = max(config.budget.fanout_seconds, STARTING_S)
+    outcomes = await others.fleet.prepare(PrepareRequest(config=config), deadline_s)
     return [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
 
 

@@ -28,6 +28,11 @@ class CaptureResult:
         self._session = session
         self._fleet = fleet
 
+    def __repr__(self) -> str:
+        if not self.captured:
+            return f"<CaptureResult of step {self.step}: not selected, nothing recorded>"
+        return f"<CaptureResult of step {self.step} in {self.path}>"
+
     @property
     def path(self) -> Path | None:
         """The step's folder; None for a step that was not captured."""

@@ -109,7 +109,7 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
         kind="alarm",
         what="opening and closing the capture is a large part of this step; others are shorter by it",
         because=(_share(line.wall_ns, evidence),),
-        do="prepare() before the first step, record fewer ranks, or let export.when be later",
+        do="prepare() before the first step, record fewer ranks, or set export.when: deferred",
         saves_ns=None,
     )
 
