@@ -291,7 +291,8 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
     outcomes = await asyncio.gather(*map(noted, both.workers))
     assert done == ["ok", "failed"], "the idle one was through before the busy one's deadline"
     assert (
-        outcome_of(outcomes, busy).reason == "timeout: start had no answer within 0.5 s (is the actor busy, or still starting?)"
+        outcome_of(outcomes, busy).reason
+        == "timeout: start had no answer within 0.5 s (is it busy, or still starting?)"
     )
     free.touch()
     await held
@@ -310,7 +311,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
     held = busy.update_until.remote(str(free))
     (outcome,) = await alone.stop(stop_of(request_1), 0.3)
     assert outcome.state == "failed"
-    assert outcome.reason == "timeout: stop had no answer within 0.3 s (is the actor busy, or still starting?)"
+    assert outcome.reason == "timeout: stop had no answer within 0.3 s (is it busy, or still starting?)"
     free.touch()
     await held
     assert not await busy.captured.remote()

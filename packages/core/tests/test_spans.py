@@ -19,6 +19,7 @@ from stepscope.recording import spans
 from stepscope.recording.clock import read_anchor
 from stepscope.recording.context import Place, Scope, attach, carrier
 from stepscope.recording.spans import PlacedSpan, SpanLog
+from stepscope.testing.fake_clock import START_NS, FakeClock
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 
@@ -63,6 +64,16 @@ def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) ->
 
 
 def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
+    with FakeClock() as clock:
+        clock.advance(3)
+        with spans.new(log, "update"):
+            clock.advance(0.000_001_5)
+        clock.advance(7)
+    (span,) = closed(log)
+    assert (span.start_ns, span.dur_ns) == (START_NS + 3_000_000_000, 1_500)
+
+
+def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:
     before = time.monotonic_ns()
     with spans.new(log, "update"):
         inside = time.monotonic_ns()

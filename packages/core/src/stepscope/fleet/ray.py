@@ -203,7 +203,7 @@ class Worker:
         try:
             return await asyncio.wait_for(work, deadline_s)
         except asyncio.TimeoutError:
-            reason = f"timeout: {what} had no answer within {deadline_s:g} s (is the actor busy, or still starting?)"
+            reason = f"timeout: {what} had no answer within {deadline_s:g} s (is it busy, or still starting?)"
             return self._outcome("failed", reason)
         except ActorGoneError as error:
             return self._outcome("missing", str(error))

@@ -16,7 +16,7 @@ from stepscope.recording.spans import describe
 from stepscope.recording.worker import PrepareRequest, prepare_worker
 
 STARTING_S = 300.0
-"""How long a worker may take to answer before the run: it may still be importing torch and loading a model."""
+"""How long a worker may take to answer before the run: it may still be loading its model."""
 
 
 async def make_ready(config: ProfileConfig, workers: object, engines: object, role: str) -> None:

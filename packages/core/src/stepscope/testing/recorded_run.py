@@ -1,0 +1,66 @@
+"""A run for tests: configured to record spans in a folder of its own, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.config import ProfileConfig
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.files.parts import fold, read_parts
+from stepscope.files.spans import Line, Span
+from stepscope.recording import run
+
+
+class RecordedRun:
+    """The run that is configured for one test, and what its captures have left on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        # No role is called so: spans are recorded, and no profiler starts.
+        roles = {"no role is profiled": {"ranks": "all"}}
+        self.config = run.configure(save_path=str(folder), steps="every:1", roles=roles)
+        self.layout = RunLayout(folder)
+
+    def configure(self, **settings: object) -> ProfileConfig:
+        """Changes the configuration: fields of `ProfileConfig`, over those of the fixture.
+
+        Raises:
+            ConfigError: as `stepscope.configure`.
+        """
+        self.config = run.configure(self.config.replace(**settings))
+        return self.config
+
+    def spans(self, step: int | None = None) -> list[Span]:
+        """The finished spans of closed captures by their start, of all processes; of one step or of all."""
+        found = [span for at in self._steps(step) for span in _spans_in(self.layout.step(at).spans)]
+        return sorted(found, key=lambda span: span.start_ns)
+
+    def stages(self, step: int | None = None) -> list[str]:
+        """`role/stage` of each of `spans`."""
+        return [f"{span.role}/{span.stage}" for span in self.spans(step)]
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest as it stands on disk.
+
+        Raises:
+            RecordError: the step was not captured.
+        """
+        parts, _ = read_parts(self.layout.step(step))
+        if not parts:
+            there = ", ".join(map(str, self.layout.steps())) or "none"
+            raise RecordError(f"step {step} was not captured; captured: {there}")
+        return fold(parts)
+
+    def _steps(self, step: int | None) -> list[int]:
+        return list(self.layout.steps()) if step is None else [step]
+
+
+def _spans_in(folder: Path) -> list[Span]:
+    decoder = msgspec.json.Decoder(Line)
+    lines = [
+        line for file in sorted(folder.glob("*.jsonl")) for line in decoder.decode_lines(file.read_bytes())
+    ]
+    return [line for line in lines if isinstance(line, Span)]
