@@ -216,6 +216,26 @@ def test_several_readers_find_what_one_finds(tmp_path: Path, monkeypatch: pytest
     assert sum(read) == sum(file.stat().st_size for file in (path / "traces" / "actor").glob("*.gz"))
 
 
+def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[trace_pool._Reader] = []
+
+    class Reader(trace_pool._Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    def on_read(size: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace_pool, "SMALL", 0)
+    monkeypatch.setattr(trace_pool, "_Reader", Reader)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    paths = [write_trace(tmp_path / f"{at}.json", [op("aten::mm", 0, 5)]) for at in range(9)]
+    with pytest.raises(KeyboardInterrupt):
+        trace_pool.read_all(paths, on_read)
+    assert [(reader.over, reader._child) for reader in started] == [(True, None)] * 2
+
+
 def test_a_reader_that_dies_costs_its_file_alone(tmp_path: Path) -> None:
     with trace_pool._Reader() as reader:
         assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1

@@ -70,7 +70,7 @@ def test_a_steps_page_is_drawn_without_a_word_on_the_console(tmp_path: Path, ran
     seen, logged = browse(probed, tmp_path, "--dump-dom")
     assert logged == ""
     drawn = dict(re.findall(r'<section id="(\w+)"[^>]* data-drawn="(\d+)"', seen))
-    for chart in ("account", "when", "trajectories", "tail", "ranks"):
+    for chart in ("account", "when", "trajectories", "tail", "engines", "idle", "ranks"):
         assert int(drawn[chart]) > 5, chart
     assert 'data-tip="trainer: agent_loop rollout, 600 ms from 0"' in seen
     zoom = re.search(r'data-zoom="([\d.]+)%"', seen)

@@ -16,6 +16,7 @@ from stepscope.cli.pages import Pages
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, report_step
+from stepscope.report.diff_text import render_changes
 from stepscope.report.text import render, render_overview
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
 
@@ -120,6 +121,6 @@ def show_reports(reports: Reports) -> None:
     """All tables; of several steps also one with a line for each."""
     screen.show(*(render(found) for found in reports.steps))
     if len(reports.steps) > 1:
-        screen.show(render_overview(reports.steps))
+        screen.show(render_overview(reports.steps), render_changes(reports.steps))
     for step, why in reports.unreadable.items():
         screen.say(f"{step}: {why}")

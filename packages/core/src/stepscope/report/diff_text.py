@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope.report.diff import Change, Diff, Side
+from stepscope.report.diff import Change, Diff, Side, diff
 from stepscope.report.figures import count, duration, plain
+from stepscope.report.step import StepReport
 from stepscope.report.tables import LISTED, table
+
+CHANGES = 4
+"""The largest changes of a step against the one before it that are listed."""
 
 
 def render_diff(found: Diff) -> RenderableType:
@@ -25,6 +30,22 @@ def render_diff(found: Diff) -> RenderableType:
     )  # fmt: skip
     columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
     return Group(_head(found), table("What changed", columns, rows, _note(found)))
+
+
+def render_changes(reports: Sequence[StepReport]) -> RenderableType:
+    """Each step against the one before it: the whole, and the largest changes."""
+    rows = []
+    for before, after in pairwise(reports):
+        found = diff([before], [after])
+        largest = [
+            f"{' '.join(filter(None, (change.role, change.stage or change.kind)))} {signed(change.delta_ns)}"
+            for change in found.changes[:CHANGES]
+            if change.delta_ns
+        ]
+        percent = percentage(found.delta_ns, found.a.total_ns)
+        rows.append((f"{before.step} > {after.step}", signed(found.delta_ns), percent, ", ".join(largest)))
+    note = "stepscope diff compares any two steps or runs, line by line."
+    return table("What changed", ("steps", ">total", ">%", "the most"), rows, note)
 
 
 def _worth_a_line(found: Diff) -> Sequence[Change]:

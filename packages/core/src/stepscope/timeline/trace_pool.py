@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -39,9 +40,9 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
         todo.put(at)
     found: dict[int, TraceContent] = {}
 
-    def work() -> None:
-        with _Reader() as reader:
-            while True:
+    def work(reader: _Reader) -> None:
+        with reader:
+            while not reader.over:
                 try:
                     at = todo.get_nowait()
                 except Empty:
@@ -50,14 +51,21 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
                 if on_read is not None:
                     on_read(sizes[at])
 
+    pool = [_Reader() for _ in range(readers)]
     with ThreadPoolExecutor(readers) as threads:
-        for done in [threads.submit(work) for _ in range(readers)]:
-            done.result()
+        try:
+            for done in [threads.submit(work, reader) for reader in pool]:
+                done.result()
+        except BaseException:  # Ctrl-C as well: nobody waits for the rest of a large file
+            for reader in pool:
+                reader.give_up()
+            raise
     return [found[at] for at in range(len(paths))]
 
 
 def serve() -> None:
     """The life of a reader: paths come in, a JSON line each, and contents go out, a JSON line each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, and it ends with that
     for line in sys.stdin:
         sys.stdout.buffer.write(msgspec.json.encode(read_trace(Path(json.loads(line)))) + b"\n")
         sys.stdout.buffer.flush()
@@ -67,6 +75,7 @@ class _Reader:
     """One child; a new one where the last one died."""
 
     def __init__(self) -> None:
+        self.over = False
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> _Reader:
@@ -75,6 +84,13 @@ class _Reader:
     def __exit__(self, *error: object) -> None:
         if self._child is not None:
             self._end(self._child)
+
+    def give_up(self) -> None:
+        """Ends what is being read, from another thread."""
+        self.over = True
+        child = self._child
+        if child is not None:
+            child.kill()
 
     def read(self, path: Path) -> TraceContent:
         child = self._child or self._start()
