@@ -203,6 +203,20 @@ def test_arguments_of_all_types_are_kept(tmp_path: Path) -> None:
     assert json.loads(shown.args) == {**args, "nothing": "null"}
 
 
+def test_arguments_that_no_field_holds_are_kept_as_text_or_counted(tmp_path: Path) -> None:
+    deep = b"[" * 900 + b"]" * 900
+    file = PerfettoFile(sink := BytesIO(), BASE_NS, tmp_path, compress=False)
+    head = b'{"ph":"X","name":"%b","pid":1,"tid":5,"ts":1,"dur":1,"args":{"x":%b}}'
+    file.events(head % (b"huge", b"1e400") + b"," + head % (b"long", b"9" * 40))
+    file.events(head % (b"deep", deep))
+    file.events(b'{"ph":"C","name":"c","pid":1,"ts":1,"args":{"x":%b}}' % (b"9" * 400))
+    file.finish({})
+    file.close()
+    shown = {each.name: json.loads(each.args) for each in Read(sink.getvalue()).slices}
+    assert shown == {"huge": {"args": '{"x":1e400}'}, "long": {"x": "9" * 40}}
+    assert file.left_out()[0].startswith("2 events of kind 'malformed'")
+
+
 def test_an_arrow_is_at_the_slice_that_begins_there_or_at_a_mark_inside_of_it(tmp_path: Path) -> None:
     flow = {"pid": 1, "id": 7, "cat": "ac2g", "name": "launch"}
     events: list[Event] = [

@@ -59,6 +59,7 @@ class _Event(msgspec.Struct):
     args: Any = None
 
 
+_MALFORMED = "malformed"
 _events = msgspec.json.Decoder(list[_Event]).decode
 _event = msgspec.json.Decoder(_Event).decode
 
@@ -111,10 +112,13 @@ class PerfettoFile:
             return
         try:
             events = _events(b"[%b]" % text)
-        except msgspec.ValidationError:  # one has a field of a type that makes no sense
+        except (msgspec.ValidationError, RecursionError):  # one has a field of a type that makes no sense
             events = list(self._one_by_one(text))
         for event in events:
-            self._take(event)
+            try:
+                self._take(event)
+            except (ArithmeticError, RecursionError, ValueError):
+                self._without_place[_MALFORMED] += 1
 
     def finish(self, metadata: object) -> None:
         """Writes all that was given. `metadata` becomes the trace's attribute `stepscope`, as JSON."""
@@ -137,10 +141,14 @@ class PerfettoFile:
 
     def _one_by_one(self, text: bytes) -> Iterator[_Event]:
         for raw in msgspec.json.decode(b"[%b]" % text, type=list[msgspec.Raw]):
-            try:
-                yield _event(raw)
-            except msgspec.ValidationError:
-                self._without_place["malformed"] += 1
+            for candidate in (bytes(raw), _with_plain_args(raw)):
+                try:
+                    yield _event(candidate)
+                    break
+                except (msgspec.ValidationError, RecursionError):
+                    continue
+            else:
+                self._without_place[_MALFORMED] += 1
 
     def _take(self, event: _Event) -> None:
         phase, at = event.ph, _ns(event.ts)
@@ -309,6 +317,13 @@ class PerfettoFile:
         text = b"".join(self._packets)
         self._sink.write(text if self._gzip is None else self._gzip.compress(text))
         self._packets = []
+
+
+def _with_plain_args(raw: msgspec.Raw) -> bytes:
+    """The event with its arguments as one text: a number in them is larger than a double."""
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    args = bytes(fields.get("args", b"")).decode(errors="replace")
+    return msgspec.json.encode({**fields, "args": {"args": args}})
 
 
 def _clocks(base_ns: int) -> bytes:
