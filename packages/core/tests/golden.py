@@ -21,9 +21,10 @@ from typing import Any
 
 import msgspec
 
-from stepscope.report import report_step
+from stepscope.cli.report import read_reports
+from stepscope.files.layout import StepLayout
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import load_step, merge_step
+from stepscope.timeline import merge_step
 
 DATA = Path(__file__).with_name("data")
 MS = 1_000_000
@@ -50,11 +51,13 @@ def expected_path(name: str) -> Path:
 
 
 def seen(step: Path) -> dict[str, Any]:
-    """What merge says in the file's metadata, and all tables of the report."""
+    """What merge says in the file's metadata, and all that `stepscope report --json` prints but prose."""
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_step(step, to=Path(folder) / "timeline.json.gz")
-    found = {"merged": merged, "report": report_step(load_step(step))}
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(found))
+    (report,) = read_reports([StepLayout(step)], traces=True).steps
+    plain: dict[str, Any] = json.loads(msgspec.json.encode({"merged": merged, "report": report}))
+    for advice in plain["report"]["advice"]:
+        del advice["what"], advice["do"]
     return plain
 
 

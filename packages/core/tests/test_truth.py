@@ -95,6 +95,15 @@ def test_collectives_know_more_than_slow_samples(tmp_path: Path, seed: int) -> N
     assert all(clock.matched >= 50 for clock in clocks if clock.alignment == "collectives")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("killed", ["actor", "rollout"])
+def test_what_killed_processes_left_is_where_it_was_too(tmp_path: Path, seed: int, killed: str) -> None:
+    step = KnownStep(seed, tuple(some_clocks(seed)), killed=killed)
+    timeline = load_step(step.write(tmp_path))
+    check_spans(timeline, step.spans)
+    assert {process.info.role for process in timeline.processes if process.closed_ns is None} == {killed}
+
+
 def test_hosts_that_nobody_measured_keep_together_and_say_so(tmp_path: Path) -> None:
     step = known(0, measured=False)
     timeline = load_step(step.write(tmp_path))

@@ -58,6 +58,7 @@ class KnownStep:
         lasted_ns: int = 20_000 * MS,
         numbered: bool = True,
         shifted: int = 0,
+        killed: str | None = None,
     ) -> None:
         """The driver and the agent loop are on a host of their own; the others are on those of `clocks`.
 
@@ -66,12 +67,14 @@ class KnownStep:
                 numbers, each lacks some at its ends.
             shifted: How many collectives the second host's ranks missed at the beginning, and all others at
                 the end: as many on all, and not the same ones.
+            killed: The role whose processes never closed the capture.
         """
         self._seed = seed
         self._clocks = clocks
         self._lasted_ns = lasted_ns
         self._numbered = numbered
         self._shifted = shifted
+        self._killed = killed
         self.spans: list[Known] = []
         """By process, in the order of opening."""
         self.events: list[Known] = []
@@ -94,7 +97,8 @@ class KnownStep:
         self._rollout(driver, loop, replicas, half_ns)
         self._update(driver, actors, half_ns)
         for process in self._folder.processes:
-            process.close(self._lasted_ns)
+            if process.info.role != self._killed:
+                process.close(self._lasted_ns)
         self.spans.sort(key=lambda known: [p.info.key for p in self._folder.processes].index(known.process))
         return self._folder.write()
 

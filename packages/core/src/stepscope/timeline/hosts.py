@@ -76,7 +76,9 @@ class Clock(msgspec.Struct, eq=False):
 
 
 def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference) -> Iterator[Clock]:
-    """The reference's first, then by host. A host whose processes' samples contradict each other has none."""
+    """The reference's first, then by host. None for a host whose processes' samples contradict each other, or
+    whose clock was set meanwhile.
+    """
     hosts: dict[str, list[int]] = {reference.host: []}
     for index in sorted(range(len(sources)), key=lambda index: sources[index].info.host):
         if sources[index].info.host != reference.host or aligned[index].clock.alignment != "measured":
@@ -99,7 +101,7 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
             max(e[1] for e in extents),
             samples,
         )
-        if _one_clock(samples):
+        if _one_clock(samples) and not any(aligned[index].clock.jumped for index in indices):
             yield clock
 
 

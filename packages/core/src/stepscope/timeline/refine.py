@@ -52,7 +52,7 @@ def refine(
     Where all is of one host nothing is read. What is read is searched for collectives, not parsed.
     """
     clocks = list(clocks_of(sources, aligned, reference))
-    if len(clocks) < 2 or any(placed.clock.jumped for placed in aligned):
+    if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
     found = _against_each_other(clocks, sources, _traces(sources, layout), notes)
