@@ -6,11 +6,14 @@ import asyncio
 import dataclasses
 import json
 import os
+import resource
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_MEMORY = 16 << 30
+"""Bytes of address space."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -34,6 +37,11 @@ MODEL = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+
+
+def limit_memory() -> None:
+    """Of this process, and of each that it starts: an engine recorded while it spins takes gigabytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
 
 def write_model(folder: Path) -> Path:

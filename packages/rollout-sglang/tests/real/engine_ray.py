@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import ray
-from tiny_sglang import generate, settings, write_model
+from tiny_sglang import generate, limit_memory, settings, write_model
 
 from stepscope import ProfileConfig, capture
 from stepscope.engines.protocol import Iterations
@@ -25,6 +25,7 @@ class Rollout:
     def __init__(self, model: str) -> None:
         import sglang
 
+        limit_memory()
         self.engine = sglang.Engine(**settings(Path(model)))
 
     async def generate(self, tokens: int) -> int:

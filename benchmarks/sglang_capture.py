@@ -1,0 +1,139 @@
+"""A captured generation of a real SGLang engine against its own start_profile and stop_profile by hand.
+
+ms of starting and stopping around one generation, and bytes of the files. `by hand` is told the same as
+`capture`; `defaults` is what SGLang records when it is told nothing: stacks and shapes. Needs an environment
+with sglang: `dev.py test --engines` makes `.venv-sglang-0.5.23`, whose Python runs this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from _measure import arguments, header, interleaved, table, verdict
+
+from stepscope import ProfileConfig, capture
+
+ROUNDS = 9
+TOKENS, REQUESTS = 16, 4
+HAND, CAPTURE, DEFAULTS, ALONE = "by hand", "capture", "defaults", "no profiler"
+LIGHT = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
+
+
+class Bench:
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.steps = itertools.count()
+        self.size: dict[str, int] = {}
+        """Contender -> bytes that its latest round left."""
+        self.generating: dict[str, list[float]] = {}
+        """Contender -> ms of each generation."""
+        self.config = ProfileConfig(
+            save_path=str(folder / CAPTURE),
+            steps=["every:1"],
+            roles={"rollout": {"ranks": "all"}},  # nothing but the engine, as by hand
+            torch={"activities": ["cpu"]},
+        )
+
+    def contender(self, name: str, around: Callable[[], Any]) -> Callable[[], float]:
+        self.generating[name] = []
+
+        def measured() -> float:
+            ms, generating_ms = self.engine.loop.run_until_complete(self.time(around()))
+            self.generating[name].append(generating_ms)
+            self.size[name] = sum(path.stat().st_size for path in self.folder.rglob("*.gz"))
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            return float(ms)
+
+        return measured
+
+    async def time(self, around: Any) -> tuple[float, float]:
+        from tiny_sglang import generate
+
+        began = time.perf_counter()
+        async with around:
+            opened = time.perf_counter()
+            await generate(self.engine, REQUESTS, TOKENS)
+            generated = time.perf_counter()
+        return ((time.perf_counter() - generated) + (opened - began)) * 1e3, (generated - opened) * 1e3
+
+    def captured(self) -> Any:
+        return capture(next(self.steps), engines=self.engine, config=self.config)
+
+    def by_hand(self, **options: object) -> Any:
+        return ByHand(self.engine, str(self.folder / "hand"), options)
+
+    def alone(self) -> Any:
+        return ByHand(None, "", {})
+
+
+class ByHand:
+    """SGLang's own calls; none of them for no engine."""
+
+    def __init__(self, engine: Any, folder: str, options: dict[str, object]) -> None:
+        self.engine, self.folder, self.options = engine, folder, options
+
+    async def __aenter__(self) -> None:
+        if self.engine is not None:
+            from sglang.srt.managers.io_struct import ProfileReq
+
+            request = ProfileReq(output_dir=self.folder, **self.options)
+            await self.engine.tokenizer_manager.start_profile(request)
+
+    async def __aexit__(self, *error: object) -> None:
+        if self.engine is not None:
+            await self.engine.tokenizer_manager.stop_profile()
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("a captured generation of SGLang", "stepscope", "sglang", "torch")
+    if find_spec("sglang") is None:
+        print(
+            "not installed: sglang. `python3 dev.py test --engines sglang-0.5.23` makes .venv-sglang-0.5.23"
+        )
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1] / "packages/rollout-sglang/tests"))
+    import sglang
+    from tiny_sglang import settings, write_model
+
+    folder = Path(tempfile.mkdtemp())
+    engine = sglang.Engine(**settings(write_model(folder / "model")))
+    try:
+        bench = Bench(engine, folder / "out")
+        contenders = {
+            ALONE: bench.contender(ALONE, bench.alone),
+            HAND: bench.contender(HAND, lambda: bench.by_hand(**LIGHT)),
+            CAPTURE: bench.contender(CAPTURE, bench.captured),
+            DEFAULTS: bench.contender(DEFAULTS, bench.by_hand),
+        }
+        (folder / "out").mkdir()
+        found = interleaved(contenders, 3 if quick else ROUNDS)
+    finally:
+        engine.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    middle = {name: statistics.median(times) for name, times in found.items()}
+    generating = {name: statistics.median(times[1:]) for name, times in bench.generating.items()}
+    table(
+        [f"{REQUESTS} requests, {TOKENS} passes", "start + stop, ms", "generate, ms", "kB"],
+        [
+            [name, f"{middle[name]:.1f}", f"{generating[name]:.0f}", f"{bench.size[name] / 1e3:.0f}"]
+            for name in contenders
+        ],
+    )
+    verdict("start and stop of a capture against by hand", middle[CAPTURE] / middle[HAND], 1.3, "x")
+    verdict("what SGLang's defaults cost more", middle[DEFAULTS] / middle[CAPTURE], 2, "x", at_least=True)
+
+
+if __name__ == "__main__":
+    main()
