@@ -217,7 +217,7 @@ def test_a_budget_of_seconds_truncates_and_says_so(tmp_path: Path) -> None:
         session = cap._session
         assert session is not None
         assert session._watchdog is not None
-        session._watchdog._timer.join(10)
+        session._watchdog.thread.join(10)
         with span("after"):
             pass
     assert set(spans_of(config, 2)) == {"before"}

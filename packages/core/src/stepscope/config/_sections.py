@@ -131,6 +131,14 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     """Deadline of one start or stop on one worker or replica."""
     spans: AtLeastOne = 1_000_000
     """Spans per process and capture; more are dropped and counted."""
+    memory_mb: AtLeastOne | None = 32_768
+    """MB by which a process may grow while its profiler records: the buffers are host memory."""
+    free_mb: Count = 1024
+    """MB that must be free in `save_path` when a capture begins; with less, spans alone are recorded."""
+    run_trace_mb: AtLeastOne | None = None
+    """MB of traces that all captures of the folder may take; beyond it spans alone are recorded."""
+    keep_steps: AtLeastOne | None = None
+    """Keep the newest so many captured steps of this run and remove the others."""
 
 
 class ControlConfig(Section, frozen=True, kw_only=True):

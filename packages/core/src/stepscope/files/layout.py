@@ -42,6 +42,11 @@ class RunLayout:
         return self.root / "control.json"
 
     @property
+    def removed(self) -> Path:
+        """A line for each captured step that was removed to keep the newest."""
+        return self.root / "removed.txt"
+
+    @property
     def listeners(self) -> Path:
         """A file for each process that polls `control`."""
         return self.root / "control"

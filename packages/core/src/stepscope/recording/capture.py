@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
+from stepscope.files.layout import RunLayout
 from stepscope.recording import export, guard, identity, run, runtime, shutdown
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
@@ -37,6 +38,8 @@ def activate(session: Session) -> None:
     shutdown.install(close_everything)
     session.switch_off = deactivate
     runtime.active = session
+    if session.ended:  # its watchdog was faster
+        deactivate(session)
 
 
 def deactivate(session: Session) -> None:
@@ -315,6 +318,10 @@ class Capture:
             self.result.fold()
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
+            if self.config.budget.keep_steps is not None:
+                from stepscope.recording.control import retain
+
+                retain(RunLayout(self.config.save_path), session.run_id, self.config.budget.keep_steps)
         except Exception as failure:
             guard.note("writing the manifest", failure)
         finally:

@@ -114,10 +114,13 @@ class Session:
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
         self._say_unreachable_ranks()
         reason = self._no_profiler()
-        if reason is None:
-            self._windows = self._make_windows()
-        else:
+        if reason is not None:
             self.ledger.skip(f"{self.config.tool} trace", reason)
+        elif full := control.over_budget(self.config):
+            self.ledger.fail(f"{self.config.tool} trace", full)
+            guard.warn("stepscope: step %d has spans alone: %s", self.step, full)
+        else:
+            self._windows = self._make_windows()
         self.ledger.spend(start_ns=time.monotonic_ns() - began)
         self.ledger.write()
 
@@ -177,7 +180,7 @@ class Session:
             self.ledger.fail("spans", describe(error))
             guard.note("opening the span file", error)
         self.ledger.write()
-        self._watchdog = control.Watchdog(self.config.budget.seconds, self._out_of_time)
+        self._watchdog = control.Watchdog(self.config.budget, self.truncate)
 
     def close(self, *, error: str | None = None, discard: str | None = None) -> None:
         """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
@@ -244,8 +247,10 @@ class Session:
         self.ledger.update(spans=log.written, dropped=log.dropped)
         self.ledger.spend(stop_ns=time.monotonic_ns() - began, spans_ns=log.written * span_cost_ns())
 
-    def _out_of_time(self) -> None:
-        self.truncate(f"budget.seconds: open for more than {self.config.budget.seconds:g} s")
+    @property
+    def ended(self) -> bool:
+        """Whether recording is over: closed, or truncated."""
+        return self._ended is not None
 
     # What the recorded code calls.
 

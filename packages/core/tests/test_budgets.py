@@ -1,0 +1,143 @@
+"""Limits: each ends or thins out a capture, says which it was, and leaves training alone."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepscope import ProfileConfig, capture, span
+from stepscope.config import BudgetConfig
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.files.parts import fold, read_parts
+from stepscope.recording import control, runtime
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    assert runtime.active is None
+
+
+def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:
+    return ProfileConfig.from_mapping(
+        {
+            "save_path": str(tmp_path / "run"),
+            "steps": ["every:1"],
+            "roles": {"trainer": {"ranks": "all"}},
+            "torch": {"activities": ["cpu"]},
+            "budget": budget,
+        }
+    )
+
+
+def manifest_of(config: ProfileConfig, step: int) -> Manifest:
+    return fold(read_parts(RunLayout(config.save_path).step(step))[0])
+
+
+def said(config: ProfileConfig, step: int) -> dict[str, tuple[str, str | None]]:
+    parts = manifest_of(config, step).processes
+    return {item.name: (item.state, item.reason) for part in parts for item in part.expected}
+
+
+@pytest.mark.needs("torch")
+def test_a_disk_that_is_nearly_full_gets_spans_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # noqa: F401  # loaded, so that there is something to record
+
+    config = a_config(tmp_path, free_mb=1024)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, 500 << 20))
+    with capture(1, config=config), span("update"):
+        pass
+    assert said(config, 1)["torch trace"] == (
+        "failed",
+        f"budget.free_mb: 500 MB are free in {config.save_path}, 1024 wanted",
+    )
+    assert said(config, 1)["spans"][0] == "ok"
+
+
+@pytest.mark.needs("torch")
+def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
+    import torch  # noqa: F401
+
+    config = a_config(tmp_path, run_trace_mb=2)
+    traces = RunLayout(config.save_path).step(0).traces / "actor"
+    traces.mkdir(parents=True)
+    (traces / "large.json").write_bytes(b"x" * (3 << 20))
+    with capture(1, config=config):
+        pass
+    state, reason = said(config, 1)["torch trace"]
+    assert state == "failed"
+    assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
+
+
+def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = iter([100, 150, 400])
+    monkeypatch.setattr(control, "POLL_S", 0.001)
+    monkeypatch.setattr(control, "resident_mb", lambda: next(grown))
+    reached: list[str] = []
+    done = threading.Event()
+
+    def expired(reason: str) -> None:
+        reached.append(reason)
+        done.set()
+
+    control.Watchdog(BudgetConfig(memory_mb=200), expired)
+    assert done.wait(20)
+    assert reached == ["budget.memory_mb: the process grew by 300 MB, 200 allowed"]
+
+
+def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([100, *[900] * 1000])
+    monkeypatch.setattr(control, "POLL_S", 0.001)
+    monkeypatch.setattr(control, "resident_mb", lambda: next(sizes))
+    config = a_config(tmp_path, memory_mb=500)
+    with capture(1, config=config):
+        until = threading.Event()
+        while runtime.active is not None:  # the watchdog switches recording off
+            until.wait(0.001)
+        after = "training goes on"
+    assert after
+    assert "budget.memory_mb: the process grew by 800 MB" in str(said(config, 1)["spans"])
+
+
+def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
+    dog = control.Watchdog(BudgetConfig(seconds=0.05), reached.append)
+    dog.cancel()
+    dog.thread.join(20)
+    assert reached == []
+
+
+def test_this_process_knows_its_size() -> None:
+    size = control.resident_mb()
+    assert size is None or 5 < size < 50_000
+
+
+def test_the_newest_steps_are_kept_and_the_removed_ones_written_down(tmp_path: Path) -> None:
+    config = a_config(tmp_path, keep_steps=2)
+    for step in (3, 4, 5, 6):
+        with capture(step, config=config):
+            pass
+    run = RunLayout(config.save_path)
+    assert list(run.steps()) == [5, 6]
+    assert [line.split(":")[0] for line in run.removed.read_text().splitlines()] == ["step 3", "step 4"]
+
+
+def test_what_another_run_left_in_the_folder_is_not_removed(tmp_path: Path) -> None:
+    config = a_config(tmp_path, keep_steps=1)
+    foreign = RunLayout(config.save_path).step(1).root
+    foreign.mkdir(parents=True)
+    (foreign / "notes.txt").write_text("mine")
+    for step in (3, 4):
+        with capture(step, config=config):
+            pass
+    assert list(RunLayout(config.save_path).steps()) == [1, 4]
