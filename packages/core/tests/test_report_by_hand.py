@@ -1,5 +1,6 @@
-"""Every percentage that a report prints, recomputed from the lines in the step's files, instant by instant.
+"""Percentages that a report prints, recomputed from the lines in the step's files, instant by instant.
 
+Those of the account, of what ran at the same time, of idle time and of the long tail; not those of engines.
 Nothing here comes from `stepscope.report` or `stepscope.timeline` but what is checked: files are read as
 plain JSON, and time is divided by asking every two microseconds which spans run.
 """
@@ -93,6 +94,8 @@ class ByHand:
         self.count = self.window_ns // EVERY_NS
         self.number: int = owner["step"]
         self.trajectories: list[tuple[float, float]] = []
+        self.busy: dict[str, Instants] = {}
+        """Of each aligned process, by key: when a leaf of its own ran that is no waiting."""
         leaves = self._leaves({process.key: process for process in processes})
         self.shares: dict[tuple[str, str], float] = defaultdict(float)
         self.together: Counter[tuple[tuple[str, str], ...]] = Counter()
@@ -133,6 +136,15 @@ class ByHand:
             low, high = max(0, start), max(0, min(end, self.count))
             if low < high:
                 found[low:high] |= ~covered[key, number][low - start : high - start]
+            if process.aligned:
+                busy = self.busy.setdefault(key, np.zeros(self.count, bool))
+                if tier < 2 and low < high:
+                    busy[low:high] |= ~covered[key, number][low - start : high - start]
+        # The owner's own spans count while no worker works.
+        workers = np.any([busy for key, busy in self.busy.items() if not processes[key].owner], axis=0)
+        for key, busy in self.busy.items():
+            if processes[key].owner:
+                busy &= ~workers
         return leaves
 
     def _above(self, place: tuple[str, int], processes: dict[str, Process]) -> Iterator[tuple[str, int]]:
@@ -211,6 +223,18 @@ def test_each_printed_percentage_is_what_looking_at_each_instant_gives(step: Pat
             )
             ns = by_hand.together[labels]
             assert float(cells[1]) == pytest.approx(by_hand.percent(ns), abs=0.1), cells
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.parent.name} {step.name}")
+def test_the_share_that_each_process_did_nothing_is_that_of_the_lines(step: Path) -> None:
+    by_hand = ByHand(step)
+    printed_idle = {cells[0]: float(cells[3]) for cells in rows(printed(step), "Idle")[: len(by_hand.busy)]}
+    idle = {}
+    for key, busy in by_hand.busy.items():
+        role, _, rank = key.partition("_rank")
+        name = f"{role} {rank.partition('_')[0]}" if rank else key.rpartition("_node-a_")[0] or key
+        idle[name.partition("_host-a")[0]] = 100 * (1 - float(busy.mean()))
+    assert printed_idle == pytest.approx(idle, abs=0.1)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.parent.name} {step.name}")
