@@ -13,7 +13,7 @@ from stepscope.timeline import FileProblem, TraceActivity, Traces
 
 TOP = 20
 """Operators, and kernels, of each role that a report keeps."""
-OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory", "other"]
+OperatorKind: TypeAlias = Literal["cpu", "mark", "compute", "communication", "memory"]
 
 
 class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ from stepscope.timeline.trace_content import Iteration, Work
 
 _COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|.*cross_device_reduce|.*multimem_all_?reduce")
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
-_MTIA_OTHER = re.compile(r".*Sync|runFunction|job_exe|packet|pe_exe|cpum_exe_|collective_subgraph_execution")
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
@@ -24,7 +23,7 @@ def work_of(cat: str, name: str) -> Work:
         return "communication"
     if cat.lower() in ("gpu_memcpy", "gpu_memset", "memcpy", "memset") or _MEMORY.match(name):
         return "memory"
-    return "other" if cat == "mtia_ccp_events" and _MTIA_OTHER.match(name) else "compute"
+    return "compute"
 
 
 def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Iteration | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.timeline.readers.chrome import Distributed
 
-Work: TypeAlias = Literal["compute", "communication", "memory", "other"]
+Work: TypeAlias = Literal["compute", "communication", "memory"]
 
 
 class Iteration(msgspec.Struct, gc=False):
