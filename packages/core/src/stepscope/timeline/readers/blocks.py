@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import BinaryIO
 
 BLOCK = 1 << 18
 """Bytes of a block; between 64 KiB and 1 MiB the size makes no difference that could be measured."""
+_STEP = 1 << 12
 _GZIP = b"\x1f\x8b"
 
 
@@ -38,7 +40,10 @@ def read_blocks(path: Path, notes: Notes, on_read: Callable[[int], None] | None 
             first = read()
             if not first:
                 notes.file("empty")
-            yield from _gunzip(first, read, notes) if first.startswith(_GZIP) else _plain(first, read)
+            if first.startswith(_GZIP):
+                yield from _gunzip(first, read, partial(_slowly, path), notes)
+            else:
+                yield from _plain(first, read)
     except OSError as error:
         notes.file(f"cannot be read: {error.strerror or error}")
 
@@ -57,26 +62,74 @@ def _plain(first: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
         data = read()
 
 
-def _gunzip(data: bytes, read: Callable[[], bytes], notes: Notes) -> Iterator[bytes]:
+def _gunzip(
+    data: bytes,
+    read: Callable[[], bytes],
+    slowly: Callable[[int, int], Iterator[bytes]],
+    notes: Notes,
+) -> Iterator[bytes]:
     """All members, one after the other."""
     from isal import igzip_lib  # not when a report imports this package
 
+    start, taken, given = 0, len(data), 0
+    """Bytes of the file before this member and of those read, and what the member gave."""
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:
             # A block may decompress to a thousand of them: never more than one at a time.
             if block := member.decompress(data, BLOCK):
+                given += len(block)
                 yield block
             data = b""
             if member.eof:
-                data = member.unused_data or read()
+                start = taken - len(member.unused_data)
+                data = member.unused_data
+                if not data:
+                    data = read()
+                    taken += len(data)
                 if not data.strip(b"\0"):  # some writers pad
                     return
-                member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+                member, given = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP), 0
             elif member.needs_input:
                 data = read()
+                taken += len(data)
                 if not data:
                     notes.file("cut off: its gzip stream does not end")
                     return
     except (igzip_lib.IsalError, EOFError) as error:  # type: ignore[misc] # isal's stub: an instance
         notes.file(f"damaged: {error}")
+        yield from slowly(start, given)
+
+
+def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
+    """What a damaged member holds beyond the first `given` bytes: without its checksum, in small steps.
+
+    A decompressor that fails keeps the whole block back in which it did.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        try:
+            _skip_header(file)
+            member = zlib.decompressobj(-zlib.MAX_WBITS)
+            while not member.eof and (data := member.unconsumed_tail or file.read(_STEP)):
+                block = member.decompress(data, _STEP)
+                if len(block) > given:
+                    yield block[given:]
+                given = max(0, given - len(block))
+        except (zlib.error, ValueError):
+            return
+
+
+def _skip_header(file: BinaryIO) -> None:
+    """Of a gzip member: RFC 1952, 2.3. Raises ValueError where there is none."""
+    head = file.read(10)
+    if len(head) < 10 or not head.startswith(_GZIP):
+        raise ValueError("no gzip header")
+    flags = head[3]
+    if flags & 4:
+        file.read(int.from_bytes(file.read(2), "little"))
+    for bit in (8, 16):  # name, comment
+        while flags & bit and file.read(1) not in (b"\0", b""):
+            pass
+    if flags & 2:
+        file.read(2)
