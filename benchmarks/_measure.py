@@ -16,9 +16,14 @@ Measured = dict[str, list[float]]
 
 def arguments(doc: str | None) -> argparse.Namespace:
     """`--quick`: a tenth of the work, to see that it runs; the numbers are then rough."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
-    return parser.parse_args()
+    return parser(doc).parse_args()
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """For a benchmark with options of its own."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
+    return made
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Measured:

@@ -23,8 +23,9 @@ from stepscope.timeline.tracks import Tracks
 NO_TIME = "events without a time"
 NOT_THEN = "events whose time is not near the step"
 
-_FEW = 64
-"""Events that are not worth another attempt: metadata stand together, so halves of a batch soon have none."""
+_FEW = 24
+"""Events that are not worth another attempt. Metadata stand together, so halves of a batch soon have none;
+where all are of another kind, the attempts are a tenth of the work."""
 _SECONDS = 4
 """So many different seconds in a batch are replaced one by one."""
 _SECOND_NS = 1_000_000_000
@@ -59,8 +60,6 @@ class Rewriter:
         self._notes = notes
         self._threads: dict[tuple[int, int], int] = {}
         """Tids by the file's (pid, tid)."""
-        self._mostly_plain = True
-        """Whether this file's batches, or most of one, have gone the quick way lately."""
         self.written = 0
         """Events."""
         self.outside = 0
@@ -71,11 +70,9 @@ class Rewriter:
         text = None if batch.plain is None else self._quickly(batch.text, batch.plain)
         if text is not None and batch.plain is not None:
             self.written += len(batch.plain)
-            self._mostly_plain = True
             return text
         elements = batch.elements
-        if self._mostly_plain and len(elements) > _FEW:
-            self._mostly_plain = False  # unless a part of this one goes the quick way after all
+        if self._cut == (None, None) and len(elements) > _FEW:
             middle = len(elements) // 2
             halves = (b",\n".join(part) for part in (elements[:middle], elements[middle:]))
             texts = [self.rewrite(plain_batch(half)) for half in halves]
@@ -86,7 +83,7 @@ class Rewriter:
 
     def _quickly(self, text: bytes, events: list[Plain]) -> bytes | None:
         """None: it is not written so that this would surely be right."""
-        if self._cut != (None, None) or (b"\\" in text and b"\\u" in text):  # `"p\u0069d"` is a pid as well
+        if self._cut != (None, None) or (b"\\" in text and b"\\u" in text):  # `p\u0069d` is a pid as well
             return None
         colon = b": " if b'"ts": ' in text else b":"
         moved = self._times_moved(text, events, colon)

@@ -1,0 +1,157 @@
+"""Steps to merge, of any size: made from a real torch trace, the same for the same trace and seed.
+
+Each rank gets the trace under its own pids and tids, begun a few seconds after the others', and repeated,
+some seconds later each time, until it is as large as asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.testing.steps import OPENED_NS, StepFolder
+
+PROFILE_ID = "bench"
+"""In the files' names, as SGLang's merger wants to see it."""
+_PERIOD_S = 7_889_238
+"""What Kineto's base is a multiple of."""
+_BASE_S = OPENED_NS // 1_000_000_000 // _PERIOD_S * _PERIOD_S
+
+
+class Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+    def flush(self) -> bytes: ...
+
+
+def as_torch() -> Compressor:
+    """gzip as torch writes it: level 9."""
+    return zlib.compressobj(9, zlib.DEFLATED, 31)
+
+
+def quickly() -> Compressor:
+    """igzip, where gigabytes are to be written."""
+    from isal import isal_zlib
+
+    made: Compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, 31)
+    return made
+
+
+def record(steps: int) -> bytes:
+    """A torch trace of so many small training steps."""
+    import torch
+    from torch.profiler import profile, record_function
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)), torch.nn.Linear(32, 1))
+    with profile() as profiler:
+        for _ in range(steps):
+            with record_function("update_policy"):
+                model(torch.randn(4, 32)).sum().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return path.read_bytes()
+
+
+class Template:
+    """A recorded trace: what stands around its events, and these."""
+
+    def __init__(self, trace: bytes) -> None:
+        start = re.search(rb'"traceEvents": \[\s*', trace)
+        process = re.search(rb'"pid": (\d+)', trace)
+        assert start is not None
+        assert process is not None
+        end = trace.rindex(b"]")
+        base = rb'(?<="baseTimeNanoseconds": )\d+'
+        self._head = re.sub(base, b"%d" % (_BASE_S * 10**9), trace[: start.end()])
+        self._tail = trace[end:]
+        events = trace[start.end() : end].rstrip()
+        threads = {process[1]: 0, **dict.fromkeys(re.findall(rb'"tid": (\d{3,})', events), 0)}
+        self._threads = {tid: number for number, tid in enumerate(threads)}
+        seconds = {int(found) for found in re.findall(rb'"ts": (\d+)\d{6}', events)}
+        self._lasts_s = max(seconds) - min(seconds) + 1
+        # From when it was recorded to when the step was.
+        self._events = _later(events, OPENED_NS // 10**9 - _BASE_S - min(seconds))
+
+    def trace(self, rank: int, size: int, chance: random.Random) -> Iterator[bytes]:
+        """The text of a rank's trace, of about `size` bytes, in pieces."""
+        own = {tid: b"%d" % (self.pid(rank) + number) for tid, number in self._threads.items()}
+        events = re.sub(
+            rb'("[pt]id": )(\d+)', lambda found: found[1] + own.get(found[2], found[2]), self._events
+        )
+        begun_s = chance.randrange(4)
+        yield self._head
+        for turn in count():
+            text = _later(events, begun_s + turn * self._lasts_s)
+            size -= len(text)
+            if size <= 0:
+                yield text[: text.rindex(b"\n  },", 0, size or None) + len(b"\n  }")]
+                yield self._tail
+                return
+            yield text + b",\n"
+
+    def pid(self, rank: int) -> int:
+        return 100_000 + 32 * rank
+
+
+def _later(events: bytes, by: int) -> bytes:
+    """So many seconds."""
+    at = rb'("ts": )(\d+)(?=\d{6}\D)'
+    return re.sub(at, lambda found: b"%b%d" % (found[1], int(found[2]) + by), events) if by else events
+
+
+def build(
+    root: Path, template: Template, ranks: int, size: int, compressor: Callable[[], Compressor], seed: int = 1
+) -> tuple[Path, int]:
+    """The folder of a step in which every rank has left a trace of `size` bytes; and the sum of these."""
+    chance = random.Random(seed)
+    folder = StepFolder(root)
+    folder.process("trainer", owner=True).close(10**10)
+    total = 0
+    for rank in range(ranks):
+        actor = folder.process("actor", rank, pid=template.pid(rank))
+        actor.span("update_policy", 0, 10**9)
+        actor.close(10**10)
+        path = folder.layout.traces / "actor" / f"{PROFILE_ID}-TP-{rank}.trace.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        packed = compressor()
+        with path.open("wb") as file:
+            for text in template.trace(rank, size, chance):
+                file.write(packed.compress(text))
+                total += len(text)
+            file.write(packed.flush())
+        describe(folder, path, rank, actor.info.host, actor.info.pid, actor.info.key)
+    return folder.write(), total
+
+
+def describe(folder: StepFolder, path: Path, rank: int, host: str, pid: int | None, key: str | None) -> None:
+    """The sidecar of a trace."""
+    artifact = Artifact(
+        path=str(path.relative_to(folder.layout.root)), kind="torch_trace", tool="torch", role="actor",
+        rank=rank, host=host, pid=pid, size_bytes=path.stat().st_size,
+    )  # fmt: skip
+    made = Sidecar(
+        step=folder.step, run_id=folder.run_id, artifact=artifact, process=key, opened=None, closed=None
+    )
+    sidecar_of(path).write_bytes(msgspec.json.encode(made))
+
+
+def build_of_files(root: Path, traces: list[Path]) -> Path:
+    """The folder of a step in which these files, of other times and machines, are the ranks' traces."""
+    folder = StepFolder(root)
+    folder.process("trainer", owner=True).close(10**10)
+    for rank, trace in enumerate(traces):
+        path = folder.layout.traces / "actor" / f"{PROFILE_ID}-TP-{rank}.trace.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(trace.read_bytes())
+        describe(folder, path, rank, "host-a", None, None)
+    return folder.write()
