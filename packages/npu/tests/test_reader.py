@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from packages.npu.tests.real.cann.fake_msprof import write_database, write_json
 from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.reader_conformance import ReaderConformance
+from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope.timeline import merge_step
 from stepscope.timeline.readers import Claim, Counter, Event, Flow, FoundFile, Notes, Reader, Slice, Track
 from stepscope_npu._reader import DatabaseReader, TraceViewReader, layer_category
 from stepscope_npu._trace_view import nanoseconds
@@ -284,3 +289,53 @@ def test_waits_and_events_on_a_device_are_no_kernels() -> None:
     assert [layer_category(kind) for kind in kinds] == [
         "kernel", "kernel", None, None, "gpu_memcpy", "communication", None,
     ]  # fmt: skip
+
+
+# A step of both kinds.
+
+
+def test_a_step_with_gpu_and_npu_roles_is_one_timeline(tmp_path: Path) -> None:
+    step = StepFolder(tmp_path)
+    actor, ref = step.process("actor", 0, owner=True), step.process("ref", 0)
+    for process in (actor, ref):
+        process.span("work", 1_000_000, 2_000_000)
+        process.close(3_000_000)
+    root = step.write()
+    kernel = {"ph": "X", "name": "gemm", "cat": "kernel", "pid": 0, "tid": 7, "ts": 1200.0, "dur": 300.0}
+    torch_trace = {"baseTimeNanoseconds": OPENED_NS, "traceEvents": [kernel]}
+    put(root, "traces/actor/gpu.json", "torch_trace", actor, json.dumps(torch_trace))
+    output = recording(root / "traces" / "ref")
+    start = OPENED_NS + 1_200_000
+    marked = [(start, start + 600_000, 1, "default", "ref.work")]
+    write_json(output / "trace_view.json", 4711, "python", marked)
+    put(root, "traces/ref/capture_ascend_pt", "npu_recording", ref, None)
+    merged = merge_step(root)
+    assert merged.problems == ()
+    assert merged.left_out == ()
+    events = json.loads(gzip.decompress((root / "timeline.json.gz").read_bytes()))["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    wanted = ("gemm", "fake_kernel_0", "ref.work")
+    found = {event["name"]: event for event in events if event["ph"] == "X" and event["name"] in wanted}
+    assert {name: rows[event["pid"]] for name, event in found.items()} == {
+        "gemm": "actor 0",
+        "fake_kernel_0": "ref 0",
+        "ref.work": "ref 0",
+    }
+    at = {name: round(event["ts"] * 1000) for name, event in found.items()}
+    assert at["ref.work"] == at["gemm"]
+    assert at["fake_kernel_0"] == at["gemm"] + 300_000
+
+
+def put(root: Path, name: str, kind: str, process: FakeProcess, text: str | None) -> None:
+    """A trace (None: it is there) and its sidecar."""
+    path, info = root / name, process.info
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if text is not None:
+        path.write_text(text)
+    artifact = Artifact(
+        path=name, kind=kind, tool="t", role=info.role, rank=0, host=info.host, pid=info.pid, size_bytes=1
+    )
+    said = Sidecar(
+        step=2, run_id="run1", artifact=artifact, process=info.key, opened=process.anchor(0), closed=None
+    )
+    sidecar_of(path).write_bytes(msgspec.json.encode(said))

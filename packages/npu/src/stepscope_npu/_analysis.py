@@ -51,17 +51,26 @@ def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> lis
     found = analysed(folder)
     if found:
         return found
-    code, said = _run([sys.executable, "-c", _PROGRAM, str(folder), export or ""], timeout_s)
-    found = analysed(folder)
-    if found:
-        return found
-    if code is None:
-        raise BackendError(f"the analysis of {folder} took longer than {timeout_s:g} s. {_ENDED}")
-    hint = "" if shutil.which("msprof") else " (msprof is not on PATH: source CANN's set_env.sh)"
-    raise BackendError(
-        f"the analysis of {folder} wrote no timeline, and exited with {code}{hint}. "
-        f"It said: {said or 'nothing'}"
-    )
+    had_output = (folder / OUTPUT).exists()
+    try:
+        code, said = _run([sys.executable, "-c", _PROGRAM, str(folder), export or ""], timeout_s)
+        if code is None:
+            raise BackendError(
+                f"the analysis of {folder} took longer than {timeout_s:g} s and was ended. "
+                "Fix: stepscope analyse --timeout <seconds>, later"
+            )
+        found = analysed(folder)
+        if not found:
+            hint = "" if shutil.which("msprof") else " (msprof is not on PATH: source CANN's set_env.sh)"
+            raise BackendError(
+                f"the analysis of {folder} wrote no timeline, and exited with {code}{hint}. "
+                f"It said: {said or 'nothing'}"
+            )
+    except BaseException:
+        if not had_output:
+            shutil.rmtree(folder / OUTPUT, ignore_errors=True)  # half a timeline would count as one
+        raise
+    return found
 
 
 class NpuAnalyser:
@@ -97,9 +106,6 @@ def advise(folder: Path, timeout_s: float) -> list[str]:
     output = folder / "msprof_analyze"
     _run([tool, "advisor", "all", "-d", str(folder), "-o", str(output)], timeout_s)
     return [str(path.relative_to(folder)) for path in sorted(output.rglob("*.html"))]
-
-
-_ENDED = "It was ended, and what was recorded is as it was. Fix: stepscope analyse --timeout <seconds>"
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:

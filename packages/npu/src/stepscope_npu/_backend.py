@@ -149,9 +149,7 @@ class NpuBackend:
         try:
             _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
         except Exception as error:
-            ignored["npu.analysis"] = (
-                f"{error}. Fix: stepscope analyse, later"  # the sidecar is not written yet
-            )
+            ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
     def _late_artifact(self, window: NpuWindow, task: Task) -> PendingArtifact:
         """Of a window whose thread has not ended it yet."""
@@ -164,8 +162,10 @@ class NpuBackend:
                     f"stop() came from thread {caller}, but {window.name} belongs to {window.thread.name}, "
                     f"which was in C code for all of {patience_s:g} s"
                 )
-            for recorded in window.take():
-                _disk.place(recorded.folder, path)
+            first, *others = window.take()
+            _disk.place(first.folder, path)
+            for recorded in others:  # cycles of a schedule: how many there were is known only now
+                _disk.place(recorded.folder, path / f"cycle{recorded.cycle}{_disk.SUFFIX}")
 
         return PendingArtifact(
             kind="npu_recording",

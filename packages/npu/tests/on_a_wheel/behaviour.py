@@ -429,6 +429,18 @@ def test_each_cycle_of_a_schedule_is_a_recording_and_a_cut_one_says_so(make: Any
     assert [len(messages(path)) for path in written([first, second], tmp_path / "out")] == [2, 1]
 
 
+def test_a_window_that_ends_late_still_gives_every_cycle(make: Any, tmp_path: Path) -> None:
+    backend = make(schedule={"repeat": 0})
+    backend.start(a_window())
+    backend.advance()
+    window = backend._window
+    late = backend._late_artifact(window, window.thread.submit(window.end))
+    [folder] = written([late], tmp_path / "out")
+    assert (folder / "profiler_info.json").exists()
+    assert (folder / "cycle1_ascend_pt" / "profiler_info.json").exists()
+    assert backend.stop() == []
+
+
 def test_a_schedule_that_is_never_reached_says_so(make: Any) -> None:
     backend = make(schedule={"skip_first": 5})
     backend.start(a_window())

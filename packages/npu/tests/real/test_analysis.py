@@ -20,6 +20,7 @@ from stepscope.cli.app import run
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
 from stepscope_npu._analysis import NpuAnalyser, analyse, analysed
+from stepscope_npu._doctor import rows
 from tests.tree import ROOT
 
 pytestmark = pytest.mark.needs("torch_npu")
@@ -124,3 +125,16 @@ def test_a_daemon_may_have_it_analysed(captured: Path, here_is_cann: None, tmp_p
     subprocess.run(["rm", "-rf", str(fresh / "ASCEND_PROFILER_OUTPUT")], check=True)
     done = subprocess.run([sys.executable, "-c", program, str(fresh)], capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr
+
+
+def test_doctor_sees_this_torch_npu_with_cann_and_the_trap_without(
+    here_is_cann: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {row.subject: row.state for row in rows()}
+    assert (states["torch_npu"], states["CANN"], states["msprof"]) == ("green", "green", "green")
+    for name in ("LD_LIBRARY_PATH", "ASCEND_HOME_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name)
+    without = {row.subject: row for row in rows()}
+    assert without["torch_npu"].state == "red"
+    assert "libhccl.so" in without["torch_npu"].found
+    assert without["TORCH_DEVICE_BACKEND_AUTOLOAD"].state == "red"
