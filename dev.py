@@ -388,9 +388,13 @@ class Line:
 
 
 def demo(arguments: list[str]) -> bool:
-    """a real, tiny RL run on this machine, profiled, with its report"""
-    DEV.ready()
-    return run(str(DEV.folder / "bin" / "stepscope"), "demo", *arguments)
+    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm: with that engine"""
+    python = DEV.ready()
+    if "--engine" in arguments:
+        wanted = arguments[arguments.index("--engine") + 1 :][:1]
+        fitting = [recipe for name, recipe in engines().items() if [name.partition("-")[0]] == wanted]
+        python = fitting[-1].ready() if fitting else python  # the newest that there is a recipe for
+    return run(python, "-m", "stepscope", "demo", *arguments)
 
 
 def test(arguments: list[str]) -> bool:

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "doctor": {"errors", "config", "recording"},
     "cli": ON_DISK | OFFLINE | {"demo", "doctor", "__init__"},
     "__init__": {"config", "errors", "recording"},
+    "__main__": {"cli"},
 }
 """Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""
 
@@ -36,6 +37,7 @@ PUBLIC = (
         for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
     }
     | {f"stepscope.engines.{name}" for name in ("artifacts", "http")}
+    | {f"stepscope.demo.{name}" for name in ("model", "task")}
     | {
         f"stepscope.backends.{name}"
         for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")

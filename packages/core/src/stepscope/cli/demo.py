@@ -23,6 +23,9 @@ def demo(
         int, typer.Option(help="Steps to train; the second and fourth are captured.", min=2)
     ] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the problems and the sampling.")] = 0,
+    engine: Annotated[
+        str, typer.Option(help="What generates: torch (the demo's own), or vllm where it is installed.")
+    ] = "torch",
 ) -> None:
     """Trains a small model with RL on this machine's CPU, captures two steps, and shows where they went.
 
@@ -36,7 +39,7 @@ def demo(
         )
     from stepscope.demo.run import run_demo
 
-    result = run_demo(path, steps=steps, seed=seed, on_progress=screen.say)
+    result = run_demo(path, steps=steps, seed=seed, engine=engine, on_progress=screen.say)
     captured = [layout for step in result.captured for layout in find_steps(result.save_path, step)]
     merged = [merge_step(layout.root) for layout in captured]  # first: the pages link to what is there
     pages = Pages()

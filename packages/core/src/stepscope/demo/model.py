@@ -1,4 +1,7 @@
-"""A decoder-only transformer of 0.1 M parameters: one forward that trains, and decodes with a KV cache."""
+"""A Llama of 0.1 M parameters: one forward that trains, and decodes with a KV cache.
+
+Small, but a Llama to the letter, so that real inference engines can load its weights (`llama_weights`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from torch.nn import functional
 from stepscope.demo.task import MAX_TOKENS, VOCABULARY
 
 LAYERS = 2
-HEADS = 4
-HEAD_DIM = 16
+HEADS = 2
+HEAD_DIM = 32  # vLLM's attention on CPUs takes no smaller one
 WIDTH = HEADS * HEAD_DIM
+HIDDEN = 3 * WIDTH
+ROPE_THETA = 1000.0
+NORM_EPSILON = 1e-6
 
 
 class KVCache:
@@ -61,12 +67,24 @@ class Attention(nn.Module):
         return out
 
 
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
 class Block(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.attention = Attention(layer)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mlp = GatedMLP()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, NORM_EPSILON), nn.RMSNorm(WIDTH, NORM_EPSILON)
 
     def forward(self, x: Tensor, positions: Tensor, cached: View | None) -> Tensor:
         x = x + self.attention(self.norm1(x), positions, cached)
@@ -79,7 +97,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(len(VOCABULARY), WIDTH)
         self.blocks = nn.ModuleList(Block(layer) for layer in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.RMSNorm(WIDTH, NORM_EPSILON)
         self.head = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
 
     def forward(self, tokens: Tensor, cached: View | None = None) -> Tensor:
@@ -99,7 +117,7 @@ class Transformer(nn.Module):
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary position embedding of `x` [batch, heads, time, head_dim] at `positions` [batch or 1, time]."""
     half = HEAD_DIM // 2
-    frequency = 1000.0 ** (-torch.arange(half) / half)
+    frequency = ROPE_THETA ** (-torch.arange(half) / half)
     angle = positions[:, None, :, None] * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = x[..., :half], x[..., half:]
@@ -110,3 +128,48 @@ def token_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
     """Log-probability [batch, time - 1] of each token but the first, given those before it."""
     logits: Tensor = model(tokens)[:, :-1]
     return -functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+
+
+def llama_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a `Transformer` by the names that Hugging Face's Llama has for them."""
+    found = {
+        "model.embed_tokens.weight": weights["embed.weight"],
+        "model.norm.weight": weights["norm.weight"],
+        "lm_head.weight": weights["head.weight"],
+    }
+    for layer in range(LAYERS):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        for name, part in zip("qkv", weights[f"{ours}.attention.qkv.weight"].chunk(3), strict=True):
+            found[f"{theirs}.self_attn.{name}_proj.weight"] = part
+        found[f"{theirs}.self_attn.o_proj.weight"] = weights[f"{ours}.attention.out.weight"]
+        for name in ("gate", "up", "down"):
+            found[f"{theirs}.mlp.{name}_proj.weight"] = weights[f"{ours}.mlp.{name}.weight"]
+        found[f"{theirs}.input_layernorm.weight"] = weights[f"{ours}.norm1.weight"]
+        found[f"{theirs}.post_attention_layernorm.weight"] = weights[f"{ours}.norm2.weight"]
+    return found
+
+
+def llama_config() -> dict[str, object]:
+    """The `config.json` that goes with `llama_weights`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "float32",
+    }

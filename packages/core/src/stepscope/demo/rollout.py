@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stepscope import attach, profile_step, span
+from stepscope import ProfileConfig, attach, profile_step, span
 from stepscope.demo import task
 from stepscope.demo.model import KVCache, Transformer, View
 from stepscope.demo.worker import Weights
@@ -50,7 +50,11 @@ class Request:
 
 
 class RolloutReplica:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, config: ProfileConfig | None = None, replica: int = 0) -> None:
+        """
+        Args:
+            config: Of the run, for engines that want it when they are built; this one does not.
+        """
         torch.set_num_threads(1)
         self.seed = seed
         self.model = Transformer()
@@ -86,6 +90,9 @@ class RolloutReplica:
                 if request.error is not None:
                     raise request.error
         return request.output
+
+    async def shut_down(self) -> None:
+        """It has no processes of its own."""
 
     async def _serve(self) -> None:
         """Runs while there are requests, one forward pass a round. They come and go at the `sleep(0)`s."""

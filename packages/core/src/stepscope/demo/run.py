@@ -37,11 +37,16 @@ def run_demo(
     steps: int = 4,
     captured: Sequence[int] = (1, 3),
     seed: int = 0,
+    engine: str = "torch",
     on_progress: Callable[[str], None] = print,
 ) -> DemoResult:
     """Trains for `steps` steps, of which those in `captured` are profiled into `save_path`.
 
     Ray is started for it and shut down at its end, on every path, unless it runs in this process already.
+
+    Args:
+        engine: What generates: `torch`, the demo's own continuous batching, or an installed adapter with a
+            replica for the demo (`vllm`).
 
     Raises:
         StepscopeError: torch or Ray is not installed.
@@ -63,7 +68,7 @@ def run_demo(
         if ours:
             on_progress("starting Ray on this machine")
             start_ray()
-        rewards = asyncio.run(train(config, steps, seed, on_progress))
+        rewards = asyncio.run(train(config, steps, seed, engine, on_progress))
     finally:
         if ours:
             ray.shutdown()
@@ -100,7 +105,7 @@ def start_ray() -> None:
 
 
 async def train(
-    config: ProfileConfig, steps: int, seed: int, on_progress: Callable[[str], None]
+    config: ProfileConfig, steps: int, seed: int, engine: str, on_progress: Callable[[str], None]
 ) -> list[float]:
     """The loop; returns the mean reward of each step."""
     from stepscope.demo.calculator import Calculator
@@ -109,8 +114,8 @@ async def train(
     rewards = []
     captures: list[Capture] = []
     async with Calculator() as calculator:
-        on_progress("placing 2 actor workers, 1 reference worker and 2 rollout replicas")
-        trainer = Trainer(calculator, seed)
+        on_progress(f"placing 2 actor workers, 1 reference worker and 2 rollout replicas ({engine})")
+        trainer = Trainer(calculator, seed, config, engine)
         loss = await trainer.set_up(WARM_UP)
         await aprepare(workers=trainer.workers, engines=trainer.engines, config=config)
         on_progress(f"warmed the policy up with {WARM_UP} supervised updates: loss {loss:.2f}")
@@ -122,4 +127,5 @@ async def train(
             captures.append(cap)
         for cap in captures:
             await asyncio.to_thread(cap.result.wait)  # for the traces, which are written in the background
+        await trainer.shut_down()
     return rewards

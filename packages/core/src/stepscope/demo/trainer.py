@@ -6,15 +6,16 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from stepscope import span
+from stepscope import ProfileConfig, span
 from stepscope.demo import task
 from stepscope.demo.agent_loop import play
 from stepscope.demo.batch import Batch, Trajectory, group_advantages, pad
@@ -22,6 +23,7 @@ from stepscope.demo.calculator import Calculator
 from stepscope.demo.rollout import RolloutReplica
 from stepscope.demo.worker import ActorWorker, ReferenceWorker
 from stepscope.engines.ray import RayRollout
+from stepscope.errors import StepscopeError
 
 ACTORS = 2
 REPLICAS = 2
@@ -47,14 +49,17 @@ class StepResult:
 class Trainer:
     """Places the actors on construction; `set_up` before the first `step`."""
 
-    def __init__(self, calculator: Calculator, seed: int) -> None:
+    def __init__(
+        self, calculator: Calculator, seed: int, config: ProfileConfig, engine: str = "torch"
+    ) -> None:
         self.calculator = calculator
         self.rng = random.Random(seed)
         self.policy_version = 0
         self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
         self.reference = _place(ReferenceWorker)
-        self.replicas = [_place(RolloutReplica, seed) for _ in range(REPLICAS)]
-        self.engines = [RayRollout(replica) for replica in self.replicas]
+        kind = replica_class(engine)
+        self.replicas = [_place(kind, seed, config, number) for number in range(REPLICAS)]
+        self.engines = [RayRollout(replica, engine) for replica in self.replicas]
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
@@ -70,6 +75,10 @@ class Trainer:
         others = [self.reference, *self.replicas]
         await asyncio.gather(*(other.load_weights.remote(weights) for other in others))
         return fmean(losses)
+
+    async def shut_down(self) -> None:
+        """Ends what the replicas have started: an engine's processes may outlive their actor."""
+        await asyncio.gather(*(replica.shut_down.remote() for replica in self.replicas))
 
     async def step(self, step: int) -> StepResult:
         began = time.perf_counter()
@@ -126,6 +135,23 @@ class Trainer:
         weights = self.actors[0].sync_weights.remote()
         await asyncio.gather(*(replica.load_weights.remote(weights) for replica in self.replicas))
         self.policy_version += 1
+
+
+def replica_class(engine: str) -> type:
+    """`RolloutReplica`, or the class that the package of `engine` has for the demo.
+
+    Raises:
+        StepscopeError: none has one.
+    """
+    if engine == "torch":
+        return RolloutReplica
+    found = {point.name: point for point in entry_points(group="stepscope.demo_replicas")}
+    if engine not in found:
+        raise StepscopeError(
+            f"the demo has no engine {engine!r}; it has: {', '.join(['torch', *sorted(found)])}. "
+            f"Fix: pip install 'stepscope[{engine}]'"
+        )
+    return cast(type, found[engine].load())
 
 
 def _place(cls: type, *args: object) -> ActorHandle[Any]:

@@ -1,0 +1,7 @@
+"""`python -m stepscope`: the command line, for environments whose scripts are elsewhere."""
+
+from __future__ import annotations
+
+from stepscope.cli import main
+
+main()

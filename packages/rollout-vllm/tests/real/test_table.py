@@ -1,0 +1,38 @@
+"""The table of versions in docs/engines-vllm.md says of the installed vLLM what the installed vLLM says."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm import LLM
+from vllm.config import ProfilerConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+PAGE = Path(__file__).parents[4] / "docs" / "engines-vllm.md"
+
+
+def row() -> str:
+    """The row of the installed vLLM."""
+    takes = [name for name in inspect.signature(AsyncLLM.start_profile).parameters if name != "self"]
+    guarded = "ProfilerAlreadyActiveError" in inspect.getsource(AsyncLLM.start_profile)
+    cells = [
+        f"**{vllm.__version__.partition('+')[0]}**",
+        f"`ProfilerConfig`, {len(ProfilerConfig.__dataclass_fields__)} fields",
+        ", ".join(f"`{name}`" for name in takes),
+        "every start" if guarded else "the first start",
+        "an error" if guarded else "ignored",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_row_of_this_version_is_what_it_says_itself() -> None:
+    assert row() in PAGE.read_text(), f"write this row into {PAGE.name}:\n{row()}"
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, LLM])
+def test_both_kinds_of_engine_take_the_same(kind: type) -> None:
+    start = inspect.signature(AsyncLLM.start_profile).parameters
+    assert list(inspect.signature(getattr(kind, "start_profile")).parameters) == list(start)  # noqa: B009  # of a type
