@@ -25,24 +25,25 @@ def engines(rows: Sequence[Engine], window_ns: int, colours: Colours) -> Iterato
     drawn = [rows[at] for at in pick(len(rows), CHARTS, [busiest])]
     charts = [_load(row, tops[row.source], window_ns, colours) for row in drawn]
     body = tag("div", axis(window_ns), *charts, class_="chart", id="engine-load", data_ns=window_ns)
+    named = any(row.iterations is not None for row in rows)
     columns = (
-        "replica", "by", ">iterations", "prefill, both, decode", ">prefill alone", ">both", ">decode alone",
-        ">requests in decode", ">at most", ">prompt tokens",
+        "replica", "by", "prefill, both, decode", ">prefill alone", ">both", ">decode alone", ">batch",
+        ">most", *((">iterations", ">prompt tokens") if named else ()),
     )  # fmt: skip
     highest = " and ".join(f"{top:.1f} ({source})" for source, top in tops.items())
     note = (
         "Height: requests in decode, in prefill, and waiting, on average over each bar, of at most "
         f"{highest}. By the iterations that an engine's trace names, or by the spans of its requests. "
-        "requests in decode: on average while there were any."
+        "batch: requests in decode at once, on average while there were any."
     )
     if len(drawn) < len(rows):
         note += f" Drawn are {len(drawn)} of {len(rows):,} replicas, evenly chosen, and the busiest."
     legend = colours.legend([("rollout", part) for part in _PARTS])
-    cells = [_row(row, colours) for row in rows]
+    cells = [_row(row, colours, named) for row in rows]
     yield section("engines", "Engines", legend, body, table(columns, cells, "engine-table"), note=note)
 
 
-def _row(row: Engine, colours: Colours) -> tuple[str | Html, ...]:
+def _row(row: Engine, colours: Colours, named: bool) -> tuple[str | Html, ...]:
     times = (row.prefill_ns, row.both_ns, row.decode_ns)
     bars, at_ns = [], 0
     for ns, kind in zip(times, ("prefill", "both", "decode"), strict=True):
@@ -53,13 +54,16 @@ def _row(row: Engine, colours: Colours) -> tuple[str | Html, ...]:
     return (
         row.replica,
         row.source,
-        "" if row.iterations is None else f"{row.iterations:,}",
         tag("div", *bars, class_="fall"),
         *(f"{duration(ns)} ({percents([ns], row.window_ns)[0]} %)" for ns in times),
         f"{row.decoding:g}",
         str(row.most_decoding),
-        "" if row.prefill_tokens is None else f"{row.prefill_tokens:,}",
+        *((_number(row.iterations), _number(row.prefill_tokens)) if named else ()),
     )
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
 
 
 def _top(rows: Sequence[Engine], source: str) -> float:
