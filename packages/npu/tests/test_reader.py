@@ -285,9 +285,19 @@ def test_with_data_of_cann_nothing_is_corrected(tmp_path: Path) -> None:
 
 
 def test_waits_and_events_on_a_device_are_no_kernels() -> None:
-    kinds = ("AI_CORE", "MIX_AIC", "EVENT_WAIT", "NOTIFY_WAIT", "MEMCPY_ASYNC", "HCCL", None)
+    kinds = (
+        "AI_CORE",
+        "MIX_AIC",
+        "FFTS_PLUS",
+        "Other",
+        "EVENT_WAIT_SQE",
+        "NOTIFY_WAIT",
+        "SDMA_SQE",
+        "HCCL",
+        None,
+    )
     assert [layer_category(kind) for kind in kinds] == [
-        "kernel", "kernel", None, None, "gpu_memcpy", "communication", None,
+        "kernel", "kernel", "kernel", "kernel", None, None, "gpu_memcpy", "communication", None,
     ]  # fmt: skip
 
 

@@ -6,8 +6,8 @@ one that was made up (`os_pid << 10 | layer << 5 | device`, above 2^32 in older 
 come behind the events, so the file is read twice.
 
 Layers: `Python`, `Python GC`; `CANN` (its calls), one named after the process (mstx ranges), `Ascend
-Hardware` (a thread for each stream), `Communication`, `Overlap Analysis` (drawn from the two before), and
-counters.
+Hardware` (a thread for each stream), `Communication` (once `HCCL`), `Overlap Analysis` (drawn from the two
+before), and counters.
 Format: torch_npu's and msprof's own writers, and their published guides.
 """
 
@@ -35,8 +35,9 @@ from stepscope_npu._reader import layer_category
 NOT_UNDERSTOOD = "events that are not of the form that trace_view.json has"
 NO_TIME = "events without a time"
 _Key: TypeAlias = tuple[int, int | str]
-_LAYERS = ("Python", "Python GC", "CANN", "Ascend Hardware", "Communication", "Overlap Analysis")
+_LAYERS = ("Python", "Python GC", "CANN", "Ascend Hardware", "Communication", "HCCL", "Overlap Analysis")
 _SORT = {name: 100 * place for place, name in enumerate(_LAYERS)}
+_CATEGORIES = {"CANN": "cuda_runtime", "Communication": "communication", "HCCL": "communication"}
 _POINTS: Mapping[str, Literal["start", "step", "end"]] = {"s": "start", "t": "step", "f": "end"}
 
 
@@ -182,7 +183,7 @@ class TraceView:
             return layer_category((entry.args or {}).get("Task Type"))
         if self._is_range(entry):
             return "user_annotation"
-        return {"CANN": "cuda_runtime", "Communication": "communication"}.get(layer or "")
+        return _CATEGORIES.get(layer or "")
 
 
 def nanoseconds(text: bytes) -> int | None:
