@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_sglang import FakeEngine, FakeManager, asked, recorded
@@ -115,3 +115,29 @@ async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -
     await asyncio.wrap_future(profiler._thread.submit(lambda: None))
     assert not manager.wedged, "the call to SGLang was not cancelled"
     assert [path.suffix for path in files_below(capture.step_dir)] == [".gz", ".json"]
+
+
+class Taken:
+    """A loop that somebody begins to run just after we have looked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.looked = 0
+
+    def is_running(self) -> bool:
+        self.looked += 1
+        return self.looked > 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+
+async def test_a_loop_that_is_taken_meanwhile_is_asked_instead_of_run(tmp_path: Path) -> None:
+    manager = FakeManager()
+    await manager.generate(1)
+    profiler = SglangProfiler(manager)
+    await profiler.start(asked(tmp_path))
+    await manager.generate(2)
+    profiler._line._loop = cast(asyncio.AbstractEventLoop, Taken(asyncio.get_running_loop()))
+    assert await profiler.stop()
+    assert not manager.recording

@@ -8,6 +8,7 @@ the wrong answers (later). So calls are handed to that loop from a thread that w
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -123,10 +124,7 @@ class InProcess:
                 "the event loop of this engine is closed: the engine cannot be reached any more"
             )
         try:
-            if loop.is_running():
-                self._wait(asyncio.run_coroutine_threadsafe(ask(), loop))
-            else:  # synchronous code waits for us, and runs it between captures only
-                loop.run_until_complete(ask())
+            self._wait(_asked(loop, ask))
         except RuntimeError as error:
             if isinstance(error, EngineError):
                 raise
@@ -165,6 +163,34 @@ def check_environment() -> None:
 def of_ours(thread: threading.Thread) -> bool:
     """Whether the thread's event loop is one of stepscope's own."""
     return thread.name.startswith("stepscope")
+
+
+def _asked(loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, object]]) -> Future[object]:
+    """The answer to `ask()`, which is awaited once, on the loop, whoever runs that."""
+    answer: Future[object] = Future()
+    begun: list[None] = []
+
+    async def work() -> None:
+        if begun:
+            return
+        begun.append(None)
+        try:
+            answer.set_result(await ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    if not loop.is_running():  # synchronous code waits for us meanwhile
+        first = work()
+        try:
+            loop.run_until_complete(first)
+        except (
+            RuntimeError
+        ):  # somebody runs it after all; uvloop has scheduled the work then, asyncio has not
+            if inspect.getcoroutinestate(first) == inspect.CORO_CREATED:
+                first.close()
+    if not answer.done():
+        asyncio.run_coroutine_threadsafe(work(), loop)
+    return answer
 
 
 def _is_off(name: str) -> bool:

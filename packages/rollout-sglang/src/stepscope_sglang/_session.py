@@ -44,6 +44,7 @@ State: TypeAlias = Literal["armed", "stopped", "by itself", "unused"]
 _PATIENCE_S = (5.0, 30.0)
 """How long a file may take to be complete once SGLang says it is: here, and on a disk that is shared."""
 _LOOK_S = 0.05
+_MEMORY = "cuda_memory_snapshot"
 
 
 class RefusedError(EngineError):
@@ -86,6 +87,7 @@ class Session:
         self._closed: ClockAnchor | None = None
         self._facts: EngineFacts | None = None
         self._plan: Plan | None = None
+        self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
         self._folder = Path(capture.out_dir, f".sglang-{uuid.uuid4().hex[:12]}")
 
     def open(self) -> None:
@@ -176,6 +178,15 @@ class Session:
         found = ((path, parse_name(path.name)) for path in sorted(self._folder.iterdir()))
         return [(path, name) for path, name in found if name is not None]
 
+    def _content(self, path: Path) -> Content:
+        """Of a trace, read again when it has changed."""
+        status = path.stat()
+        version = (status.st_size, status.st_mtime_ns)
+        known = self._contents.get(path)
+        if known is None or known[0] != version:
+            known = self._contents[path] = (version, read(path))
+        return known[1]
+
     def _all_there(self) -> bool:
         """Every file that SGLang writes when it stops by itself is there and complete."""
         files = self._files()
@@ -187,7 +198,7 @@ class Session:
         merged = sum(name.kind == "merged_trace" for _, name in files)
         if self._planned.merged and not merged:
             return False
-        return all(read(path).complete for path, name in files if name.kind != "cuda_memory_snapshot")
+        return all(self._content(path).complete for path, name in files if name.kind != _MEMORY)
 
     def _without_us(self) -> State:
         if not self._files():
@@ -229,7 +240,9 @@ class Session:
 
     def _settled(self) -> bool:
         files = self._files()
-        return bool(files) and all(read(path).complete for path, name in files if name.kind == "torch_trace")
+        return bool(files) and all(
+            self._content(path).complete for path, name in files if name.kind == "torch_trace"
+        )
 
     # From files to artifacts.
 
@@ -239,7 +252,8 @@ class Session:
             raise EngineError(self._nothing())
         self._closed = self._closed or read_anchor()
         contents = {
-            path: Content(complete=True) if path.suffix == ".pickle" else read(path) for path, _ in files
+            path: Content(complete=True) if name.kind == _MEMORY else self._content(path)
+            for path, name in files
         }
         wanted = [each for each in files if self._wanted(each[1], contents[each[0]])]
         self._note_absent(files)
