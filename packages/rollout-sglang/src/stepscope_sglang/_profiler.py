@@ -94,6 +94,11 @@ class Replica:
             self._drop()
             raise
         self._ignored = _joined(self._sessions)
+        if capture.iterations.count is None and (capture.with_stack or capture.profile_memory):
+            _warn(
+                "SGLang serves nothing while it writes its files, which stacks and memory make large: 25 to "
+                "108 s were seen. Fix: engine.iterations.count, or budget.fanout_seconds above that"
+            )
         self._watch(capture)
         return self._sessions
 
