@@ -6,6 +6,7 @@ file. The limit is there because an engine that is recorded while it spins takes
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ if VERSION >= _OLDEST_WITH_ALL:
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
 def test_on_a_real_engine(files: list[str]) -> None:
+    faulthandler.cancel_dump_traceback_later()  # of one test; a whole file takes longer, and has it itself
     # What SGLang warns of while it is imported is not for us to mend.
     command = [sys.executable, "-m", "pytest", "-v", "-W", "ignore", *(str(HERE / file) for file in files)]
     done = subprocess.run(
