@@ -1,0 +1,102 @@
+"""The process that an analysis runs in: what it says, what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import BackendError
+from stepscope_npu import _analysis
+from stepscope_npu._analysis import NpuAnalyser, advise, analyse
+
+WRITES = """
+output = Path(sys.argv[1], "ASCEND_PROFILER_OUTPUT")
+output.mkdir()
+(output / "trace_view.json").write_text("[]")
+"""
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    folder = tmp_path / "capture_ascend_pt"
+    folder.mkdir()
+    (folder / "profiler_info_0.json").write_text("{}")
+    return folder
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """`program` in place of torch_npu's analysis; the folder is its first argument."""
+    monkeypatch.setattr(_analysis, "_PROGRAM", f"import sys\nfrom pathlib import Path\n{program}")
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed here")
+def test_where_there_is_no_torch_npu_it_says_so(recording: Path) -> None:
+    with pytest.raises(BackendError, match=r"wrote no timeline.*No module named 'torch_npu'"):
+        analyse(recording, timeout_s=60)
+
+
+def test_an_analysed_recording_is_left_alone(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = (
+        "o = Path(sys.argv[1], 'ASCEND_PROFILER_OUTPUT'); o.mkdir(); (o / 'trace_view.json').write_text('[]')"
+    )
+    run_instead(monkeypatch, made)
+    [first] = analyse(recording, timeout_s=60)
+    assert analyse(recording, timeout_s=60) == [first]  # a second mkdir would have failed
+    assert NpuAnalyser().waiting(recording.parent) == []
+
+
+def test_half_a_timeline_of_an_analysis_that_was_ended_does_not_count(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = (
+        "o = Path(sys.argv[1], 'ASCEND_PROFILER_OUTPUT'); o.mkdir(); (o / 'trace_view.json').write_text('[')"
+    )
+    run_instead(monkeypatch, f"{half}; import threading; threading.Event().wait()")
+    with pytest.raises(BackendError, match=r"took longer than 3 s.*--timeout"):
+        analyse(recording, timeout_s=3)
+    assert NpuAnalyser().waiting(recording.parent) == [recording]
+
+
+def test_a_process_that_the_analysis_has_started_ends_with_it(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = recording / "told"
+    os.mkfifo(told)
+    run_instead(
+        monkeypatch,
+        "import subprocess, threading\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()'])\n"
+        "Path(sys.argv[1], 'told').write_text(str(child.pid))\n"
+        "threading.Event().wait()",
+    )
+    pids: list[int] = []
+
+    def too_late(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+        pids.append(int(told.read_text()))  # waits until the child is there
+        raise subprocess.TimeoutExpired("analyse", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", too_late)
+    with pytest.raises(BackendError, match="took longer"):
+        analyse(recording, timeout_s=60)
+    state = Path(f"/proc/{pids[0]}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_an_adviser_that_is_installed_is_asked_and_what_it_prints_is_not_shown(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert advise(recording, 60) == []
+    tool = tmp_path / "msprof-analyze"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\nprint('secret')\n"
+        "out = Path(sys.argv[sys.argv.index('-o') + 1])\nout.mkdir()\n(out / 'advice.html').write_text('')\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert advise(recording, 60) == ["msprof_analyze/advice.html"]
+    assert "secret" not in "".join(capfd.readouterr())
