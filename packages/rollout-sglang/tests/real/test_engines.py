@@ -26,7 +26,7 @@ GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
 if VERSION >= _OLDEST_WITH_ALL:
     GROUPS[0].append("engine_contract.py")
-    GROUPS += [["engine_server.py"], ["engine_ray.py"], ["engine_dp.py"]]
+    GROUPS += [["engine_server.py"], ["engine_ray.py"]]
 
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
