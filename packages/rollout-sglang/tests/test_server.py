@@ -1,0 +1,167 @@
+"""Servers, over a real socket, with one scheduler in memory behind it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_sglang import ProfileReq, Scheduler
+
+from stepscope.engines import Iterations
+from stepscope.errors import EngineError
+from stepscope.testing.engine_conformance import a_capture, assert_complete
+from stepscope_sglang import SglangServer
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers as SGLang's server does: 500 without a reason for whatever goes wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.scheduler = Scheduler("-TP-0", 0, 1)
+        self.info: dict[str, object] = {"version": "0.5.23", "device": "cpu", "sleep_on_idle": True}
+        self.info_path = "/server_info"
+        self.key: str | None = None
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
+        self.asked.append(path)
+        if path == self.info_path:
+            return 200, json.dumps(self.info).encode()
+        if path == "/start_profile":
+            wrong = self.scheduler.start(msgspec.json.decode(body, type=ProfileReq))
+        elif path == "/stop_profile":
+            wrong = self.scheduler.stop()
+        else:
+            return 404, b"Not Found"
+        return (200, b"done") if wrong is None else (500, b"Internal Server Error")
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        key = self.server.key
+        status, body = 401, b"Unauthorized"
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            length = int(self.headers.get("Content-Length") or 0)
+            status, body = self.server.answer(self.path, self.rfile.read(length))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815  (the name that http.server looks for)
+
+    def log_message(self, *message: Any) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_is_asked_what_it_is(server: FakeServer) -> None:
+    server.info.update(tp_size=2, dp_size=2)
+    profiler = SglangServer(server.url)
+    assert profiler.world_size is None
+    profiler.check()
+    assert profiler.world_size == 4
+
+
+def test_an_older_server_is_asked_by_its_older_name(server: FakeServer) -> None:
+    server.info_path = "/get_server_info"
+    SglangServer(server.url).check()
+    assert server.asked == ["/server_info", "/get_server_info"]
+
+
+def test_a_server_that_is_too_old_is_an_error(server: FakeServer) -> None:
+    server.info["version"] = "0.5.2"
+    with pytest.raises(EngineError, match=r"sglang 0\.5\.2 is too old.*Fix: pip install"):
+        SglangServer(server.url).check()
+
+
+def test_what_is_no_engine_is_an_error_that_thinks_of_routers(server: FakeServer) -> None:
+    server.info_path = "/elsewhere"
+    with pytest.raises(EngineError, match=r"answered 404.*SglangServer\.behind\(router\)"):
+        SglangServer(server.url).check()
+
+
+def test_a_key_is_asked_for_and_sent(server: FakeServer) -> None:
+    server.key = "secret"
+    with pytest.raises(EngineError, match=r"answered 401.*api_key="):
+        SglangServer(server.url).check()
+    SglangServer(server.url, api_key="secret").check()
+
+
+async def test_a_count_ends_by_itself_and_no_stop_is_sent(server: FakeServer, tmp_path: Path) -> None:
+    profiler = SglangServer(server.url, replica=1)
+    wanted = msgspec.structs.replace(a_capture(tmp_path, replica=1), iterations=Iterations(count=2))
+    await profiler.start(wanted)
+    for mode in ("EXTEND", "DECODE", "DECODE"):
+        server.scheduler.forward(mode)
+    (artifact,) = await profiler.stop()
+    assert_complete(artifact, wanted)
+    assert (artifact.rank, artifact.truncated) == (1, None)
+    assert "/stop_profile" not in server.asked
+
+
+async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    profiler = SglangServer(server.url)
+    await profiler.start(a_capture(tmp_path))
+    with pytest.raises(EngineError, match="no forward pass"):
+        await profiler.stop()
+    server.scheduler.forward("EXTEND")
+    assert server.scheduler.recording is None
+
+
+async def test_the_servers_of_one_replica_keep_their_files_apart(server: FakeServer, tmp_path: Path) -> None:
+    with FakeServer() as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        profiler = SglangServer(server.url, other.url)
+        await profiler.start(a_capture(tmp_path))
+        for each in (server, other):
+            each.scheduler.forward("EXTEND")
+        artifacts = await profiler.stop()
+        other.shutdown()
+    assert len({artifact.path for artifact in artifacts}) == 2
+    assert [artifact.rank for artifact in artifacts] == [None, None]
+
+
+async def test_one_of_two_servers_that_refuses_ends_the_other(server: FakeServer, tmp_path: Path) -> None:
+    with FakeServer() as busy:
+        threading.Thread(target=busy.serve_forever, daemon=True).start()
+        busy.scheduler.recording = []
+        with pytest.raises(EngineError, match="running, and not for us"):
+            await SglangServer(server.url, busy.url).start(a_capture(tmp_path))
+        busy.shutdown()
+    server.scheduler.forward("EXTEND")
+    assert server.scheduler.recording is None
+
+
+async def test_a_server_that_is_gone_is_an_error_at_once(server: FakeServer, tmp_path: Path) -> None:
+    profiler = SglangServer(server.url)
+    profiler.check()
+    server.server_close()
+    server.shutdown()
+    with pytest.raises(EngineError, match="is the server up"):
+        await profiler.start(a_capture(tmp_path))
+    assert await profiler.stop() == []
