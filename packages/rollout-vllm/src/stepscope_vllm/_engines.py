@@ -123,7 +123,8 @@ class Driver:
         # a torch.profiler that is stopped on another thread than it was started on ends the process.
         self._thread = ThreadPoolExecutor(1, "stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
-        self._workers_know_us: bool | None = None
+        self._aimed = False
+        """Whether the workers were told of a capture and not yet of its end."""
 
     # What it says of itself.
 
@@ -230,6 +231,10 @@ class Driver:
 
     async def stop(self) -> None:
         await self.call("stop_profile")
+        if self._aimed:
+            self._aimed = False
+            method: Any = _extension.release if self.in_this_process else "stepscope_release"
+            await self.call("collective_rpc", method)
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls the engine where it wants to be called.
@@ -291,6 +296,7 @@ class Driver:
             "all_threads": here,  # generation runs on the user's thread, the profiler on ours
         }
         method: Any = _extension.aim if here else "stepscope_aim"
+        self._aimed = True
         await self.call("collective_rpc", method, args=(spec,))
         return True
 

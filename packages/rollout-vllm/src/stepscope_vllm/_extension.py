@@ -45,6 +45,10 @@ class WorkerExtension:
         """Before a start: the next recording is written as `spec` says. Returns who this worker is."""
         return aim(self, spec)
 
+    def stepscope_release(self) -> None:
+        """After its stop: the profiler is as it was, for those who start it themselves."""
+        release(self)
+
 
 def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     """`WorkerExtension.stepscope_aim` for any worker of this process.
@@ -54,6 +58,7 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
         OSError: the folder cannot be made or written.
     """
     worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
+    made = getattr(worker, "profiler", None) is None
     wrapper = _wrapper(worker, spec)
     if getattr(wrapper, "_active", False):
         raise RuntimeError("the worker's profiler is active: somebody else started it")
@@ -62,6 +67,10 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     handler = _writer(spec, _stem(spec["name"], who)) if wanted else _drop
     if wanted:
         _probe(Path(spec["folder"]))
+    release(worker)  # of a capture whose end never came here
+    undo = _Undo()
+    if made:
+        undo.set(worker, "profiler", None, back_only=True)
     kinds = _activities(spec["activities"])
     settings = dict(spec["options"], on_trace_ready=handler)
     if kinds:
@@ -71,20 +80,48 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
 
         settings["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
     if hasattr(wrapper, "_profiler_kwargs"):
-        wrapper._profiler_kwargs.update(settings)
-        wrapper._custom_trace_handler = True  # else a start makes a handler of its own
+        undo.set(wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
+        undo.set(wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
     else:
         inner = getattr(wrapper, "profiler", wrapper)
         for name, value in settings.items():
-            setattr(inner, name, set(value) if name == "activities" else value)
+            undo.set(inner, name, set(value) if name == "activities" else value)
     for table in ("dump_cpu_time_total", "dump_device_time_total"):
         if hasattr(wrapper, table):
-            setattr(wrapper, table, False)  # it takes longer than the trace, and the report has more
+            undo.set(wrapper, table, False)  # it takes longer than the trace, and the report has more
     if getattr(wrapper, "profiler_config", None) is not None:
-        wrapper.profiler_config.torch_profiler_dump_cuda_time_total = False
+        undo.set(wrapper.profiler_config, "torch_profiler_dump_cuda_time_total", False)
     if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
-        wrapper._delay_iters, wrapper._max_iters = spec["delay"], spec["maximum"]
+        undo.set(wrapper, "_delay_iters", spec["delay"])
+        undo.set(wrapper, "_max_iters", spec["maximum"])
+    worker._stepscope_undo = undo
     return {**who, "written": wanted}
+
+
+def release(worker: Any) -> None:
+    """Takes back what `aim` has changed."""
+    worker = getattr(worker, "worker", worker)
+    undo = getattr(worker, "_stepscope_undo", None)
+    if undo is not None:
+        worker._stepscope_undo = None
+        undo.run()
+
+
+class _Undo:
+    """Attributes that were set, and what they were."""
+
+    def __init__(self) -> None:
+        self._was: list[tuple[Any, str, Any]] = []
+
+    def set(self, target: Any, name: str, value: Any, *, back_only: bool = False) -> None:
+        """Args: back_only: `value` is what it is to be afterwards; now it stays as it is."""
+        self._was.append((target, name, value if back_only else getattr(target, name, None)))
+        if not back_only:
+            setattr(target, name, value)
+
+    def run(self) -> None:
+        for target, name, value in reversed(self._was):
+            setattr(target, name, value)
 
 
 def _wrapper(worker: Any, spec: Spec) -> Any:

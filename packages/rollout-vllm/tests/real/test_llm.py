@@ -193,6 +193,20 @@ async def test_a_profiler_that_somebody_else_started_is_named(llm: LLM, tmp_path
         llm.stop_profile()
 
 
+def test_after_a_capture_the_users_own_profile_goes_where_the_engine_was_told(
+    llm: LLM, run_folder: Path, tmp_path: Path
+) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path), record_shapes=True)
+    asyncio.run(record(llm, given))
+    captured, own = set(Path(given.step_dir).rglob("*")), set((run_folder / ".vllm").rglob("*.gz"))
+    llm.start_profile()
+    generate(llm)
+    llm.stop_profile()
+    assert set(Path(given.step_dir).rglob("*")) == captured
+    (written,) = set((run_folder / ".vllm").rglob("*.gz")) - own
+    assert b"Input Dims" not in gzip.decompress(written.read_bytes())
+
+
 async def test_an_option_of_the_engine_that_differs_is_reported(llm: LLM, tmp_path: Path) -> None:
     given = msgspec.structs.replace(a_capture(tmp_path), extra={"torch_profiler_use_gzip": False})
     _, profiler = await record(llm, given)
