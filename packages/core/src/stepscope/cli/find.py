@@ -91,7 +91,9 @@ def _no_run(path: Path) -> str:
         return f"{path} does not exist. {above} holds: {_names(above)}"
     if not path.is_dir():
         return f"{path} is a file: give the folder of a run (save_path), or of one step in it"
-    inside = next((parent for parent in path.absolute().parents if is_step(parent)), None)
+    inside = next(
+        (parent for parent in path.absolute().parents if StepLayout(parent).processes.is_dir()), None
+    )
     if inside is not None:
         return f"{path} is a folder inside a step: give the step's: {inside}"
     below = [child.name for child in path.iterdir() if child.is_dir() and RunLayout(child).steps()]
