@@ -21,6 +21,8 @@ PUBLIC = {
     "configure",
     "flush",
     "instrument",
+    "on_artifact",
+    "on_capture",
     "prepare",
     "profile_step",
     "request_capture",

@@ -14,10 +14,11 @@ import pytest
 
 from stepscope.compat import verl
 from stepscope.compat.verl import DistProfiler, DistProfilerExtension
+from stepscope.errors import VerlDifference
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording import runtime
+from stepscope.recording import export, finish, runtime
 from tests.downloads import wheel
 
 
@@ -83,6 +84,20 @@ def test_annotated_methods_are_stages_of_the_workers_role(
     worker.stop_profile()
     (span,) = spans_of(tmp_path, 3)
     assert (span.role, span.stage, span.step) == ("actor", "actor_update", None)
+
+
+def test_the_command_at_the_end_runs_after_each_capture(role_config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.warns(VerlDifference, match="finish_hook_cmd runs after each captured step here"):
+        worker = Worker(role_config | {"finish_hook_cmd": 'echo "$VERL_PROFILE_SAVE_PATH"'})
+    for step in (3, 4):
+        worker.start_profile(profile_step=step)
+        worker.stop_profile()
+    assert not export.exporter().drain(60)
+    finish.end("the test ended", 60, patient=True)
+    for step in (3, 4):
+        folder = RunLayout(str(tmp_path)).step(step).root
+        (log,) = folder.glob("finish_actor_rank0_*.log")
+        assert log.read_text() == f"{folder}\n"
 
 
 async def test_an_async_method_is_timed_to_its_end(role_config: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from stepscope import ProfileConfig
+from stepscope import ProfileConfig, capture
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
+from stepscope.recording import export, finish
 from tests.downloads import wheel
 
 RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")
@@ -109,7 +111,7 @@ def test_memory_history_becomes_the_memory_tool() -> None:
 
 
 def test_what_is_a_trap_in_verl_is_named() -> None:
-    config = trainer_config("0.9.1", profile_continuous_steps=True, finish_hook_cmd="upload")
+    config = trainer_config("0.9.1", profile_continuous_steps=True)
     config["critic"]["profiler"]["enable"] = True
     tool_config(config, "rollout", "torch").update(profile_token_start=4, profile_token_end=20)
     said = differences(config)
@@ -118,9 +120,37 @@ def test_what_is_a_trap_in_verl_is_named() -> None:
     assert "rollout has discrete: false, with which verl records no rollout" in said
     assert "profile_token_start and profile_token_end count engine iterations" in said
     assert "profile_continuous_steps" in said
-    assert "finish_hook_cmd is not taken over" in said
     iterations = quietly(config).roles["rollout"].engine.iterations
     assert (iterations.start, iterations.count) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("overall", "ranks"),
+    [
+        ({}, (0, 8)),  # unset, verl takes the ranks that are profiled
+        ({"finish_hook_ranks": [3]}, (3,)),
+        ({"finish_hook_ranks": [3], "finish_hook_all_ranks": True}, "all"),
+    ],
+)
+def test_the_command_at_the_end_is_taken_with_its_ranks(overall: dict[str, object], ranks: object) -> None:
+    config = trainer_config("0.9.1", finish_hook_cmd='upload "$VERL_PROFILE_SAVE_PATH"', **overall)
+    read = quietly(config).finish
+    assert str(read.command).endswith('\nupload "$VERL_PROFILE_SAVE_PATH"')
+    assert read.ranks == ranks
+    assert "finish_hook_cmd runs after each captured step here" in differences(config)
+
+
+def test_the_command_finds_the_variables_of_verl(tmp_path: Path) -> None:
+    names = ("SAVE_PATH", "TOOL", "RANK", "PID", "ROLE")
+    text = "printf '%s\\n' " + " ".join(f'"$VERL_PROFILE_{name}"' for name in names)
+    config = quietly(trainer_config("0.9.1", finish_hook_cmd=text, save_path=str(tmp_path)))
+    with capture(2, config=config, role="actor", rank=8) as block:
+        pass
+    assert not export.exporter().drain(60)
+    finish.end("the test ended", 60, patient=True)
+    assert block.result.path is not None
+    (log,) = block.result.path.glob("finish_*.log")
+    assert log.read_text().splitlines() == [str(block.result.path), "torch", "8", str(os.getpid()), "actor"]
 
 
 def test_steps_without_an_enabled_role_capture_nothing_and_say_so() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, flush, request_capture
+from stepscope.recording.hooks import advance, flush, on_artifact, on_capture, request_capture
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
@@ -31,6 +31,8 @@ __all__ = [
     "configure",
     "flush",
     "instrument",
+    "on_artifact",
+    "on_capture",
     "prepare",
     "profile_step",
     "request_capture",

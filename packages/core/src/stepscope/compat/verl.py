@@ -110,7 +110,7 @@ class DistProfiler:
         advance()
 
     def run_finish_hook(self, run_command: bool = True) -> None:
-        """verl's; nothing is left to do here: traces are written where they belong."""
+        """verl's; nothing is left to do here: `finish_hook_cmd` runs by itself after each capture."""
 
     @classmethod
     def annotate(
@@ -140,7 +140,12 @@ class DistProfiler:
         if self.tool_config is not None and tool:
             block["tool_config"] = {str(tool): _plain(self.tool_config)}
         given = {
-            "global_profiler": {"tool": tool, "save_path": block.get("save_path"), "steps": [0]},
+            "global_profiler": {
+                **{name: value for name, value in block.items() if name.startswith("finish_hook_")},
+                "tool": tool,
+                "save_path": block.get("save_path"),
+                "steps": [0],
+            },
             "actor_rollout_ref": {"actor": {"profiler": block}},
         }
         read = ProfileConfig.from_verl(given)

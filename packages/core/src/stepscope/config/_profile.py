@@ -19,6 +19,7 @@ from stepscope.config._sections import (
     ControlConfig,
     CudaMemoryConfig,
     ExportConfig,
+    FinishConfig,
     NsysConfig,
     TorchConfig,
 )
@@ -74,6 +75,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)
+    finish: FinishConfig = msgspec.field(default_factory=FinishConfig)
 
     if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
 
@@ -92,6 +94,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             budget: BudgetConfig | Mapping[str, object] = ...,
             export: ExportConfig | Mapping[str, object] = ...,
             control: ControlConfig | Mapping[str, object] = ...,
+            finish: FinishConfig | Mapping[str, object] = ...,
         ) -> None: ...
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.config._roles import Ranks, parse_ranks
 from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
 from stepscope.errors import ConfigError
 
@@ -162,3 +163,17 @@ class ExportConfig(Section, frozen=True, kw_only=True):
     result, the next capture, or exit; costs nothing inside the step."""
     compress: bool = True
     """Write `.json.gz` (igzip); otherwise plain `.json`, some ten times the size."""
+
+
+class FinishConfig(Section, frozen=True, kw_only=True):
+    """What is run after each capture, by the process that opened it, once the files are there."""
+
+    _at: ClassVar[str] = "finish"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks}
+
+    command: str | None = None
+    """For the shell, with STEPSCOPE_STEP_PATH and others in its environment."""
+    timeout_s: Seconds = 600
+    """It is killed after that, with its children."""
+    ranks: Ranks = "first"
+    """Which ranks run it where each opens captures of its own, without workers."""

@@ -14,7 +14,9 @@ from stepscope.config._words import closest, in_words
 from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
-RESERVED_VARIABLES = frozenset(
+_FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
+"""What `finish.command` finds in its environment, besides others that have a meaning anyway."""
+RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID")
 )
 """`STEPSCOPE_` variables that are no settings of `ProfileConfig`."""
@@ -70,8 +72,10 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
         ConfigError: a variable names no setting, or its text is none of the setting's values.
     """
     layer: dict[str, object] = {}
+    # Alone, STEPSCOPE_STEP is a slip for STEPSCOPE_STEPS.
+    reserved = RESERVED_VARIABLES if environ.keys() >= _FINISH else RESERVED_VARIABLES - _FINISH
     for variable in sorted(environ):  # STEPSCOPE_TORCH first: STEPSCOPE_TORCH__WITH_STACK lies over it
-        if variable.startswith(PREFIX) and variable not in RESERVED_VARIABLES:
+        if variable.startswith(PREFIX) and variable not in reserved:
             path = variable.removeprefix(PREFIX).lower().split("__")
             *above, name = path
             nested = {name: _value_of(root, path, variable, environ[variable])}
@@ -123,7 +127,7 @@ def _below(kind: object, part: str) -> object | None:
 
 def _unknown_variable(root: type[Section], path: list[str], variable: str, text: str) -> ConfigError:
     role = path[1] if path[0] == "roles" and len(path) > 1 else "<role>"
-    known = [*sorted(RESERVED_VARIABLES), *(PREFIX + name.upper() for name in _names(root, role))]
+    known = [*sorted(RESERVED_VARIABLES - _FINISH), *(PREFIX + name.upper() for name in _names(root, role))]
     near = closest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in known])
     top = ", ".join(PREFIX + name.upper() for name in kinds(root))
     allowed = f"{top}, and their keys after two underscores ({PREFIX}TORCH__WITH_STACK)"

@@ -25,6 +25,13 @@ _BLOCKS = {
 _BLOCKS_0_5 = _BLOCKS | dict.fromkeys(("actor", "rollout", "ref"), "actor_rollout_ref.profiler")
 _TOOLS = {"torch": "torch", "nsys": "nsys", "npu": "npu", "torch_memory": "cuda_memory"}
 _TRAINING = ("actor", "critic", "ref", "reward")
+_FINISH_VARIABLES = {
+    "SAVE_PATH": "$STEPSCOPE_STEP_PATH",
+    "RANK": "${STEPSCOPE_RANK-}",
+    "PID": "$STEPSCOPE_PID",
+    "ROLE": "$STEPSCOPE_ROLE",
+}
+"""What verl's `finish_hook_cmd` reads, after VERL_PROFILE_ -> what says it here."""
 _CONTENTS = {"stack": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
 
 
@@ -70,12 +77,17 @@ class _Reading:
         settings: dict[str, object] = {"steps": steps, "save_path": _save_path(overall.get("save_path"))}
         if tool is not None:
             settings["tool"] = _TOOLS[tool]
+        ranks: object = "first"
         if enabled:
             settings["mode"] = self.mode(tools, shared)
-            settings["roles"] = {role: self.role(role, block, tools[role]) for role, block in enabled.items()}
+            roles = {role: self.role(role, block, tools[role]) for role, block in enabled.items()}
+            settings["roles"] = roles
+            ranks = next(iter(roles.values()))["ranks"]
             lead = next((tools[role] for role in _TRAINING if role in tools), next(iter(tools.values())))
             settings |= self.options(tool, lead, shared, str(settings["mode"]))
             self.one_section_for_all(tools, lead)
+        if overall.get("finish_hook_cmd"):
+            settings["finish"] = self.finish(overall, tool, ranks)
         self.left_behind(overall)
         return settings
 
@@ -166,13 +178,25 @@ class _Reading:
                 f"the tool's options of {', '.join(others)} differ; the first role's hold for all here"
             )
 
+    def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
+        """verl's command as ours, with verl's variables; it knows nothing of stepscope's."""
+        self.differ(
+            "finish_hook_cmd runs after each captured step here, with that step's folder as "
+            "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"
+        )
+        if overall.get("finish_hook_all_ranks"):
+            ranks = "all"
+        elif overall.get("finish_hook_ranks"):
+            ranks = list(overall["finish_hook_ranks"])
+        variables = " ".join(f'VERL_PROFILE_{name}="{value}"' for name, value in _FINISH_VARIABLES.items())
+        command = f"export VERL_PROFILE_TOOL={tool or ''} {variables}\n{overall['finish_hook_cmd']}"
+        return {"command": command, "ranks": ranks}
+
     def left_behind(self, overall: Block) -> None:
         if overall.get("profile_continuous_steps"):
             self.differ(
                 "profile_continuous_steps: each captured step has a folder and traces of its own here"
             )
-        if overall.get("finish_hook_cmd"):
-            self.differ("finish_hook_cmd is not taken over: it relies on VERL_PROFILE_* variables")
 
 
 def _save_path(given: object) -> str:

@@ -123,6 +123,10 @@ class StepLayout:
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.spans / f"{_process_name(process)}_{run_id}{_again(capture)}.jsonl"
 
+    def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
+        """What `finish.command` printed."""
+        return self.root / f"finish_{_process_name(process)}_{run_id}{_again(capture)}.log"
+
     def trace_of(
         self,
         process: ProcessInfo,

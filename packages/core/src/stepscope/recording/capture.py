@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.recording import export, guard, identity, run, runtime, shutdown
+from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -54,9 +56,12 @@ def close_everything(reason: str, deadline_s: float) -> None:
         _open.close(error=reason, deadline_s=deadline_s)
     if runtime.active is not None:
         runtime.active.close(error=reason)
+    until = time.monotonic() + deadline_s
     unwritten = export.exporter().drain(deadline_s)
     if unwritten:
         guard.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
+    left_s = max(0.0, until - time.monotonic())
+    finish.end(reason, left_s, patient=deadline_s >= shutdown.EXIT_S)
 
 
 def capture(
@@ -224,6 +229,7 @@ class Capture:
     def _begin(self, session: Session) -> None:
         """The last part of opening, on the thread whose work is recorded."""
         run.record(self.config)
+        finish.promise(session, alone=self._others is None)
         session.start_profiler()
         activate(session)
         self._state = "open"
@@ -263,7 +269,7 @@ class Capture:
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
-            self._finish(session)
+            self._finish(session, discard)
 
     async def _close_async(self, error: str | None, discard: str | None = None) -> None:
         import asyncio
@@ -283,7 +289,7 @@ class Capture:
             guard.note("closing a capture", failure)
         finally:
             session.close(error=error, discard=discard)  # if nothing did: no others, or a loop shutting down
-            self._finish(session)
+            self._finish(session, discard)
 
     def _roll_back(self, error: BaseException) -> None:
         reason = f"opening failed: {describe(error)}"
@@ -310,10 +316,12 @@ class Capture:
         request = StopRequest(capture_id=session.capture_id, error=error, discard=discard)
         await others.stop(request, self.config.budget.fanout_seconds if deadline_s is None else deadline_s)
 
-    def _finish(self, session: Session) -> None:
+    def _finish(self, session: Session, discard: str | None) -> None:
         """The last word in the manifest; then the process is free for the next capture."""
         global _open
         try:
+            if discard is not None:
+                finish.withdraw(session, discard)
             session.ledger.write()
             self.result.fold()
             for line in self.result.problems():
@@ -321,7 +329,11 @@ class Capture:
             if self.config.budget.keep_steps is not None:
                 from stepscope.recording.control import retain
 
-                retain(RunLayout(self.config.save_path), session.run_id, self.config.budget.keep_steps)
+                keep = self.config.budget.keep_steps
+                retain(RunLayout(self.config.save_path), session.run_id, keep, finish.busy_steps())
+            if discard is None and finish.wanted(session):
+                deferred = self.config.export.when == "deferred"
+                export.exporter().then(partial(finish.capture_done, self.result, session), deferred=deferred)
         except Exception as failure:
             guard.note("writing the manifest", failure)
         finally:

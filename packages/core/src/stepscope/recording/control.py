@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
@@ -95,15 +95,18 @@ def _sizes(folder: Path) -> int:
     return total
 
 
-def retain(run: RunLayout, run_id: str, keep: int) -> list[int]:
+def retain(run: RunLayout, run_id: str, keep: int, busy: Collection[int] = ()) -> list[int]:
     """Removes the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched.
+
+    Args:
+        busy: Steps that are left for the next time: their `finish.command` is not done.
 
     Returns:
         The steps removed, which also stand in `removed.txt`.
     """
     opened = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(opened, key=lambda number: opened[number])[: max(0, len(opened) - keep)]
-    return [number for number in oldest if _remove(run, number, keep)]
+    return [number for number in oldest if number not in busy and _remove(run, number, keep)]
 
 
 def _remove(run: RunLayout, number: int, keep: int) -> bool:

@@ -17,9 +17,10 @@ from stepscope.engines import (
     recognise,
 )
 from stepscope.errors import ConfigError
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import Expectation, State
 from stepscope.files.sidecar import Artifact
+from stepscope.recording import finish
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
@@ -147,6 +148,10 @@ class EngineGroup:
         self._ledger.expect(
             Expectation(name=label, state=state, reason=reason, artifacts=tuple(artifacts), ignored=ignored)
         )
+        for artifact in artifacts:
+            path = self._layout.root / artifact.path
+            if sidecar_of(path).exists():  # not on another host's own disk
+                finish.artifact_done(path, None, self._ledger)
 
     def _there(self, artifact: Artifact) -> bool:
         # A file on another host's own disk cannot be looked at from here; its engine said that it is

@@ -37,6 +37,8 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 
     artifact: Artifact | None
     error: str | None
+    sidecar: Sidecar | None = None
+    """What was written beside it."""
     cost_ns: int
     """What the job took in its thread."""
     stall_ns: int = 0
@@ -51,12 +53,19 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
     deferred: bool
 
 
+class _Then(msgspec.Struct, kw_only=True, eq=False):
+    """Something to do when all that was submitted before it is done."""
+
+    work: Callable[[], None]
+    deferred: bool
+
+
 class Exporter:
     """Of one process. Submitting never raises for a disk's trouble: that comes back in the result."""
 
     def __init__(self) -> None:
-        self._jobs: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._jobs: deque[_Job | _Then] = deque()
+        self._running: _Job | _Then | None = None
         self._thread: threading.Thread | None = None
         self._written: Counter[int] = Counter()
         # Of an RLock: a SIGTERM handler may drain in the middle of submit().
@@ -79,7 +88,13 @@ class Exporter:
             on_done: Called once, on the exporter's thread.
             deferred: Wait for `flush` or `drain`.
         """
-        job = _Job(pending=pending, target=target, describe=describe, on_done=on_done, deferred=deferred)
+        self._put(_Job(pending=pending, target=target, describe=describe, on_done=on_done, deferred=deferred))
+
+    def then(self, work: Callable[[], None], *, deferred: bool) -> None:
+        """Calls `work` on the exporter's thread when all that was submitted before is done, as deferred."""
+        self._put(_Then(work=work, deferred=deferred))
+
+    def _put(self, job: _Job | _Then) -> None:
         with self._changed:
             self._jobs.append(job)
             self._start_thread()  # now, also for a deferred job: at exit Python 3.12 starts no more
@@ -106,13 +121,13 @@ class Exporter:
                     self._changed.wait(until - time.monotonic())
                 elif not self._do_next():  # no thread could be started: the process is exiting
                     break
-            return [job.target.name for job in self._unfinished()]
+            return [job.target.name for job in self._unfinished() if isinstance(job, _Job)]
 
     def bytes_written(self, step: int) -> int:
         """Size of the files that are in place, of one step."""
         return self._written[step]
 
-    def _unfinished(self) -> list[_Job]:
+    def _unfinished(self) -> list[_Job | _Then]:
         return [*([] if self._running is None else [self._running]), *self._jobs]
 
     def _start_thread(self) -> None:
@@ -146,10 +161,10 @@ class Exporter:
             self._jobs.remove(job)
             self._running = job
         try:
-            result, step = _export(job)
-            if result.artifact is not None:
-                self._written[step] += result.artifact.size_bytes
-            job.on_done(result)
+            if isinstance(job, _Then):
+                job.work()
+            else:
+                self._do(job)
         except Exception as error:
             guard.note("reporting an export", error)
         finally:
@@ -157,6 +172,12 @@ class Exporter:
                 self._running = None
                 self._changed.notify_all()
         return True
+
+    def _do(self, job: _Job) -> None:
+        result, step = _export(job)
+        if result.artifact is not None:
+            self._written[step] += result.artifact.size_bytes
+        job.on_done(result)
 
 
 def _export(job: _Job) -> tuple[ExportResult, int]:
@@ -188,7 +209,9 @@ def _export(job: _Job) -> tuple[ExportResult, int]:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     took = time.monotonic_ns() - began
-    return ExportResult(artifact=sidecar.artifact, error=None, cost_ns=took, stall_ns=stall_ns), sidecar.step
+    artifact = sidecar.artifact
+    result = ExportResult(artifact=artifact, error=None, sidecar=sidecar, cost_ns=took, stall_ns=stall_ns)
+    return result, sidecar.step
 
 
 def _put(job: _Job, file: Path) -> Sidecar:

@@ -1,10 +1,23 @@
-"""What a training loop may tell stepscope: a mini-batch is done; write files now; capture what comes next."""
+"""What a training loop may tell stepscope: a mini-batch is done; write files now; capture what comes next;
+call this when files are there.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, TypeVar
 
 from stepscope.recording import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from stepscope.files.sidecar import Sidecar
+    from stepscope.recording.result import CaptureResult
+
+    ArtifactHook = TypeVar("ArtifactHook", bound=Callable[[Path, Sidecar], object])
+    CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
 
 
 def advance() -> None:
@@ -65,3 +78,48 @@ def request_capture(
     request = requests.make(steps, roles=roles, ranks=ranks, tool=tool, seconds=seconds, expires_s=expires_s)
     requests.add(run.current().save_path if save_path is None else save_path, request)
     return request.id
+
+
+def on_artifact(hook: ArtifactHook) -> ArtifactHook:
+    """Calls `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
+
+    A function, or a decorator of one. Of this process' own profiler, and of the engines that its captures
+    name; a worker's files are told to hooks that are registered in the worker. Hooks run one after another on
+    a thread of their own: whatever they do, training goes on. An exception is logged once and stands in the
+    manifest.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording import finish
+
+    _refuse_uncallable(hook, "on_artifact")
+    if hook not in finish.artifact_hooks:
+        finish.artifact_hooks.append(hook)
+    return hook
+
+
+def on_capture(hook: CaptureHook) -> CaptureHook:
+    """Calls `hook(cap.result)` after each capture that this process opened, once its own files are written
+    or given up.
+
+    Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording import finish
+
+    _refuse_uncallable(hook, "on_capture")
+    if hook not in finish.capture_hooks:
+        finish.capture_hooks.append(hook)
+    return hook
+
+
+def _refuse_uncallable(hook: object, name: str) -> None:
+    from inspect import iscoroutinefunction
+
+    from stepscope.errors import ConfigError
+
+    if not callable(hook) or iscoroutinefunction(hook):
+        raise ConfigError(f"{name}(hook)", hook, "a function that is not async", "pass a plain function")

@@ -23,6 +23,7 @@ from stepscope.recording import guard
 
 NOT_CLOSED = "the process has not closed its capture"
 NOT_EXPORTED = "not exported yet"
+NOT_RUN = "it has not run yet"
 
 
 class Ledger:

@@ -10,7 +10,7 @@ from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.recording import export
-from stepscope.recording.ledger import NOT_EXPORTED
+from stepscope.recording.ledger import NOT_EXPORTED, NOT_RUN
 
 if TYPE_CHECKING:
     from stepscope.recording.fleet_port import Fleet
@@ -57,10 +57,9 @@ class CaptureResult:
 
     def problems(self) -> list[str]:
         """One line for each thing that is missing, partial or failed; exports that are under way do not
-        count.
+        count, nor does a `finish.command` that has not run yet.
         """
-        manifest = self.manifest()
-        return [] if manifest is None else [line for line in manifest.problems() if NOT_EXPORTED not in line]
+        return [line for line in _problems(self.manifest()) if NOT_EXPORTED not in line]
 
     def wait(self, timeout_s: float | None = None) -> Manifest | None:
         """Waits until all files of all processes are written, at most `timeout_s` (default
@@ -77,12 +76,16 @@ class CaptureResult:
             timeout_s = self._session.config.budget.export_seconds
         until = time.monotonic() + timeout_s
         export.exporter().drain(timeout_s)
+        self.drain_workers(until - time.monotonic())
+        self.fold()
+        return self.manifest()
+
+    def drain_workers(self, timeout_s: float) -> None:
+        """Waits until the workers have written their files, deferred ones too."""
         if self._fleet is not None:
             from stepscope.recording import loop
 
-            loop.run(self._fleet.drain(max(0.0, until - time.monotonic())))
-        self.fold()
-        return self.manifest()
+            loop.run(self._fleet.drain(max(0.0, timeout_s)))
 
     def raise_for_missing(self, timeout_s: float | None = None) -> None:
         """Waits as `wait` does, then raises if anything that was promised is not there.
@@ -91,7 +94,10 @@ class CaptureResult:
             MissingArtifactsError: lists every expectation that is missing, partial or failed, with its
                 reason.
         """
-        manifest = self.wait(timeout_s)
-        problems = [] if manifest is None else manifest.problems()
+        problems = _problems(self.wait(timeout_s))
         if problems:
             raise MissingArtifactsError(self.step, problems)
+
+
+def _problems(manifest: Manifest | None) -> list[str]:
+    return [] if manifest is None else [line for line in manifest.problems() if NOT_RUN not in line]

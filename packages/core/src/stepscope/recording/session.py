@@ -79,6 +79,8 @@ class Session:
         )
         numbers = itertools.count(1)
         number = next(n for n in numbers if not self.layout.part_of(process, run_id, n).exists())
+        self.number = number
+        """The how-manieth capture of this step here."""
         self.ledger = Ledger(self.layout.part_of(process, run_id, number), part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),

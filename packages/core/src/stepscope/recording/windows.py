@@ -22,7 +22,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.values import AttrValue
-from stepscope.recording import clock, export, guard, schedule
+from stepscope.recording import clock, export, finish, guard, schedule
 from stepscope.recording.ledger import NOT_CLOSED, Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe
 
@@ -218,6 +218,9 @@ class Windows:
         def done(result: export.ExportResult) -> None:
             trouble = result.error or pending.lacking
             self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
+            if result.sidecar is not None:
+                path = self._layout.root / result.sidecar.artifact.path
+                finish.artifact_done(path, result.sidecar, self._ledger)
 
         self._ledger.export_begins(name, truncated, pending.ignored)
         export.exporter().submit(

@@ -1,0 +1,69 @@
+"""One run of a shell command, in a session of its own: with a deadline, its output kept, killed with its
+children.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Command:
+    """Run once. `kill` may come from any thread, before it, while it runs and after it."""
+
+    def __init__(self, text: str, *, environ: Mapping[str, str], log: Path, timeout_s: float) -> None:
+        self._text = text
+        self._environ = environ
+        self._log = log
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed: str | None = None
+        self._lock = threading.RLock()  # a signal handler may kill
+
+    def run(self) -> str | None:
+        """Why it failed; None when it exited with 0. What it printed is appended to the log."""
+        with self._lock:
+            if self._killed is not None:
+                return self._killed
+            process = self._process = self._start()
+        return self._outcome(process)
+
+    def kill(self, reason: str) -> None:
+        """Ends it and all that it started and that has not left its session."""
+        with self._lock:
+            if self._process is not None and self._process.returncode is not None:
+                return
+            self._killed = self._killed or reason
+            if self._process is not None:
+                try:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    return  # it ended this moment
+
+    def _outcome(self, process: subprocess.Popen[bytes]) -> str | None:
+        try:
+            code = process.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill(f"timeout: killed after {self._timeout_s:g} s")
+            code = process.wait()
+        if self._killed is not None:
+            return self._killed
+        how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        return f"{how}; see {self._log.name}" if code else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        handle = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(handle, "ab") as log:
+            return subprocess.Popen(
+                self._text,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,
+            )

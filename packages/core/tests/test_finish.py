@@ -1,0 +1,366 @@
+"""Hooks and `finish.command`: run once, after the files, beside the training; what goes wrong is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
+from stepscope.config import resolve
+from stepscope.errors import ConfigError
+from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.sidecar import ProcessInfo, Sidecar
+from stepscope.recording import export, finish, shutdown
+from stepscope.recording.result import CaptureResult
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    finish.end("the test ended", 30, patient=False)
+    finish.artifact_hooks.clear()
+    finish.capture_hooks.clear()
+    finish._failed.clear()
+
+
+def a_config(tmp_path: Path, **settings: object) -> ProfileConfig:
+    return ProfileConfig.from_mapping(
+        {
+            "save_path": str(tmp_path / "run"),
+            "steps": ["every:1"],
+            "roles": {"trainer": {"ranks": "all"}},
+            "torch": {"activities": ["cpu"]},
+        }
+        | settings
+    )
+
+
+def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> CaptureResult:
+    with capture(step, config=config, rank=rank) as block, span("update"):
+        pass
+    return block.result
+
+
+def settle() -> None:
+    """Waits until files, hooks and commands are done."""
+    assert not export.exporter().drain(60)
+    assert not finish._hooks.drain(60)
+    assert not finish._commands.drain(60)
+
+
+def said(result: CaptureResult) -> dict[str, Expectation]:
+    assert result.path is not None
+    manifest = msgspec.json.decode((result.path / "manifest.json").read_bytes(), type=Manifest)
+    return {item.name: item for part in manifest.processes for item in part.expected}
+
+
+def log_of(result: CaptureResult) -> str:
+    assert result.path is not None
+    (log,) = result.path.glob("finish_*.log")
+    assert log.stat().st_mode & 0o777 == 0o600
+    return log.read_text()
+
+
+# Hooks.
+
+
+@pytest.mark.needs("torch")
+def test_each_artifact_is_told_with_its_sidecar_and_the_capture_once_after_them(tmp_path: Path) -> None:
+    import torch  # noqa: F401  # loaded, so that there is something to record
+
+    told: list[object] = []
+    threads: set[str] = set()
+
+    @on_artifact
+    def artifact(path: Path, sidecar: Sidecar) -> None:
+        threads.add(threading.current_thread().name)
+        assert path.exists()
+        assert msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar) == sidecar
+        told.append(sidecar.artifact.kind)
+
+    @on_capture
+    def whole(result: CaptureResult) -> None:
+        manifest = result.manifest()
+        assert manifest is not None
+        told.append(manifest.state)
+
+    on_capture(whole)  # a second time is no second call
+    captured(a_config(tmp_path))
+    settle()
+    assert told == ["torch_trace", "ok"]
+    assert threads == {"stepscope-hooks"}
+
+
+async def test_what_an_engine_wrote_is_told_too(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    @on_artifact
+    def artifact(path: Path, sidecar: Sidecar) -> None:
+        assert str(path).endswith(sidecar.artifact.path)
+        told.append(sidecar.artifact.path)
+
+    config = a_config(tmp_path, roles={"rollout": {"ranks": "all"}})
+    async with capture(1, config=config, engines=[FakeEngineProfiler(FakeEngine())]) as block:
+        pass
+    settle()
+    item = said(block.result)["replica 0"]
+    assert sorted(told) == sorted(artifact.path for artifact in item.artifacts) != []
+
+
+def test_a_hook_that_raises_is_logged_once_and_stands_in_the_manifest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(result: CaptureResult) -> None:
+        raise OSError("no bucket")
+
+    on_capture(broken)
+    config = a_config(tmp_path)
+    results = [captured(config, step) for step in (1, 2)]
+    settle()
+    for result in results:
+        assert any("on_capture hook" in line and "OSError: no bucket" in line for line in result.problems())
+    assert caplog.text.count("no bucket") == 1
+
+
+def test_a_hook_that_hangs_holds_up_neither_the_capture_nor_the_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang(result: CaptureResult) -> None:
+        hanging.set()
+        release.wait()
+
+    on_capture(hang)
+    config = a_config(tmp_path)
+    first = captured(config, 1)
+    assert hanging.wait(30)
+    captured(config, 2).raise_for_missing()
+    finish.end("the process exited", 0.01, patient=True)
+    assert "unfinished at the end: the process exited" in caplog.text
+    assert any("on_capture hook" in line for line in first.problems())
+    release.set()
+    settle()
+
+
+def test_a_step_that_is_not_selected_is_told_to_nobody(tmp_path: Path) -> None:
+    told: list[CaptureResult] = []
+    on_capture(told.append)
+    captured(a_config(tmp_path, steps=[7]), 1)
+    settle()
+    assert told == []
+
+
+async def asynchronous(result: CaptureResult) -> None:
+    """Nobody would await it."""
+
+
+@pytest.mark.parametrize("register", [on_artifact, on_capture])
+def test_what_nobody_could_call_is_refused(register: Callable[[object], object]) -> None:
+    with pytest.raises(ConfigError, match="pass a plain function"):
+        register(asynchronous)
+
+
+# The command.
+
+SHOW = f"{sys.executable} -c 'import os, json; print(json.dumps(dict(os.environ)))'"
+
+
+def test_the_command_runs_once_a_capture_and_knows_what_was_captured(tmp_path: Path) -> None:
+    config = a_config(tmp_path, finish={"command": SHOW})
+    result = captured(config, 3, rank=0)
+    settle()
+    known = json.loads(log_of(result))
+    layout = RunLayout(config.save_path)
+    assert {
+        name: known[f"STEPSCOPE_{name}"] for name in ("SAVE_PATH", "STEP", "STEP_PATH", "RANK", "PID")
+    } == {
+        "SAVE_PATH": str(layout.root),
+        "STEP": "3",
+        "STEP_PATH": str(layout.step(3).root),
+        "RANK": "0",
+        "PID": str(os.getpid()),
+    }
+    manifest = result.manifest()
+    assert manifest is not None
+    assert known["STEPSCOPE_RUN_ID"] == manifest.run_id
+    assert said(result)["finish command"] == Expectation(name="finish command", state="ok")
+
+
+def test_a_program_that_imports_stepscope_can_be_the_command(tmp_path: Path) -> None:
+    program = "import stepscope.config as c; print(c.resolve().save_path)"
+    config = a_config(tmp_path, finish={"command": f"{sys.executable} -c '{program}'"})
+    result = captured(config)
+    settle()
+    assert log_of(result).strip() == config.save_path
+
+
+def test_alone_the_variable_of_the_step_is_a_slip() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'STEPSCOPE_STEPS'"):
+        resolve(None, {"STEPSCOPE_STEP": "2"})
+
+
+def test_a_command_that_fails_is_recorded_with_its_exit_code_and_output(tmp_path: Path) -> None:
+    result = captured(a_config(tmp_path, finish={"command": "echo no bucket >&2; exit 3"}))
+    settle()
+    item = said(result)["finish command"]
+    assert (item.state, item.reason) == ("failed", f"exit code 3; see {_log_name(result)}")
+    assert log_of(result) == "no bucket\n"
+
+
+def _log_name(result: CaptureResult) -> str:
+    assert result.path is not None
+    (log,) = result.path.glob("finish_*.log")
+    return log.name
+
+
+def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    # The child holds the pipe open: reading to its end returns once the child is gone too.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = f"sleep 600 > {pipe} & wait"
+    result = captured(a_config(tmp_path, finish={"command": command, "timeout_s": 0.3}))
+    assert pipe.read_bytes() == b""
+    settle()
+    assert said(result)["finish command"].reason == "timeout: killed after 0.3 s"
+
+
+def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    result = captured(a_config(tmp_path, finish={"command": f"cat {go}"}))
+    result.raise_for_missing()
+    item = said(result)["finish command"]
+    assert (item.state, item.reason) == ("missing", "it has not run yet")
+    go.write_text("done")
+    settle()
+    assert said(result)["finish command"].state == "ok"
+
+
+def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    command = f'[ "$STEPSCOPE_STEP" != 1 ] || cat {go}'
+    config = a_config(tmp_path, finish={"command": command}, budget={"keep_steps": 1})
+    layout = RunLayout(config.save_path)
+    captured(config, 1)
+    assert not export.exporter().drain(60)
+    captured(config, 2)
+    assert set(layout.steps()) == {1, 2}
+    go.write_text("done")
+    settle()
+    captured(config, 3)
+    assert set(layout.steps()) == {3}
+
+
+def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Path) -> None:
+    config = a_config(tmp_path, finish={"command": "true"})
+    result = captured(config, rank=1)
+    settle()
+    item = said(result)["finish command"]
+    assert (item.state, item.reason) == ("skipped", "rank 1 is not in finish.ranks: first")
+
+
+def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) -> None:
+    config = a_config(tmp_path, finish={"command": "true"})
+    block = capture(1, config=config).open()
+    session = block._session
+    assert session is not None
+    other = ProcessInfo(role="actor", rank=1, world_size=2, host="elsewhere", pid=1)
+    late = msgspec.structs.replace(
+        session.ledger.part,
+        process=other,
+        owner=False,
+        expected=(Expectation(name="torch trace", state="missing", reason="not exported yet"),),
+    )
+    part = session.layout.part_of(other, session.run_id)
+    part.write_bytes(msgspec.json.encode(late))
+    block.close()
+    assert not export.exporter().drain(60)
+    (job,) = finish._commands.drain(0)
+    assert isinstance(job, finish._Finishing)
+    assert job._unfinished()
+    done = msgspec.structs.replace(late, expected=(Expectation(name="torch trace", state="ok"),))
+    part.write_bytes(msgspec.json.encode(done))
+    settle()
+    assert said(block.result)["finish command"].state == "ok"
+
+
+def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[CaptureResult] = []
+    on_capture(told.append)
+
+    def refuse(close: object) -> None:
+        raise RuntimeError("no signals here")
+
+    monkeypatch.setattr(shutdown, "install", refuse)
+    block = capture(1, config=a_config(tmp_path, finish={"command": "true"}))
+    with pytest.raises(RuntimeError, match="no signals here"):
+        block.open()
+    settle()
+    assert told == []
+    assert said(block.result)["finish command"].state == "skipped"
+
+
+# The end of the process.
+
+PROGRAM = """
+    import os, signal, sys, threading
+    from stepscope import capture, on_capture
+
+    on_capture(lambda result: print("told", result.step, flush=True))
+    with capture(1):
+        pass
+"""
+
+
+def run_program(tmp_path: Path, tail: str, **finish_settings: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("STEPSCOPE_")}
+    environ |= {"STEPSCOPE_STEPS": "1", "STEPSCOPE_SAVE_PATH": str(tmp_path / "run")}
+    environ |= {f"STEPSCOPE_FINISH__{name.upper()}": value for name, value in finish_settings.items()}
+    environ["STEPSCOPE_EXPORT__WHEN"] = "deferred"
+    program = textwrap.dedent(PROGRAM) + textwrap.dedent(tail)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def left_behind(tmp_path: Path) -> Expectation:
+    layout = RunLayout(tmp_path / "run").step(1)
+    (part,) = layout.processes.glob("*.json")
+    found = json.loads(part.read_bytes())["expected"]
+    return next(msgspec.convert(item, Expectation) for item in found if item["name"] == "finish command")
+
+
+def test_hooks_and_the_command_of_the_last_capture_run_at_exit(tmp_path: Path) -> None:
+    ran = run_program(tmp_path, "", command="sleep 1; echo ran")
+    assert (ran.returncode, ran.stdout) == (0, "told 1\n")
+    assert left_behind(tmp_path).state == "ok"
+
+
+def test_a_terminated_process_takes_its_command_with_it(tmp_path: Path) -> None:
+    began = time.monotonic()
+    tail = """
+        from stepscope import flush
+        from stepscope.recording import shutdown
+        shutdown.SIGTERM_S = 0.5
+        flush()
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+    """
+    ran = run_program(tmp_path, tail, command="sleep 600")
+    assert ran.returncode == -15
+    assert "SIGTERM" in str(left_behind(tmp_path).reason)
+    assert time.monotonic() - began < 60
