@@ -29,6 +29,7 @@ from stepscope.report.long_tail import (
     find_long_tail,
 )
 from stepscope.report.rows import Table
+from stepscope.report.scalars import to_scalars
 from stepscope.report.stages import Share, Stage, time_stages
 from stepscope.report.step import StepReport, report_step
 
@@ -74,6 +75,7 @@ __all__ = [
     "report_step",
     "tabulate_traces",
     "time_stages",
+    "to_scalars",
     "use_devices",
     "view_engines",
 ]

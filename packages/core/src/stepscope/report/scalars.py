@@ -1,0 +1,40 @@
+"""The figures of a step that are worth a curve over the run, for whatever draws curves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+from stepscope.report.step import StepReport
+
+_ODD = re.compile(r"[^\w.-]+")
+
+
+def to_scalars(report: StepReport) -> dict[str, float]:
+    """Seconds by name, as TensorBoard, Weights & Biases and MLflow take them.
+
+    `step/wall_seconds` is the sum of `stage/<role>/<stage>_seconds` (each stage's share of the wall time),
+    `step/profiler_seconds` and `step/unaccounted_seconds`. `idle/<role>_seconds` is the mean over the role's
+    processes. `long_tail/held_seconds` and `long_tail/rollout_seconds` are there where trajectories are.
+    In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
+    """
+    ns: Counter[str] = Counter({"step/wall_seconds": report.breakdown.total_ns})
+    for line in report.breakdown.lines:
+        of = (
+            f"stage/{_plain(line.role)}/{_plain(line.stage)}" if line.kind == "stage" else f"step/{line.kind}"
+        )
+        ns[f"{of}_seconds"] += line.wall_ns
+    idle: dict[str, list[int]] = defaultdict(list)
+    for process in report.idle:
+        idle[_plain(process.role)].append(process.idle_ns)
+    seconds = {f"idle/{role}_seconds": sum(each) / len(each) / 1e9 for role, each in idle.items()}
+    tail = report.long_tail
+    if tail is not None and tail.held_ns is not None:
+        ns["long_tail/held_seconds"] = tail.held_ns
+    if tail is not None and tail.rollout_ns is not None:
+        ns["long_tail/rollout_seconds"] = tail.rollout_ns
+    return {name: value / 1e9 for name, value in ns.items()} | seconds
+
+
+def _plain(name: str | None) -> str:
+    return _ODD.sub("-", name or "") or "unnamed"

@@ -1,0 +1,43 @@
+"""A step's figures under flat names, for programs that draw curves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from packages.core.tests.pictures import HOSTILE, rl_step
+from stepscope.report import report_step, to_scalars
+from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step
+
+
+def scalars(folder: StepFolder) -> dict[str, float]:
+    return to_scalars(report_step(load_step(folder.write())))
+
+
+def test_stages_profiler_and_the_rest_add_up_to_the_step(tmp_path: Path) -> None:
+    found = scalars(rl_step(tmp_path))
+    parts = [value for name, value in found.items() if name.startswith("stage/")]
+    rest = found["step/profiler_seconds"] + found["step/unaccounted_seconds"]
+    assert found["step/wall_seconds"] == pytest.approx(1.01) == pytest.approx(sum(parts) + rest)
+    assert found["step/profiler_seconds"] == pytest.approx(0.01)
+    assert "stage/actor/update_policy_seconds" in found
+
+
+def test_idle_is_the_mean_of_a_roles_processes(tmp_path: Path) -> None:
+    # Rank r of two works from 600 ms to (700 + r) ms, of a second.
+    assert scalars(rl_step(tmp_path, ranks=2))["idle/actor_seconds"] == pytest.approx(0.8995)
+
+
+def test_the_long_tail_is_there_where_there_are_trajectories(tmp_path: Path) -> None:
+    with_some = scalars(rl_step(tmp_path / "some"))
+    without = scalars(rl_step(tmp_path / "none", trajectories=0))
+    assert with_some["long_tail/rollout_seconds"] == pytest.approx(0.6)
+    assert not any(name.startswith("long_tail/") for name in without)
+
+
+def test_names_hold_nothing_that_a_store_of_metrics_refuses(tmp_path: Path) -> None:
+    found = scalars(rl_step(tmp_path, hostile=HOSTILE))
+    assert all(re.fullmatch(r"(\w[\w.-]*/)+[\w.-]+", name) for name in found)
