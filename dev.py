@@ -194,8 +194,11 @@ class EngineEnvironment(Environment):
                 seen.update(file.read_bytes())
         return seen.hexdigest()
 
+    def ready(self) -> str:
+        self.under.ready()  # first: the lock of a set-up is held once
+        return super().ready()
+
     def fill(self) -> None:
-        self.under.ready()
         where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         ours, theirs = (
             subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()

@@ -195,6 +195,24 @@ def test_a_changed_recipe_is_noticed(
     assert dev.engines()["vllm-1"].fingerprint() != before
 
 
+def test_what_an_engine_builds_upon_is_ready_before_its_own_set_up_takes_the_lock(
+    recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def build(made: dev.Environment) -> None:
+        (made.folder / "bin").mkdir(parents=True, exist_ok=True)
+        (made.folder / "bin" / "python").touch()
+        (made.folder / "pyvenv.cfg").touch()
+        made.stamp.write_text(made.fingerprint())
+        built.append(made.folder.name)
+
+    monkeypatch.setattr(dev, "DEV", environment)
+    monkeypatch.setattr(dev.Environment, "build", build)
+    dev.engines()["vllm-1"].ready()
+    assert built == [".venv-vllm-2", ".venv-vllm-1"]
+
+
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
