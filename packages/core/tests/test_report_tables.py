@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.report import StepReport, find_long_tail, report_step, time_stages
-from stepscope.report.figures import duration, moment, percents, plain
+from stepscope.report.figures import duration, middle, moment, percents, plain
 from stepscope.report.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
@@ -59,6 +59,21 @@ def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     replica.close(20 * MS)
     (stage,) = time_stages(load_step(folder.write()))
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+def test_a_percentage_is_rounded_half_to_even() -> None:
+    assert percents([79674199], 5000109081) == ["1.6"]
+    assert percents([17], 10000) == ["0.2"]
+    assert percents([5, 15, 25], 10000) == ["0.0", "0.2", "0.2"]
+
+
+def test_the_median_of_two_processes_lies_between_them(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    for rank, ms in enumerate((100, 300)):
+        folder.process("actor", rank).span("update", 0, ms * MS)
+    (stage,) = time_stages(load_step(folder.write()))
+    assert (stage.slowest, stage.imbalance) == ("actor 1", 1.5)
+    assert middle([1, 2, 9, 4]) == 3
 
 
 def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:

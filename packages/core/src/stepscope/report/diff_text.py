@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.report.diff import Change, Diff, Side, diff
-from stepscope.report.figures import count, duration, plain
+from stepscope.report.figures import count, duration, plain, tenths
 from stepscope.report.step import StepReport
 from stepscope.report.tables import LISTED, table
 
@@ -115,5 +115,5 @@ def percentage(part: int, whole: int) -> str:
     """`+12.3`, `-4.0`, `0.0`; `-` of nothing."""
     if whole <= 0:
         return "-"
-    tenths = round(1000 * part / whole)
-    return f"{tenths / 10:+.1f}" if tenths else "0.0"
+    rounded = tenths(part, whole)
+    return f"{rounded / 10:+.1f}" if rounded else "0.0"

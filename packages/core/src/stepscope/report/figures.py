@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
@@ -22,15 +23,31 @@ def duration(ns: int | None) -> str:
 
 
 def percents(parts: Sequence[int], total: int) -> list[str]:
-    """Each part's percentage with one decimal, so rounded that all parts of a total add up to 100.0."""
+    """Each part's percentage with one decimal, rounded half to even.
+
+    Parts that make up the whole total are rounded by largest remainder instead: these add up to 100.0.
+    """
     if total <= 0:
         return ["-"] * len(parts)
-    tenths = [part * 1000 // total for part in parts]
-    missing = sum(parts) * 1000 // total - sum(tenths)
+    if sum(parts) != total:
+        return [f"{tenth // 10}.{tenth % 10}" for tenth in (tenths(part, total) for part in parts)]
+    cut = [part * 1000 // total for part in parts]
+    missing = 1000 - sum(cut)
     lost = sorted(range(len(parts)), key=lambda at: -(parts[at] * 1000 % total))
     for at in lost[:missing]:
-        tenths[at] += 1
-    return [f"{tenth // 10}.{tenth % 10}" for tenth in tenths]
+        cut[at] += 1
+    return [f"{tenth // 10}.{tenth % 10}" for tenth in cut]
+
+
+def tenths(part: int, total: int) -> int:
+    """Tenths of a percent, rounded half to even, exactly. `total` is above 0."""
+    whole, rest = divmod(part * 1000, total)
+    return whole + (2 * rest > total or (2 * rest == total and whole % 2 == 1))
+
+
+def middle(values: Iterable[int]) -> int:
+    """The median, of an even number of values the mean of the middle two."""
+    return round(statistics.median(values))
 
 
 def moment(unix_ns: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
+from stepscope.report.figures import middle
 from stepscope.report.rows import Table
 from stepscope.timeline import Span, Timeline
 
@@ -57,7 +57,7 @@ def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
     shares = _shares(timeline, spans)
     busiest = max(shares, key=lambda share: share.busy_ns)
-    median = statistics.median_low(share.busy_ns for share in shares)
+    median = middle(share.busy_ns for share in shares)
     several = len(shares) > 1
     return Stage(
         role=label[0],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from stepscope.report.accounting import Label
 from stepscope.report.breakdown import Breakdown
-from stepscope.report.figures import duration, moment, percents, plain, turn
+from stepscope.report.figures import duration, middle, moment, percents, plain, turn
 from stepscope.report.health_text import trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
 from stepscope.report.sections_text import advise, engines, idle, say_bubble, say_held, traces
@@ -168,7 +167,7 @@ def _each(stage: Stage, names: dict[str, None]) -> list[str]:
 
 def _summed(stage: Stage) -> list[str]:
     busy = sorted(share.busy_ns for share in stage.processes)
-    spread = (busy[0], statistics.median_low(busy), busy[-1])
+    spread = (busy[0], middle(busy), busy[-1])
     return [stage.stage, str(len(busy)), *map(duration, spread), _ratio(stage.imbalance), stage.slowest or ""]
 
 

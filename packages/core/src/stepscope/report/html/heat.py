@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.figures import count, duration
+from stepscope.report.figures import count, duration, middle
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import section, table
@@ -53,7 +52,7 @@ def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]
 
 def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
     busy = {share.process: share.busy_ns for share in stage.processes}
-    median_ns = statistics.median_low(busy.values())
+    median_ns = middle(busy.values())
     cells = [_cell(name, busy.get(name), median_ns, len(names) <= NUMBERED) for name in names]
     ratio = "-" if stage.imbalance is None else f"{stage.imbalance:.2f}"
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,7 +12,7 @@ import msgspec
 from stepscope.report.accounting import Label
 from stepscope.report.diff import Change, diff
 from stepscope.report.diff_text import both, percentage, signed
-from stepscope.report.figures import count, duration, percents
+from stepscope.report.figures import count, duration, middle, percents
 from stepscope.report.html.account import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
@@ -64,7 +63,7 @@ def _head(reports: Sequence[StepReport]) -> Html:
     totals = [report.breakdown.total_ns for report in reports]
     runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
     said = (
-        f"{count(len(reports), 'captured step')}: median {duration(statistics.median_low(totals))}, "
+        f"{count(len(reports), 'captured step')}: median {duration(middle(totals))}, "
         f"{duration(min(totals))} to {duration(max(totals))}"
     )
     return tag("header", tag("h1", f"Run {runs}"), tag("p", said, class_="note"))
@@ -121,7 +120,7 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
     columns = ("stage", *(f">{report.step}" for report in reports), ">median")
     walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
     labels: list[Label] = [*colours.labels[:LINES], ("", "profiler"), ("", "unaccounted")]
-    least_ns = statistics.median_low(report.breakdown.total_ns for report in reports) // 100
+    least_ns = middle(report.breakdown.total_ns for report in reports) // 100
     rows = [_stage(label, [wall.get(label, 0) for wall in walls], least_ns, colours) for label in labels]
     note = "Shaded where a stage is off its median by 1 % of the median step or more."
     if len(colours.labels) > LINES:
@@ -130,7 +129,7 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
 
 
 def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours) -> list[str | Html]:
-    median_ns = statistics.median_low(wall_ns)
+    median_ns = middle(wall_ns)
     swatch = colours.swatch(label) if label[0] else tag("i", class_=f"swatch {label[1]}")
     cells = [tag("span", duration(ns), class_=_shade(ns, median_ns, least_ns)) for ns in wall_ns]
     return [join(swatch, tag("span", " ".join(filter(None, label)))), *cells, duration(median_ns)]
