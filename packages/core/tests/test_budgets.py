@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,10 +77,15 @@ def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
     assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
 
 
+def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:
+    """A size that is `before_mb` where the capture is opened, and `to` for every watchdog thread."""
+    opening = threading.current_thread()
+    return lambda: before_mb if threading.current_thread() is opening else to
+
+
 def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    grown = iter([100, 150, 400])
     monkeypatch.setattr(control, "POLL_S", 0.001)
-    monkeypatch.setattr(control, "resident_mb", lambda: next(grown))
+    monkeypatch.setattr(control, "resident_mb", grows_from(100, to=400))
     reached: list[str] = []
     done = threading.Event()
 
@@ -96,9 +101,8 @@ def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: py
 def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = iter([100, *[900] * 1000])
     monkeypatch.setattr(control, "POLL_S", 0.001)
-    monkeypatch.setattr(control, "resident_mb", lambda: next(sizes))
+    monkeypatch.setattr(control, "resident_mb", grows_from(100, to=900))
     config = a_config(tmp_path, memory_mb=500)
     with capture(1, config=config):
         until = threading.Event()
