@@ -122,6 +122,15 @@ def test_the_cost_of_the_capture_is_an_alarm_from_a_tenth_of_the_step_on(tmp_pat
     assert "profiler-cost" not in Case(tmp_path / "cheap", cost_ms=50).advice()
 
 
+def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
+    """A wait of 3 % of the step is one, also where opening took as long as three steps."""
+    case = Case(tmp_path, cost_ms=3000)
+    case.actors[2].span("save", 0, 140 * MS)
+    for actor in case.actors[:2]:
+        actor.span("save", 0, 80 * MS)
+    assert case.advice()["straggler"].saves_ns == 40 * MS
+
+
 def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:
     found = Case(tmp_path, update=False).advice()
     assert found["blind-spot"].saves_ns == 500 * MS

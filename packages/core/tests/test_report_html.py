@@ -79,7 +79,8 @@ def test_the_head_says_what_took_how_long_and_whether_all_is_there(tmp_path: Pat
         "Step 2",
         "run run1",
         "1.01 s",
-        "10.0 ms of it",
+        "1.01 s with opening and closing the capture",
+        "largest stage",
         "complete",
         "on 1 host",
     ):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from io import StringIO
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from stepscope.report import StepReport, find_long_tail, report_step, time_stages
 from stepscope.report.figures import duration, middle, moment, percents, plain
+from stepscope.report.sections_text import trajectories
 from stepscope.report.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
@@ -59,6 +61,25 @@ def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     replica.close(20 * MS)
     (stage,) = time_stages(load_step(folder.write()))
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_incomplete(
+    tmp_path: Path,
+) -> None:
+    folder = rollout(tmp_path)
+    path = folder.write()
+    part = folder.processes[0].part_path
+    part.write_text(json.dumps({**json.loads(part.read_text()), "error": "ValueError: bad batch"}))
+    report = report_step(load_step(path))
+    text = printed(report)
+    assert report.health.complete
+    assert "The capture ended with ValueError: bad batch: what follows is up to there" in text
+    assert "Complete: nothing is missing, dropped or broken, up to where the capture ended." in text
+    assert "Not complete" not in text
+
+
+def test_one_trajectory_at_once_is_singular() -> None:
+    assert (trajectories(1.0), trajectories(2.5)) == ("1 trajectory", "2.5 trajectories")
 
 
 def test_a_percentage_is_rounded_half_to_even() -> None:

@@ -85,7 +85,7 @@ def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[st
 
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
-    columns = (">step", "run", "state", "opened", ">wall", ">processes", ">artifacts", ">size")
+    columns = (">step", "run", "state", "opened", ">step time", ">processes", ">artifacts", ">size")
     yield table(str(run), columns, map(_cells, rows))
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     if problems:

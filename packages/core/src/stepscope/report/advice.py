@@ -22,7 +22,9 @@ from stepscope.report.stages import Stage
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a step that rules look at."""
+    """The figures of a step that rules look at. Shares are of the step without opening and closing the
+    capture.
+    """
 
     breakdown: Breakdown
     stages: Table[Stage]
@@ -102,7 +104,7 @@ def dropped(evidence: Evidence) -> Advice | None:
 def profiler_cost(evidence: Evidence) -> Advice | None:
     """Opening and closing the capture took a tenth of the step or more."""
     line = _line(evidence, "profiler")
-    if line.wall_ns * 10 < evidence.breakdown.total_ns:
+    if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None
     return Advice(
         rule="profiler-cost",
@@ -146,7 +148,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
     tail = evidence.long_tail
     if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < 10:
         return None
-    if tail.held_ns * 100 < 15 * tail.rollout_ns or tail.held_ns * 50 < evidence.breakdown.total_ns:
+    if tail.held_ns * 100 < 15 * tail.rollout_ns or tail.held_ns * 50 < evidence.breakdown.window_ns:
         return None
     because = [
         (
@@ -156,7 +158,7 @@ def long_tail(evidence: Evidence) -> Advice | None:
     ]
     if tail.bubble is not None and tail.bubble.replicas:
         because.append(
-            f"{tail.bubble.in_flight:g} trajectories at once in that time, {tail.bubble.in_flight_before:g} "
+            f"{tail.bubble.in_flight:g} at once in that time, {tail.bubble.in_flight_before:g} "
             f"before; replicas idle for {duration(tail.bubble.idle_ns)} of it in sum"
         )
     return Advice(
@@ -178,7 +180,7 @@ def straggler(evidence: Evidence) -> Advice | None:
         busy = [share.busy_ns for share in stage.processes]
         mean_ns, most_ns = sum(busy) // len(busy), max(busy)
         lost_ns = most_ns - mean_ns
-        large = lost_ns * 50 >= evidence.breakdown.total_ns and most_ns * 5 >= mean_ns * 6
+        large = lost_ns * 50 >= evidence.breakdown.window_ns and most_ns * 5 >= mean_ns * 6
         if large and (worst is None or lost_ns > worst[0]):
             worst = lost_ns, stage, mean_ns
     if worst is None:
@@ -210,7 +212,7 @@ def collectives(evidence: Evidence) -> Advice | None:
     worst = max(rows, key=lambda row: row.collective_ns or 0, default=None)
     if worst is None or worst.collective_ns is None:
         return None
-    if worst.collective_ns * 10 < worst.busy_ns or worst.collective_ns * 50 < evidence.breakdown.total_ns:
+    if worst.collective_ns * 10 < worst.busy_ns or worst.collective_ns * 50 < evidence.breakdown.window_ns:
         return None
     late = worst.skew_ns is not None and worst.skew_ns * 2 >= worst.collective_ns
     because = [f"{worst.process}: {duration(worst.collective_ns)} of {duration(worst.busy_ns)} busy"]
@@ -240,7 +242,7 @@ def idle_device(evidence: Evidence) -> Advice | None:
     idle = [
         row
         for row in rows
-        if row.busy_ns * 2 < row.span_ns and (row.span_ns - row.busy_ns) * 20 >= evidence.breakdown.total_ns
+        if row.busy_ns * 2 < row.span_ns and (row.span_ns - row.busy_ns) * 20 >= evidence.breakdown.window_ns
     ]
     if not idle:
         return None
@@ -329,7 +331,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
     """Moving weights took 5 % of the step or more."""
     lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
     wall_ns = sum(line.wall_ns for line in lines)
-    if not lines or wall_ns * 20 < evidence.breakdown.total_ns:
+    if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
         return None
     names = ", ".join(f"{line.role} {line.stage}" for line in lines[:3])
     return Advice(
@@ -345,7 +347,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
 def blind_spot(evidence: Evidence) -> Advice | None:
     """A tenth of the step is in no span."""
     line = _line(evidence, "unaccounted")
-    if line.wall_ns * 10 < evidence.breakdown.total_ns:
+    if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None
     return Advice(
         rule="blind-spot",
@@ -380,7 +382,7 @@ def _line(evidence: Evidence, kind: str) -> Line:
 
 
 def _share(wall_ns: int, evidence: Evidence) -> str:
-    return f"{duration(wall_ns)}, {_percent(wall_ns, evidence.breakdown.total_ns)} of the step"
+    return f"{duration(wall_ns)}, {_percent(wall_ns, evidence.breakdown.window_ns)} of the step"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -183,10 +183,11 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
 
 
 def explain_no_device(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
-    """Traces in which no device did anything, by the likely cause."""
+    """Traces in which no device did anything, by the likely cause. Nothing of a torch for CPUs alone."""
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for activity in activities:
-        if activity.content.events and not activity.content.devices:
+        without_cuda = activity.versions.get("torch", "").endswith("+cpu")
+        if activity.content.events and not activity.content.devices and not without_cuda:
             causes[_why_no_device(activity)].append(activity.name)
     return Table(
         NoDevice(processes=tuple(dict.fromkeys(names)), cause=cause, fix=fix)
@@ -195,11 +196,7 @@ def explain_no_device(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
 
 
 def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
-    torch = activity.versions.get("torch", "")
     refused = next((why for name, why in activity.ignored.items() if name.endswith("activities.cuda")), None)
-    if torch.endswith("+cpu"):
-        fix = "on a machine with a GPU, install a torch that is built for it; else there is nothing to do"
-        return f"torch {torch} is built without CUDA", fix
     if refused is not None:
         return (
             refused,

@@ -71,7 +71,10 @@ def _side(side: Side) -> str:
 
 
 def _note(found: Diff) -> str:
-    note = "A and B: share of the wall time; B - A adds up. % of A: of A's total. calls, mean call: A > B."
+    note = (
+        "A and B: share of the total, with opening and closing the capture; B - A adds up. % of A: of A's "
+        "total. calls, mean call: A > B."
+    )
     if len(found.a.steps) > 1 or len(found.b.steps) > 1:
         note += " Per step, by the mean."
     if len(found.a.steps) > 1 and len(found.b.steps) > 1:

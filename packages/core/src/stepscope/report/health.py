@@ -59,7 +59,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[str, ...]
     """One line for each thing that was not recorded on purpose, with its reason."""
     user_error: str | None
-    """The user's exception that ended the capture."""
+    """The user's exception that ended the capture. It alone leaves nothing incomplete."""
     broken: tuple[FileProblem, ...]
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""

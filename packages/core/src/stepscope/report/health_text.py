@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from stepscope.report.figures import count, duration, turn
+from stepscope.report.figures import count, duration, plain, turn
 from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow
 from stepscope.report.tables import LISTED, listing, table
 
@@ -16,7 +16,7 @@ def trust(health: Health) -> Iterator[RenderableType]:
     """What says how far the numbers above can be trusted."""
     yield _processes(health.processes)
     if health.complete and not health.errors:
-        yield Text("\nComplete: nothing is missing, dropped or broken.")
+        yield Text(f"\n{say_complete(health)}")
     found = list(doubts(health))
     if found:
         yield listing("Not complete", found)
@@ -75,13 +75,31 @@ def clock_notes(health: Health) -> list[str]:
     return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 
 
+def say_complete(health: Health) -> str:
+    """Of a complete step."""
+    until = "" if health.user_error is None else ", up to where the capture ended"
+    return f"Complete: nothing is missing, dropped or broken{until}."
+
+
+def say_ended(health: Health) -> str:
+    """How an exception ended the capture. Empty where none did: that alone leaves nothing incomplete."""
+    if health.user_error is None:
+        return ""
+    return f"The capture ended with {plain(health.user_error)}: what follows is up to there"
+
+
 def doubts(health: Health) -> Iterator[str]:
-    """Why the step is not complete, a line for each reason."""
+    """Why the step is not complete, a line for each reason. None where it is."""
+    reasons = list(_reasons(health))
+    if not (reasons or health.complete):
+        reasons.append("the process that opened the capture left nothing")
+    yield from reasons
+
+
+def _reasons(health: Health) -> Iterator[str]:
     yield from health.missing
     if health.state is None:
         yield "no process left its part of the manifest"
-    if health.user_error is not None:
-        yield f"the capture ended with {health.user_error}"
     for process in health.processes:
         if not process.closed:
             yield f"{process.name} never closed its capture: killed, or still running"

@@ -108,9 +108,14 @@ def say_bubble(tail: LongTail) -> str:
         return ""
     (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
     return (
-        f"Meanwhile {bubble.in_flight:g} trajectories ran at once, {bubble.in_flight_before:g} before, and "
+        f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
         f"{count(bubble.replicas, 'replica')} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)."
     )
+
+
+def trajectories(number: float) -> str:
+    """`1 trajectory`, `2.5 trajectories`."""
+    return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"
 
 
 def engines(rows: Sequence[Engine]) -> Iterator[RenderableType]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from stepscope.report.accounting import Label
 from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
-from stepscope.report.health_text import trust
+from stepscope.report.health_text import say_ended, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
 from stepscope.report.sections_text import advise, engines, idle, say_bubble, say_held, traces
 from stepscope.report.stages import Stage
@@ -30,8 +30,12 @@ def render(report: StepReport) -> Group:
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
     """One line for each of several steps."""
     runs = len({report.run_id for report in reports}) > 1
-    columns = (">step", *(["run"] * runs), ">wall", ">unaccounted", ">profiler", "most of it", "complete")
-    return table("Steps", columns, [_overview(report, runs) for report in reports])
+    columns = (
+        ">step", *(["run"] * runs), ">took", ">with capture", ">unaccounted", ">profiler", "largest stages",
+        "complete",
+    )  # fmt: skip
+    note = "with capture: with opening and closing it; percentages are of that."
+    return table("Steps", columns, [_overview(report, runs) for report in reports], note)
 
 
 def _overview(report: StepReport, runs: bool) -> list[str]:
@@ -41,13 +45,14 @@ def _overview(report: StepReport, runs: bool) -> list[str]:
     most = ", ".join(f"{line.stage} {share} %" for line, share in shares[:2] if line.kind == "stage")
     complete = "yes" if report.health.complete else "no"
     run = [report.run_id] * runs
-    return [str(report.step), *run, duration(total), other["unaccounted"], other["profiler"], most, complete]
+    took = duration(report.breakdown.window_ns), duration(total)
+    return [str(report.step), *run, *took, other["unaccounted"], other["profiler"], most, complete]
 
 
 def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield _head(report)
     if report.advice:
-        yield advise(report.advice, report.breakdown.total_ns)
+        yield advise(report.advice, report.breakdown.window_ns)
     yield _breakdown(report.breakdown)
     if report.breakdown.overlaps:
         yield _overlaps(report.breakdown)
@@ -65,8 +70,10 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
 
 def _head(report: StepReport) -> Text:
     total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
-    took = f"{duration(window_ns)}, and {duration(total_ns - window_ns)} to open and close the capture"
+    took = f"{duration(window_ns)} ({duration(total_ns)} with opening and closing the capture)"
     said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
+    ended = say_ended(report.health)
+    said += f"\n{ended}" if ended else ""
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:
         said += f"\nOther runs wrote into this folder, see --run: {', '.join(others)}"
@@ -101,7 +108,8 @@ def _breakdown(breakdown: Breakdown) -> RenderableType:
             "",
         )
     )
-    note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    note = "%: of the total, with opening and closing the capture (profiler).\n"
+    note += "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     if breakdown.left_out:
         note += f"\nNot in here, because their clocks are unaligned: {plain(', '.join(breakdown.left_out))}"
     return table("Where it went", ("role", "stage", ">wall", ">%", ">alone", ">active"), rows, note)

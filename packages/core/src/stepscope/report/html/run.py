@@ -60,11 +60,11 @@ def _labels(reports: Sequence[StepReport]) -> list[Label]:
 
 
 def _head(reports: Sequence[StepReport]) -> Html:
-    totals = [report.breakdown.total_ns for report in reports]
+    took = [report.breakdown.window_ns for report in reports]
     runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
     said = (
-        f"{count(len(reports), 'captured step')}: median {duration(middle(totals))}, "
-        f"{duration(min(totals))} to {duration(max(totals))}"
+        f"{count(len(reports), 'captured step')}: median {duration(middle(took))}, "
+        f"{duration(min(took))} to {duration(max(took))}"
     )
     return tag("header", tag("h1", f"Run {runs}"), tag("p", said, class_="note"))
 
@@ -73,7 +73,7 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     longest_ns = max(step.report.breakdown.total_ns for step in steps)
     runs = len({step.report.run_id for step in steps}) > 1
     rows = [_step(step, longest_ns, colours, runs) for step in steps]
-    columns = ("step", "", ">wall", ">unaccounted", ">profiler", "complete")
+    columns = ("step", "", ">took", ">with capture", ">unaccounted", ">profiler", "complete")
     used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
     other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in ("profiler", "unaccounted")]
     legend = join(colours.legend(used), tag("p", *other, class_="legend"))
@@ -96,7 +96,8 @@ def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple
         tag("span", "yes", class_="good") if report.health.complete else tag("span", "no", class_="bad")
     )
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
-    return linked, bar, duration(total_ns), other["unaccounted"], other["profiler"], complete
+    took = duration(report.breakdown.window_ns)
+    return linked, bar, took, duration(total_ns), other["unaccounted"], other["profiler"], complete
 
 
 def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:

@@ -8,7 +8,7 @@ from stepscope.report.accounting import Label
 from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
-from stepscope.report.health_text import doubts
+from stepscope.report.health_text import doubts, say_ended
 from stepscope.report.html import account, engine, heat, idle, kernels, tail, timecharts, todo, trust
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
@@ -34,7 +34,7 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
 def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
     colours = Colours(_by_sight(report.stages))
     yield _head(timeline, report)
-    yield from todo.todo(report.advice, report.breakdown.total_ns)
+    yield from todo.todo(report.advice, report.breakdown.window_ns)
     yield account.waterfall(report.breakdown, colours)
     yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
     found = report.long_tail
@@ -68,8 +68,14 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
         tag("h1", f"Step {report.step}"),
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
         tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
+        *_ended(report.health),
         *_others(report),
     )
+
+
+def _ended(found: Health) -> list[Html]:
+    said = say_ended(found)
+    return [tag("p", said, class_="said bad")] if said else []
 
 
 def _others(report: StepReport) -> list[Html]:
@@ -81,16 +87,16 @@ def _others(report: StepReport) -> list[Html]:
 def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, str, str]]:
     """(what, value, remark, class)."""
     breakdown, found = report.breakdown, report.health
-    costs_ns = breakdown.total_ns - breakdown.window_ns
     yield (
-        "wall time",
-        duration(breakdown.total_ns),
-        f"{duration(costs_ns)} of it to open and close the capture",
+        "step",
+        duration(breakdown.window_ns),
+        f"{duration(breakdown.total_ns)} with opening and closing the capture",
         "",
     )
     lines = breakdown.lines
     shares = percents([line.wall_ns for line in lines], breakdown.total_ns)
-    yield "most of it", f"{shares[0]} %", f"{lines[0].role or ''} {lines[0].stage or lines[0].kind}", ""
+    if lines[0].kind == "stage":
+        yield "largest stage", f"{shares[0]} %", f"{lines[0].role} {lines[0].stage}, of all", ""
     yield "unaccounted", f"{shares[-1]} %", "no span ran", ""
     hosts = len({process.host for process in found.processes})
     within = [p.clock.uncertainty_ns for p in found.processes if p.clock.uncertainty_ns is not None]

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.report.figures import duration, size
 from stepscope.report.health import Health, ProcessRow
-from stepscope.report.health_text import clock, clock_notes, doubts, say_other, say_span
+from stepscope.report.health_text import clock, clock_notes, doubts, say_complete, say_other, say_span
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import listing, section, table
 
@@ -32,9 +32,7 @@ def health(found: Health) -> Html:
 def _lists(found: Health) -> Iterator[Html]:
     reasons = list(doubts(found))
     if found.complete:
-        yield tag("p", "Complete: nothing is missing, dropped or broken.", class_="said good")
-    elif not reasons:
-        yield tag("p", f"Not complete: the manifest says {found.state or 'nothing'}.", class_="said bad")
+        yield tag("p", say_complete(found), class_="said good")
     if reasons:
         yield listing("Not complete", reasons, "bad")
     if found.open_spans:
