@@ -54,6 +54,16 @@ def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
     return found
 
 
+def test_a_capture_says_where_its_files_are_and_what_reads_them(
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
+        pass
+    (said,) = caplog.messages
+    assert said.startswith("stepscope: step 2 captured: 1 process, 0 traces, in ")
+    assert said.endswith(f"`stepscope report {config.save_path} --step 2`")
+
+
 def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:
     with capture(2, config=config) as cap, span("update", role="actor"):
         pass

@@ -1,4 +1,7 @@
-"""Captures that reach Ray actors of every kind, and what becomes of actors that are dead, busy or new."""
+"""Captures that reach Ray actors of every kind, and what becomes of those that are dead, busy or not named.
+
+One file above 400 lines, because all cases share the actors and the readers of what they leave.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope import ProfileConfig, capture, profile_step
+from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 from stepscope.fleet import ray as fleet_module
 from stepscope.fleet.ray import RayFleet, fleet_of, start_here
-from stepscope.recording import runtime
+from stepscope.recording import runtime, untold
+from stepscope.recording.capture import Capture
 from stepscope.recording.fleet_port import WorkerOutcome, load_fleet
 from stepscope.recording.worker import StartRequest, StopRequest
 
@@ -120,6 +124,12 @@ def manifest_of(config: ProfileConfig, step: int) -> Manifest:
     return msgspec.json.decode(step_of(config, step).manifest.read_bytes(), type=Manifest)
 
 
+def own(cap: Capture) -> ProcessPart:
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    return next(part for part in manifest.processes if part.owner)
+
+
 def workers_of(config: ProfileConfig, step: int) -> list[ProcessPart]:
     return [part for part in manifest_of(config, step).processes if not part.owner]
 
@@ -192,6 +202,50 @@ def test_what_is_not_rays_is_left_to_other_fleets(ray_cluster: None, workers: ob
 def test_a_stranger_among_the_handles_is_an_error(crew: dict[str, list[Any]]) -> None:
     with pytest.raises(ConfigError, match=r"capture\(workers=\)\[1\].*Ray actor handle"):
         fleet_of([crew["sync"][0], None])
+
+
+def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_it(
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untold, "_prepared", False)
+    monkeypatch.setattr(untold, "_warned", set())
+    for _ in range(2):
+        with capture(1, config=config) as cap:
+            pass
+        assert any(item.name == "workers" and item.state == "skipped" for item in own(cap).expected)
+    assert caplog.text.count("capture() was given no workers") == 1
+
+
+@pytest.mark.parametrize("none", [{}, []])
+def test_no_workers_may_be_meant(
+    none: object, config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untold, "_warned", set())
+    with capture(1, config=config, workers=none) as cap:
+        pass
+    assert "workers" not in caplog.text
+    assert all(item.name != "workers" for item in own(cap).expected)
+
+
+def test_workers_that_were_prepared_and_not_captured_are_named(
+    crew: dict[str, list[Any]],
+    config: ProfileConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(untold, "_prepared", False)
+    monkeypatch.setattr(untold, "_warned", set())
+    prepare(workers=crew["sync"], config=config)
+    with capture(1, config=config):
+        pass
+    assert "prepare() was given workers and capture() none" in caplog.text
+
+
+def test_an_actor_given_as_an_engine_is_told_where_it_belongs(
+    crew: dict[str, list[Any]], config: ProfileConfig
+) -> None:
+    with pytest.raises(ConfigError, match=r"workers=\{'rollout': \[actor\]\}.*RayRollout\(actor"):
+        capture(1, config=config, engines=[crew["sync"][0]]).open()
 
 
 def test_an_actor_cannot_be_a_worker_of_its_own_capture(crew: dict[str, list[Any]]) -> None:

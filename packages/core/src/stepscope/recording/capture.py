@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown
+from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown, untold
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -78,7 +78,7 @@ def capture(
     Args:
         step: Global number of the step, 0 or more.
         workers: Processes to record too: a Ray actor handle, a sequence of them in rank order, or
-            {role: handles}. Nothing has to be added to their classes.
+            {role: handles}. Nothing has to be added to their classes. An empty one says that there are none.
         engines: Inference engines to record too: `EngineProfiler`s, or engine objects that an installed
             adapter knows; "vllm" stands for all vLLM engines of this process. In their order they are
             replicas 0, 1, 2...
@@ -123,6 +123,8 @@ class Capture:
         self, step: int, workers: object, engines: object, config: ProfileConfig, role: str, rank: int | None
     ) -> None:
         self.step = step
+        self._told = workers is not None
+        workers = None if untold.none_meant(workers) else workers
         asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if asked is None else asked
         self.selected = self.config.selects(step)
@@ -198,9 +200,16 @@ class Capture:
         )
         if self._others is not None:
             self._others.join(session.ledger, session.layout, self.config)
+        self._say_missing_workers(session)
         self._state, self._session, _open = "opening", session, self
         self.result = CaptureResult(step=self.step, session=session, fleet=fleet)
         return session
+
+    def _say_missing_workers(self, session: Session) -> None:
+        reason = None if self._told else untold.missing_workers(engines=self._given[1] is not None)
+        if reason is not None:
+            untold.warn_once(reason)
+            session.ledger.skip(untold.WORKERS, reason)
 
     def _refuse_unless_free(self) -> None:
         if self._state != "new":
@@ -326,6 +335,8 @@ class Capture:
             self.result.fold()
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
+            if discard is None:
+                guard.info("stepscope: %s", self.result.summary())
             if self.config.budget.keep_steps is not None:
                 from stepscope.recording.control import retain
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Sequence
 
 from stepscope.config import ProfileConfig, RoleConfig
@@ -16,7 +17,7 @@ from stepscope.engines import (
     load_engine,
     recognise,
 )
-from stepscope.errors import ConfigError
+from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import Expectation, State
 from stepscope.files.sidecar import Artifact
@@ -37,12 +38,12 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
             process.
 
     Raises:
-        ConfigError: two have the same replica number, or a name stands for nothing.
+        ConfigError: two have the same replica number, a name stands for nothing, or one is a Ray actor.
         EngineError: no installed adapter knows one of them.
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
-    found = [recognise(engine, replica) for replica, engine in enumerate(given)]
+    found = [_recognised(engine, replica) for replica, engine in enumerate(given)]
     numbers = [profiler.replica for profiler in found]
     if len(set(numbers)) != len(numbers):
         raise ConfigError(
@@ -50,6 +51,22 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
             "construct each profiler with replica=0, 1, 2...",
         )  # fmt: skip
     return found
+
+
+def _recognised(engine: object, replica: int) -> EngineProfiler:
+    try:
+        return recognise(engine, replica)
+    except EngineError:
+        ray = sys.modules.get("ray.actor")
+        if ray is None or not isinstance(engine, ray.ActorHandle):
+            raise
+    raise ConfigError(
+        "capture(engines=)",
+        repr(engine),
+        "an engine or its profiler; a Ray actor only says where one is",
+        "give it as workers={'rollout': [actor]}, which records spans and torch there; for the engine's own "
+        "profiler wrap it: stepscope.engines.ray.RayRollout(actor, 'vllm'), or 'sglang' or 'torch'",
+    )
 
 
 def _owned(name: str) -> Sequence[object]:

@@ -22,6 +22,13 @@ def warn(message: str, *values: object) -> None:
     logging.getLogger("stepscope").warning(message, *values)
 
 
+def info(message: str, *values: object) -> None:
+    """Logs what went well, as `warn` logs what did not."""
+    import logging
+
+    logging.getLogger("stepscope").info(message, *values)
+
+
 def note(where: str, error: BaseException) -> None:
     """Records that our code failed at `where`. Never raises outside tests."""
     with _lock:

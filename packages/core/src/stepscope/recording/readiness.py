@@ -9,7 +9,7 @@ import asyncio
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
 from stepscope.errors import CaptureError
-from stepscope.recording import run
+from stepscope.recording import run, untold
 from stepscope.recording.loop import within
 from stepscope.recording.others import Others
 from stepscope.recording.spans import describe
@@ -23,7 +23,9 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
     """Raises ConfigError or EngineError as a capture would on opening; CaptureError with all that is
     wrong.
     """
-    others = Others(workers, engines)
+    others = Others(None if untold.none_meant(workers) else workers, engines)
+    if workers is not None and not untold.none_meant(workers):
+        untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
     found = await asyncio.gather(
         asyncio.to_thread(prepare_worker, PrepareRequest(config=config, role=role)),

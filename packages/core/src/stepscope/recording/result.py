@@ -61,6 +61,20 @@ class CaptureResult:
         """
         return [line for line in _problems(self.manifest()) if NOT_EXPORTED not in line]
 
+    def summary(self) -> str:
+        """One line for the log: who took part, how many traces there are or are on their way, where."""
+        manifest = self.manifest()
+        if manifest is None or self._session is None:
+            return f"step {self.step}: not selected, nothing recorded"
+        items = [item for part in manifest.processes for item in part.expected]
+        traces = sum(len(item.artifacts) + (item.reason == NOT_EXPORTED) for item in items)
+        processes, save_path = len(manifest.processes), self._session.config.save_path
+        return (
+            f"step {self.step} captured: {processes} process{'es' * (processes != 1)}, "
+            f"{traces} trace{'s' * (traces != 1)}, in {self.path}; "
+            f"`stepscope report {save_path} --step {self.step}`"
+        )
+
     def wait(self, timeout_s: float | None = None) -> Manifest | None:
         """Waits until all files of all processes are written, at most `timeout_s` (default
         `budget.export_seconds`).
