@@ -69,7 +69,9 @@ def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
 
 def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[str, ...]) -> StepRow:
     parts = () if manifest is None else manifest.processes
-    owner = next((part for part in parts if part.owner), None)
+    first = next((part for part in parts if part.owner), None)
+    again = (part for part in parts if first is not None and part.process.key == first.process.key)
+    owner = max(again, key=lambda part: part.opened.wall_ns, default=None)  # the last, of a step tried again
     closed = None if owner is None else owner.closed
     return StepRow(
         step=step,

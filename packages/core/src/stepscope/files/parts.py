@@ -18,8 +18,14 @@ _WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
     """All parts in a step's folder by file name, other runs' too; and why any other file there is none."""
+    found, unreadable = part_files(step)
+    return list(found.values()), unreadable
+
+
+def part_files(step: StepLayout) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
+    """As `read_parts`, and where each part stands."""
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"))}
-    parts = [part for part in read.values() if isinstance(part, ProcessPart)]
+    parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
 
 

@@ -60,6 +60,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """One line for each thing that was not recorded on purpose, with its reason."""
     user_error: str | None
     """The user's exception that ended the capture. It alone leaves nothing incomplete."""
+    captures: int = 1
+    """How many times the step was captured in one process. This is of the last."""
     broken: tuple[FileProblem, ...]
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""
@@ -82,6 +84,7 @@ def check_health(timeline: Timeline) -> Health:
         missing=missing,
         skipped=_skipped(timeline),
         user_error=_user_error(timeline),
+        captures=timeline.captures,
         broken=timeline.problems,
         dropped=dropped,
         open_spans=_rows(timeline, (span for span in timeline.spans if span.end_ns is None)),

@@ -81,6 +81,11 @@ def say_complete(health: Health) -> str:
     return f"Complete: nothing is missing, dropped or broken{until}."
 
 
+def say_again(health: Health) -> str:
+    """Of a step that was tried again. Empty of others."""
+    return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
+
+
 def say_ended(health: Health) -> str:
     """How an exception ended the capture. Empty where none did: that alone leaves nothing incomplete."""
     if health.user_error is None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from stepscope.report.accounting import Label
 from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
-from stepscope.report.health_text import say_ended, trust
+from stepscope.report.health_text import say_again, say_ended, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
 from stepscope.report.sections_text import advise, engines, idle, say_bubble, say_held, traces
 from stepscope.report.stages import Stage
@@ -72,8 +72,8 @@ def _head(report: StepReport) -> Text:
     total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
     took = f"{duration(window_ns)} ({duration(total_ns)} with opening and closing the capture)"
     said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
-    ended = say_ended(report.health)
-    said += f"\n{ended}" if ended else ""
+    for remark in filter(None, (say_ended(report.health), say_again(report.health))):
+        said += f"\n{remark}"
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:
         said += f"\nOther runs wrote into this folder, see --run: {', '.join(others)}"

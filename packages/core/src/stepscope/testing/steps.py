@@ -31,11 +31,14 @@ class StepFolder:
         step: int = 2,
         run_id: str = "run1",
         opened_ns: int = OPENED_NS,
+        capture: int = 1,
     ) -> None:
+        """`capture`: the how-manieth of this step in these processes."""
         self.layout: StepLayout = RunLayout(save_path).step(step)
         self.step = step
         self.run_id = run_id
         self.opened_ns = opened_ns
+        self.capture = capture
         self.processes: list[FakeProcess] = []
 
     def process(
@@ -144,11 +147,11 @@ class FakeProcess:
 
     @property
     def part_path(self) -> Path:
-        return self._folder.layout.part_of(self.info, self._folder.run_id)
+        return self._folder.layout.part_of(self.info, self._folder.run_id, self._folder.capture)
 
     @property
     def span_path(self) -> Path:
-        return self._folder.layout.spans_of(self.info, self._folder.run_id)
+        return self._folder.layout.spans_of(self.info, self._folder.run_id, self._folder.capture)
 
     def write(self) -> None:
         for path in (self.part_path, self.span_path):

@@ -66,7 +66,7 @@ def load_traces(
         timeline: Of the same folder: says which processes there are, and places their clocks.
         on_read: Called with a number of bytes each time that many more of the files were read.
     """
-    found = find_traces(StepLayout(path), timeline.run_id, Readers.installed())
+    found = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
     torch = [trace for trace in found.traces if trace.reader is None]
     others = [trace.name for trace in found.traces if trace.reader is not None]
     contents = read_all([trace.path for trace in torch], on_read)

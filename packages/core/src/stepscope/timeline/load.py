@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.parts import fold
@@ -13,6 +15,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.timeline.align import Aligned, Placement, Reference, align, align_owner
+from stepscope.timeline.captures import of_the_last
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
 from stepscope.timeline.refine import refine
 from stepscope.timeline.sources import Source, read_sources
@@ -26,7 +29,8 @@ def load_step(
 
     Args:
         path: A step's folder (`.../step_000002`).
-        run_id: Which run, where several wrote into the folder. None: the one that opened it last.
+        run_id: Which run, where several wrote into the folder. None: the one that opened it last. Of several
+            captures of the step by one process, the last counts (`Timeline.captures`).
         on_read: Called with a number of bytes each time that many more of the span files were read.
 
     Raises:
@@ -43,8 +47,18 @@ def load_step(
     if run_id is not None and run_id not in runs:
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
     chosen = run_id or runs[-1]
-    mine = sorted((source for source in sources if source.run_id == chosen), key=_order)
-    return _assemble(layout, mine, tuple(runs), problems)
+    mine, earlier = of_the_last([source for source in sources if source.run_id == chosen])
+    timeline = _assemble(layout, sorted(mine, key=_order), tuple(runs), problems)
+    if not earlier:
+        return timeline
+    files = _artifacts(earlier) - _artifacts(mine)
+    captures = max(source.capture for source in mine)
+    return msgspec.structs.replace(timeline, captures=captures, earlier_files=tuple(sorted(files)))
+
+
+def _artifacts(sources: Sequence[Source]) -> set[str]:
+    parts = [source.part for source in sources if source.part is not None]
+    return {made.path for part in parts for item in part.expected for made in item.artifacts}
 
 
 def span_bytes(path: str | os.PathLike[str]) -> int:

@@ -156,7 +156,7 @@ class _Merge:
         selection: Selection,
         on_read: Callable[[int], None] | None,
     ) -> None:
-        found = find_traces(layout, timeline.run_id, Readers.installed())
+        found = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
         fields = {each.path: ChromeTrace(each.path).fields() for each in found.traces if each.reader is None}
         self.axis = axis_of(timeline, [said.base_ns for said in fields.values() if said.base_ns is not None])
         self._timeline = timeline

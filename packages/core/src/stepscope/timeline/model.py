@@ -135,6 +135,10 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest | None
     """None: no process left its part."""
     problems: tuple[FileProblem, ...] = ()
+    captures: int = 1
+    """How many times the step was captured in one process (a retry). This is the last of them."""
+    earlier_files: tuple[str, ...] = ()
+    """Recordings of the captures before it, relative to the step's folder."""
 
     def since_opening_ns(self, span: Span) -> int | None:
         """When the span began, after the capture opened. None where its process is unaligned."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import ProcessPart
-from stepscope.files.parts import read_parts
+from stepscope.files.parts import part_files
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
@@ -25,6 +25,8 @@ class Source(NamedTuple):
     closed: ClockAnchor | None
     part: ProcessPart | None
     file: SpanFile | None
+    capture: int = 1
+    """The how-manieth capture of this step in this process."""
 
     @property
     def owner(self) -> bool:
@@ -35,9 +37,9 @@ def read_sources(
     layout: StepLayout, on_read: Callable[[int], None] | None = None
 ) -> tuple[list[Source], list[FileProblem]]:
     """All processes that left something, of every run, and what could not be used."""
-    parts, unreadable = read_parts(layout)
-    # A part and a span file of one process have one name, so a file that lost its header is still known.
-    left = {layout.part_of(part.process, part.run_id).stem: part for part in parts}
+    parts, unreadable = part_files(layout)
+    # A part and a span file of one capture in a process have one name: a file that lost its header is known.
+    left = {path.stem: part for path, part in parts.items()}
     files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
     problems = [
         FileProblem(file=f"{layout.processes.name}/{path.name}", what=why) for path, why in unreadable.items()
@@ -46,10 +48,16 @@ def read_sources(
     for name in sorted({*left, *files}):
         source = _source(left.get(name), files.get(name))
         if source is not None:
-            sources.append(source)
+            sources.append(source._replace(capture=_number(layout, source, name)))
         if name in files:
             problems += _problems(layout, files[name], used=source is not None)
     return sources, problems
+
+
+def _number(layout: StepLayout, source: Source, name: str) -> int:
+    """By the file's name: `..._run`, `..._run-2`."""
+    said = name.removeprefix(layout.part_of(source.info, source.run_id).stem + "-")
+    return int(said) if said != name and said.isdecimal() else 1
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +63,20 @@ class Found(NamedTuple):
     problems: list[FileProblem]
 
 
-def find_traces(layout: StepLayout, run_id: str | None, readers: Readers) -> Found:
-    """The traces of one run, or of all. A file without a sidecar may be of any run, and counts as of each."""
+def find_traces(
+    layout: StepLayout, run_id: str | None, readers: Readers, without: Collection[str] = ()
+) -> Found:
+    """The traces of one run, or of all. A file without a sidecar may be of any run, and counts as of each.
+
+    Args:
+        without: Files and folders to leave out, relative to the step's folder.
+    """
     found = Found([], [], [])
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
+        if any(each.relative_to(layout.root).as_posix() in without for each in _upwards(path, layout)):
+            continue
         said = _speaks_for(path, sidecars, layout)
         if isinstance(said, str):
             found.problems.append(FileProblem(file=path.relative_to(layout.root).as_posix(), what=said))
@@ -76,6 +84,11 @@ def find_traces(layout: StepLayout, run_id: str | None, readers: Readers) -> Fou
             _take(layout, path, said, readers, found)
     found.problems.extend(readers.problems)
     return found
+
+
+def _upwards(path: Path, layout: StepLayout) -> list[Path]:
+    """The file, and the folders around it below the step's."""
+    return [path, *(folder for folder in path.parents if layout.root in folder.parents)]
 
 
 def trace_bytes(layout: StepLayout) -> int:

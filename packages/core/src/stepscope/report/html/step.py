@@ -8,7 +8,7 @@ from stepscope.report.accounting import Label
 from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
-from stepscope.report.health_text import doubts, say_ended
+from stepscope.report.health_text import doubts, say_again, say_ended
 from stepscope.report.html import account, engine, heat, idle, kernels, tail, timecharts, todo, trust
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
@@ -75,7 +75,11 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 def _ended(found: Health) -> list[Html]:
     said = say_ended(found)
-    return [tag("p", said, class_="said bad")] if said else []
+    again = say_again(found)
+    return [
+        *([tag("p", said, class_="said bad")] if said else []),
+        *([tag("p", again, class_="note")] if again else []),
+    ]
 
 
 def _others(report: StepReport) -> list[Html]:

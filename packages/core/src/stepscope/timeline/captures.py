@@ -1,0 +1,40 @@
+"""Which files are of the last capture, where a step was captured several times in one process (a retry)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.timeline.sources import Source
+
+
+def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
+    """The sources of the last capture, and those of earlier ones. `sources` are of one run.
+
+    Of each process its last capture counts. A worker of an owner that tried again counts only if it took
+    part again: another host's by the owner's measurement of its clock, else by when it opened.
+    """
+    last: dict[str, Source] = {}
+    for source in sorted(sources, key=lambda source: source.capture):
+        last[source.info.key] = source
+    again = [source for source in last.values() if source.owner and source.capture > 1]
+    for owner in again:
+        before = max(
+            (s for s in sources if s.info.key == owner.info.key and s.capture < owner.capture),
+            key=lambda source: source.capture,
+            default=None,
+        )
+        if before is not None:
+            last = {key: each for key, each in last.items() if each.owner or _took_part(each, owner, before)}
+    chosen = [source for source in sources if last.get(source.info.key) is source]
+    return chosen, [source for source in sources if last.get(source.info.key) is not source]
+
+
+def _took_part(worker: Source, owner: Source, before: Source) -> bool:
+    """Whether in the owner's last capture, and not only in the one before it."""
+    if worker.info.host == owner.info.host:
+        ended = before.closed or before.opened
+        return worker.opened.wall_ns > ended.wall_ns
+    measured = () if owner.part is None else owner.part.clocks
+    measured_before = () if before.part is None else before.part.clocks
+    key = worker.info.key
+    return any(c.process == key for c in measured) or all(c.process != key for c in measured_before)

@@ -1,0 +1,68 @@
+"""A step that was captured several times in one process: the last capture is the step."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from packages.core.tests.traces import add_trace, op
+from stepscope.files.manifest import Expectation
+from stepscope.files.sidecar import Artifact
+from stepscope.report import report_step
+from stepscope.report.text import render
+from stepscope.testing.steps import OPENED_NS, StepFolder
+from stepscope.timeline import load_step, load_traces
+
+MS = 1_000_000
+
+
+def tried_again(root: Path) -> Path:
+    """The first attempt has a worker that the second one has not, and fails after 10 ms."""
+    first = StepFolder(root)
+    driver, _, gone = (
+        first.process("trainer", owner=True), first.process("actor", 0), first.process("critic", 0),
+    )  # fmt: skip
+    driver.span("first_try", 0, 10 * MS)
+    gone.span("first_try", 0, 9 * MS)
+    add_trace(first, driver, [op("aten::first", 0, 5_000)])
+    (trace,) = first.layout.traces.rglob("*.json*gz")
+    made = Artifact(
+        path=trace.relative_to(first.layout.root).as_posix(), kind="torch_trace", tool="torch",
+        role="trainer", host="host-a", size_bytes=1,
+    )  # fmt: skip
+    driver.expected.append(Expectation(name="torch trace", state="ok", artifacts=(made,)))
+    for process in first.processes:
+        process.close(10 * MS)
+    first.write()
+    again = StepFolder(root, opened_ns=OPENED_NS + 1000 * MS, capture=2)
+    driver, actor = again.process("trainer", owner=True), again.process("actor", 0)
+    driver.span("update", 0, 40 * MS)
+    actor.span("update_policy", 5 * MS, 35 * MS)
+    for process in again.processes:
+        process.close(40 * MS)
+    return again.write()
+
+
+def test_the_last_capture_is_the_step(tmp_path: Path) -> None:
+    timeline = load_step(tried_again(tmp_path))
+    assert timeline.captures == 2
+    assert [process.name for process in timeline.processes] == ["trainer", "actor 0"]
+    assert [span.stage for span in timeline.spans] == ["update", "update_policy"]
+    assert (timeline.window.start_ns, timeline.window.wall_ns) == (OPENED_NS + 1000 * MS, 40 * MS)
+
+
+def test_traces_of_an_earlier_capture_are_left_out(tmp_path: Path) -> None:
+    path = tried_again(tmp_path)
+    timeline = load_step(path)
+    assert len(timeline.earlier_files) == 1
+    assert load_traces(path, timeline).activities == ()
+
+
+def test_the_report_says_that_there_was_an_earlier_one(tmp_path: Path) -> None:
+    report = report_step(load_step(tried_again(tmp_path)))
+    text = StringIO()
+    Console(file=text, width=100).print(render(report))
+    assert report.health.complete
+    assert "Captured 2 times in this run; the last is shown" in text.getvalue()
