@@ -122,6 +122,18 @@ def test_the_cost_of_the_capture_is_an_alarm_from_a_tenth_of_the_step_on(tmp_pat
     assert "profiler-cost" not in Case(tmp_path / "cheap", cost_ms=50).advice()
 
 
+def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: Path) -> None:
+    slow = Case(tmp_path / "closing", cost_ms=400)
+    slow.folder.process("critic", 0, cost=OwnCost(start_ns=MS, stop_ns=390 * MS))
+    closing = slow.advice()["profiler-cost"]
+    assert "critic 0 took longest: 1.00 ms to open, 390 ms to close" in closing.because
+    assert "record less for critic 0" in closing.do
+    assert "prepare()" not in closing.do
+    opening = Case(tmp_path / "opening", cost_ms=400).advice()["profiler-cost"]
+    assert opening.because[1].startswith("trainer took longest: 400 ms to open, 0 to close")
+    assert opening.do == "prepare() before the first step pays the one-off part of opening"
+
+
 def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
     """A wait of 3 % of the step is one, also where opening took as long as three steps."""
     case = Case(tmp_path, cost_ms=3000)

@@ -79,7 +79,7 @@ def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[st
         state=None if manifest is None else manifest.state,
         opened_ns=None if owner is None else owner.opened.wall_ns,
         wall_ns=None if owner is None or closed is None else closed.mono_ns - owner.opened.mono_ns,
-        processes=len(parts),
+        processes=len({part.process.key for part in parts}),
         artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
         bytes=size_bytes,
         problems=(*broken, *(() if manifest is None else manifest.problems())),

@@ -1,6 +1,8 @@
 """What is worth doing about a step: rules that speak only when the report's figures carry it.
 
 A rule is a pure function of the figures. It names the numbers it rests on, and what it could save at most.
+
+One file above 400 lines: the rules are read as one list.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from stepscope.report.breakdown import Breakdown, Line
 from stepscope.report.devices import TraceTables
 from stepscope.report.engine import Engine
 from stepscope.report.figures import count, duration, percents, size
-from stepscope.report.health import Health
+from stepscope.report.health import Health, ProcessRow
 from stepscope.report.idle import MOVES_WEIGHTS, ROLLOUT, Idle
 from stepscope.report.long_tail import LongTail
 from stepscope.report.rows import Table
 from stepscope.report.stages import Stage
+
+LARGE_TRACE = 100_000
+"""Events from which on a trace is a likely reason why closing took long."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +111,50 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
     line = _line(evidence, "profiler")
     if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None
+    because = [_share(line.wall_ns, evidence)]
+    remedies = []
+    worst = _slowest_to_record(evidence.health, line.wall_ns)
+    opening = False
+    if worst is not None and worst.cost is not None:
+        start_ns, stop_ns = worst.cost.start_ns, worst.cost.stop_ns
+        opening = start_ns >= stop_ns
+        because.append(
+            f"{worst.name} took longest: {duration(start_ns)} to open, {duration(stop_ns)} to close"
+            + (" (waiting for workers and engines included)" if worst.owner else "")
+        )
+        others = [row for row in evidence.health.processes if row.cost is not None and not row.owner]
+        if worst.owner and others:
+            ns, name = max((row.cost.start_ns + row.cost.stop_ns, row.name) for row in others if row.cost)
+            because.append(f"of the others {name}: {duration(ns)} for both")
+        if opening:
+            remedies.append("prepare() before the first step pays the one-off part of opening")
+    traces = () if evidence.traces is None else evidence.traces.traces
+    largest = max(traces, key=lambda trace: trace.events, default=None)
+    if largest is not None and largest.events >= LARGE_TRACE:
+        because.append(f"the largest trace is of {largest.process}: {count(largest.events, 'event')}")
+        whose = f" for {largest.process}"
+    else:
+        whose = "" if worst is None or worst.owner else f" for {worst.name}"
+    if whose or not opening:
+        remedies.append(
+            f"record less{whose}: fewer ranks or roles, torch.schedule, of an engine some iterations; "
+            "or export.when: deferred"
+        )
     return Advice(
         rule="profiler-cost",
         kind="alarm",
-        what="opening and closing the capture is a large part of this step; others are shorter by it",
-        because=(_share(line.wall_ns, evidence),),
-        do="prepare() before the first step, record fewer ranks, or set export.when: deferred",
+        what="opening and closing the capture took long next to this step; other steps do not pay it",
+        because=tuple(because),
+        do="; ".join(remedies),
         saves_ns=None,
     )
+
+
+def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
+    """A worker that explains half of what the owner paid, for the owner waits for it; else the owner."""
+    told = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
+    workers = [each for each in told if not each[1].owner and each[0] * 2 >= wall_ns]
+    return max(workers or told, key=lambda each: each[0], default=(0, None))[1]
 
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
