@@ -1,4 +1,7 @@
-"""Spans, from the `with` block to the line on disk."""
+"""Spans, from the `with` block to the line on disk.
+
+One file above 400 lines: all cases share one log and its readers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.recording import spans
 from stepscope.recording.clock import read_anchor
-from stepscope.recording.context import Place, Scope, attach, carrier
+from stepscope.recording.context import Carrier, Place, Scope, attach, carrier
 from stepscope.recording.spans import PlacedSpan, SpanLog
 from stepscope.testing.fake_clock import START_NS, FakeClock
+from stepscope.timeline.readers.spans import read_spans
 
 ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 
@@ -286,6 +290,82 @@ def test_attaching_nothing_keeps_the_place(log: SpanLog) -> None:
     with spans.new(log, "outer") as outer, attach(None), spans.new(log, "inner"):
         pass
     assert next(span for span in closed(log) if span.stage == "inner").parent == outer.id
+
+
+TURN = Carrier(process="trainer_rank0_elsewhere_pid1", span=7, captured=3, trajectory="t9", turn=2)
+OTHER = Carrier(process="trainer_rank0_elsewhere_pid1", span=8, captured=3, trajectory="t10", turn=0)
+
+
+def test_a_method_that_attaches_hangs_below_its_caller_and_its_spans_below_it(log: SpanLog) -> None:
+    with spans.new(log, "generate") as method, attach(TURN), spans.new(log, "decode"):
+        assert carrier() == {**TURN, "process": ACTOR.key, "step": 3, "span": method.id + 1}
+    by_stage = {span.stage: span for span in closed(log)}
+    generate, decode = by_stage["generate"], by_stage["decode"]
+    assert generate.link is not None
+    assert (generate.link.process, generate.link.span) == (TURN["process"], 7)
+    assert (generate.trajectory, generate.turn) == ("t9", 2)
+    assert (decode.parent, decode.link, decode.trajectory) == (method.id, None, "t9")
+
+
+def test_the_end_of_a_span_says_the_place_that_its_open_line_could_not_know(log: SpanLog) -> None:
+    with spans.new(log, "generate"):
+        opened = wait_for_lines(log, 2)[1]
+        with attach(TURN):
+            pass
+    (generate,) = closed(log)
+    assert isinstance(opened, Open)
+    assert (opened.link, opened.trajectory) == (None, None)
+    assert generate.link is not None
+    assert generate.trajectory == "t9"
+    assert read_spans(log.path).spans[generate.span] == generate
+
+
+def test_a_method_that_works_for_several_callers_hangs_below_none_of_them(log: SpanLog) -> None:
+    with spans.new(log, "generate_batch"):
+        for place in (TURN, OTHER):
+            with attach(place), spans.new(log, "decode"):
+                pass
+    batch, *decoded = sorted(closed(log), key=lambda span: span.span)
+    assert (batch.link, batch.trajectory, batch.turn) == (None, None, None)
+    assert [span.trajectory for span in decoded] == ["t9", "t10"]
+    assert [span.link and span.link.span for span in decoded] == [7, 8]
+
+
+def test_a_task_that_attaches_leaves_the_span_it_was_started_in_alone(log: SpanLog) -> None:
+    async def handle() -> None:
+        with attach(TURN), spans.new(log, "decode"):
+            pass
+
+    async def main() -> None:
+        with spans.new(log, "serve"):
+            await asyncio.gather(handle(), handle())
+
+    asyncio.run(main())
+    by_stage = {span.stage: span for span in closed(log)}
+    assert (by_stage["serve"].link, by_stage["serve"].trajectory) == (None, None)
+    assert by_stage["decode"].link is not None
+
+
+def test_a_span_keeps_the_place_it_has(log: SpanLog) -> None:
+    mine = Carrier(process=ACTOR.key, span=1, captured=3)
+    with spans.new(log, "top"), attach(mine):
+        pass
+    with attach(OTHER), spans.new(log, "method"), attach(TURN):
+        pass
+    with PlacedSpan(log, "trajectory", None, None, trajectory="own"), attach(TURN):
+        pass
+    by_stage = {span.stage: span for span in closed(log)}
+    assert by_stage["top"].link is None
+    assert by_stage["method"].link is not None
+    assert by_stage["method"].link.span == 8
+    assert by_stage["trajectory"].trajectory == "own"
+    assert by_stage["trajectory"].link is None
+
+
+def test_after_a_method_that_attached_nothing_is_current(log: SpanLog) -> None:
+    with spans.new(log, "generate"), attach(TURN):
+        pass
+    assert carrier() is None
 
 
 def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:

@@ -72,6 +72,12 @@ class Scope:
         """The recorded span that this scope stands for, named for other processes and steps."""
         return None
 
+    def awaits_place(self, process: str) -> bool:
+        """Whether this is a running span that this very task or thread entered, that says nothing of its own
+        place, and whose process is not `process`.
+        """
+        return False
+
 
 class Place(Scope):
     """A scope that says something and records nothing: an attached carrier, an uncaptured trajectory."""
@@ -87,7 +93,7 @@ class Place(Scope):
         turn: int | None = None,
         link: SpanLink | None = None,
     ) -> None:
-        self.said = None
+        self.said = self.parent = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
@@ -96,6 +102,77 @@ class Place(Scope):
 
     def reference(self) -> SpanLink | None:
         return self.link
+
+
+_DEEPEST = 100
+"""Levels between a method's span and what it attaches; no loop of ours over the user's scopes is endless."""
+
+
+class Caller(Place):
+    """Who called the method that a top span times: put above that span once the method has attached it."""
+
+    __slots__ = ()
+
+    def says(self, place: Place) -> bool:
+        return (self.link, self.trajectory, self.turn) == (place.link, place.trajectory, place.turn)
+
+    def forget(self) -> None:
+        self.link = self.step = self.policy_version = self.trajectory = self.turn = None
+
+
+class Attached(Place):
+    """A carrier's place. A decorated method begins its span before its body attaches the carrier: if that
+    span is a top one it hangs below the carrier's too, and what is attached below it.
+    """
+
+    __slots__ = ("_caller",)
+
+    _caller: Caller | None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._caller = None
+        top = self.parent
+        for _ in range(_DEEPEST):
+            if top is None or isinstance(top, Attached) or top.parent is None:
+                break
+            top = top.parent
+        if isinstance(top, Caller):
+            if top.says(self):
+                self._caller = top
+            else:
+                top.forget()  # one call that works for several callers hangs below none of them
+            self._forget_said()
+        elif top is not None and self.link is not None and top.awaits_place(self.link.process):
+            self._caller = top.parent = Caller(
+                step=self.step,
+                policy_version=self.policy_version,
+                trajectory=self.trajectory,
+                turn=self.turn,
+                link=self.link,
+            )
+            self._forget_said()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._caller is not None:
+            self._forget_said()  # once more: the writing thread may have been in the middle of a line
+        super().__exit__(kind, error, trace)
+
+    def reference(self) -> SpanLink | None:
+        # Below the method's own span, as long as that one hangs below the caller's.
+        return None if self._caller is not None and self._caller.link is not None else self.link
+
+    def _forget_said(self) -> None:
+        """An `open` line may have been written already: the line of the end says the new place."""
+        scope: Scope | None = self
+        for _ in range(_DEEPEST):
+            if scope is None:
+                break
+            scope.said = None
+            scope = scope.parent
 
 
 class Inherited(NamedTuple):
@@ -175,7 +252,8 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     """A context manager (`with` and `async with`) under which spans hang below the carrier's span.
 
     None is allowed and changes nothing, so that a caller need not ask whether a capture is on. Unknown keys
-    are ignored: the other side may be newer.
+    are ignored: the other side may be newer. Inside a method that `profile_step` times, the method's own span
+    hangs below the carrier's span too, if nothing stands above it and the same task or thread attaches.
     """
     if carried is None:
         return Place()
@@ -186,7 +264,8 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         from stepscope.files.spans import SpanLink
 
         link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
-    return Place(
+    kind = Place if link is None else Attached
+    return kind(
         step=_int(carried.get("step")),
         policy_version=_int(carried.get("policy_version")),
         trajectory=trajectory if isinstance(trajectory, str) else None,
