@@ -1,4 +1,4 @@
-"""Where a step's wall time went: lines that add up to 100 % of it."""
+"""Where a step went, with opening and closing its capture: lines that add up to 100 % of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     stage: str | None = None
     wall_ns: int
-    """Its share of the step's wall time."""
+    """Its share of the total."""
     alone_ns: int
     """Of that, what it did not share."""
     active_ns: int

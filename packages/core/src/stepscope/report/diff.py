@@ -46,7 +46,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     a: Figures
     b: Figures
     delta_ns: int
-    """Of the share of the wall time, b - a. Over all lines these add up to the change of the total."""
+    """Of the share of the total, b - a. Over all lines these add up to the change of the total."""
     apart: bool
     """Both sides have several steps, and their ranges do not meet: it is more than steps differ anyway."""
 
