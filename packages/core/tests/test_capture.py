@@ -59,9 +59,26 @@ def test_a_capture_says_where_its_files_are_and_what_reads_them(
 ) -> None:
     with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
         pass
-    (said,) = caplog.messages
+    (said,) = [line for line in caplog.messages if "captured" in line]
     assert said.startswith("stepscope: step 2 captured: 1 process, 0 traces, in ")
     assert said.endswith(f"`stepscope report {config.save_path} --step 2`")
+
+
+def test_a_role_that_nobody_has_is_named_with_the_likely_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ProfileConfig(
+        save_path=str(tmp_path), steps=[2], roles={"actr": {"ranks": "first"}, "act*": {"ranks": "first"}}
+    )
+    with capture(2, config=config), span("update", role="actor"):
+        pass
+    said = expectation(config, 2, "roles.actr")
+    assert said.state == "skipped"
+    assert said.reason == (
+        "roles.actr matched nothing; roles in this capture: actor, trainer. Did you mean 'actor'?"
+    )
+    assert said.reason in caplog.text
+    assert "act*" not in caplog.text
 
 
 def test_a_selected_step_is_recorded(config: ProfileConfig) -> None:

@@ -64,6 +64,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a backend records this process (rank and role selection)."""
     why: str
     """The reason of that decision."""
+    roles: tuple[str, ...] = ()
+    """All roles whose work this process does: its own, its decorated methods', its spans'."""
     expected: tuple[Expectation, ...] = ()
     spans: int = 0
     dropped: int = 0

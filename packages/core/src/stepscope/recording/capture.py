@@ -2,6 +2,8 @@
 
 The only writer of `runtime.active`. Life of a capture: new -> opening -> open -> closing -> closed; opening
 that fails or is cancelled is rolled back. For a step that is not selected, all of it is a no-op.
+
+One file above 400 lines: it holds all states of a capture and who may change them.
 """
 
 from __future__ import annotations
@@ -331,6 +333,8 @@ class Capture:
         try:
             if discard is not None:
                 finish.withdraw(session, discard)
+            if discard is None:
+                self._say_unmatched_roles(session)
             session.ledger.write()
             self.result.fold()
             for line in self.result.problems():
@@ -351,6 +355,20 @@ class Capture:
             self._state = "closed"
             if _open is self:
                 _open = None
+
+    def _say_unmatched_roles(self, session: Session) -> None:
+        manifest, mine = self.result.manifest(), session.ledger
+        alone = self._others is None
+        if manifest is None or mine.part.absent or mine.state(untold.WORKERS) is not None:
+            return  # who is not there may have the role
+        if alone and not identity.is_alone():
+            return
+        roles = {role for part in manifest.processes for role in (part.process.role, *part.roles)}
+        if self._given[1] is not None:
+            roles.add("rollout")
+        for pattern, reason in untold.unmatched_roles(self.config.roles, roles).items():
+            untold.warn_once(reason)
+            mine.skip(f"roles.{pattern}", reason)
 
     # With and async with.
 

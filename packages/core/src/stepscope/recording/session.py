@@ -76,6 +76,7 @@ class Session:
             opened=clock.read_anchor(),
             recorded=self.decision.record,
             why=self.decision.reason,
+            roles=roles,
         )
         numbers = itertools.count(1)
         number = next(n for n in numbers if not self.layout.part_of(process, run_id, n).exists())
@@ -236,6 +237,7 @@ class Session:
         began = time.monotonic_ns()
         log = self.log
         log.close(ended)
+        self.ledger.update(roles=tuple(dict.fromkeys((*self.ledger.part.roles, *sorted(log.roles)))))
         truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
         if log.failed is not None:
             self.ledger.fail("spans", log.failed)

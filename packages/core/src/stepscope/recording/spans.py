@@ -214,6 +214,8 @@ class SpanLog:
         self.step = step
         self.limit = limit
         self.ids = itertools.count(1)
+        self.roles: set[str] = set()
+        """Of all spans so far. One writer: who writes their lines."""
         self.written = 0
         self.dropped = 0
         self.failed: str | None = None
@@ -327,6 +329,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
     parent, link = _above(span)
     step = None if said.step == log.step else said.step
     role = said.role or log.process.role
+    log.roles.add(role)
     attrs = {key: _short(value) for key, value in span.attrs.items()} if span.attrs else None
     # Two calls, spelled out: building the second from the first would double the cost of a line.
     if end_ns is None:

@@ -1,9 +1,10 @@
-"""What a capture was not told and its user should hear of: workers it does not know of."""
+"""What a capture lacks and its user should hear of: workers it was not given, roles that nobody has."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from stepscope.recording import guard
 
@@ -52,6 +53,22 @@ def missing_workers(*, engines: bool) -> str | None:
         "Ray runs here and capture() was given no workers: actors are not recorded. "
         "Fix: capture(step, workers={...}), or workers={} where there are none"
     )
+
+
+def unmatched_roles(patterns: Iterable[str], roles: Iterable[str]) -> dict[str, str]:
+    """Patterns of the configuration that match none of a capture's roles: {pattern: what to say}."""
+    from stepscope.config._words import closest
+
+    roles = sorted(set(roles))
+    found = {}
+    for pattern in patterns:
+        if pattern.strip("*") and not any(fnmatchcase(role, pattern) for role in roles):
+            near = closest(pattern, roles)
+            found[pattern] = (
+                f"roles.{pattern} matched nothing; roles in this capture: {', '.join(roles)}."
+                + (f" Did you mean {near!r}?" if near else "")
+            )
+    return found
 
 
 def warn_once(reason: str) -> None:
