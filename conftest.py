@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ast
+import signal
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No test is timed: a busy machine is not a defect.
+hypothesis.settings.register_profile("stepscope", deadline=None)
+hypothesis.settings.load_profile("stepscope")
+# A shell starts what it puts in the background with SIGINT ignored, and children inherit that: tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = {"vllm", "sglang", "torch_npu", "hta"}
 """And what else has an environment of its own for its tests."""
