@@ -176,6 +176,7 @@ class EngineEnvironment(Environment):
     * `over.txt`: the name of the recipe it builds upon; without it, the environment of development
     * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
     * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
+    * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
     """
 
     recipe: Path = ROOT
@@ -408,7 +409,7 @@ def test(arguments: list[str]) -> bool:
         passed_on = [test_on(base, rest) for base in other_pythons()]
         return all(passed_on)
     if first == "--engines":
-        return test_engines(rest)
+        return test_engines(rest if set(rest) & set(engines()) else [*engines(), *rest])
     python = DEV.ready()
     if arguments and first != "--no-engines":
         return run(python, "-m", "pytest", *arguments)
@@ -416,6 +417,8 @@ def test(arguments: list[str]) -> bool:
     passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *rest)}
     if first != "--no-engines":
         passed["the tests on real engines"] = test_engines([])
+        for name, reason in left_to_request().items():
+            say(f"NOT RUN: the tests on {name}: {reason} Fix: `python3 dev.py test --engines`")
     for what in (what for what, good in passed.items() if not good):
         say(f"FAILED: {what}; see above")
     return all(passed.values())
@@ -424,15 +427,21 @@ def test(arguments: list[str]) -> bool:
 def test_engines(arguments: Sequence[str]) -> bool:
     """Runs the tests of real engines, each in the environment that holds its engine.
 
-    Arguments are names of environments (none: all of them), then what pytest gets.
+    Arguments are names of environments (none: all that need no request), then what pytest gets.
     """
     known = engines()
-    names = [name for name in arguments if name in known]
+    names = [name for name in arguments if name in known] or [n for n in known if n not in left_to_request()]
     options = [word for word in arguments if word not in known]
-    failed = [name for name in names or known if not test_engine(known[name], options)]
+    failed = [name for name in names if not test_engine(known[name], options)]
     if failed:
         say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
     return not failed
+
+
+def left_to_request() -> "dict[str, str]":
+    """Environments whose tests `dev.py test` leaves out, and why."""
+    notes = {name: environment.recipe / "on_request.txt" for name, environment in engines().items()}
+    return {name: note.read_text().strip() for name, note in notes.items() if note.exists()}
 
 
 def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:

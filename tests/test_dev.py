@@ -186,6 +186,21 @@ def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: P
     assert found["vllm-2"].under == dev.DEV
 
 
+def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
+    recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (recipes / "vllm-1" / "on_request.txt").write_text("it takes an hour.\n")
+    monkeypatch.setattr(
+        dev.EngineEnvironment, "ready", lambda environment: f"/bin/true {environment.recipe.name}"
+    )
+    monkeypatch.setattr(dev, "run", lambda *command: print(command[0]) is None)
+    assert dev.left_to_request() == {"vllm-1": "it takes an hour."}
+    assert dev.test_engines([])
+    assert capfd.readouterr().out.split() == ["/bin/true", "vllm-2"]
+    assert dev.test(["--engines"])
+    assert capfd.readouterr().out.split() == ["/bin/true", "vllm-1", "/bin/true", "vllm-2"]
+
+
 def test_a_changed_recipe_is_noticed(
     recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -435,3 +435,11 @@ def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConf
     assert len(list(layout.processes.glob("*.json"))) == 2
     read = [path.read_text() for path in sorted(layout.spans.glob("*.jsonl"))]
     assert [("first" in text, "second" in text) for text in read] == [(False, True), (True, False)]
+
+
+def test_a_span_that_is_entered_twice_stops_nobody(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        twice = span("generate", role="rollout")
+        with twice, twice, span("inner"):
+            pass
+    assert "inner" in spans_of(config, 2)

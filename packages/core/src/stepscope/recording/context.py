@@ -188,10 +188,15 @@ class Inherited(NamedTuple):
 _NOTHING = Inherited()
 
 
+_DEEPEST = 10_000
+"""Scopes inside each other, beyond which nothing is inherited."""
+
+
 def inherited(scope: Scope | None) -> Inherited:
     """What holds at `scope`. Remembered there, so that a child costs one look at its parent."""
-    chain = []
-    while scope is not None and scope.said is None:
+    chain: list[Scope] = []
+    # A scope that was entered twice is above itself: the look up has to end all the same.
+    while scope is not None and scope.said is None and len(chain) < _DEEPEST:
         chain.append(scope)
         scope = scope.parent
     said = _NOTHING if scope is None or scope.said is None else scope.said
