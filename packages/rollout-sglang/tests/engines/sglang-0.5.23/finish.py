@@ -15,8 +15,11 @@ here = Path(sysconfig.get_paths()["purelib"])
 
 described = here / "torchvision" / "_meta_registrations.py"
 guarded = r'@(torch.library.register_fake("\1") if torchvision.extension._has_ops() else (lambda f: f))'
-text = described.read_text()
-described.write_text(re.sub(r'(?m)^@torch\.library\.register_fake\("(torchvision::\w+)"\)$', guarded, text))
+if described.exists():  # not in an environment over this one, which has no torchvision of its own
+    text = described.read_text()
+    described.write_text(
+        re.sub(r'(?m)^@torch\.library\.register_fake\("(torchvision::\w+)"\)$', guarded, text)
+    )
 
 for compilers in ("nvidia/bin", "nvidia/lib/cupti", "amd/lib"):
     shutil.rmtree(here / "triton" / "backends" / compilers, ignore_errors=True)
