@@ -6,6 +6,7 @@ One file above 400 lines: all cases share one small configuration and the reader
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -438,8 +439,11 @@ def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConf
 
 
 def test_a_span_that_is_entered_twice_stops_nobody(config: ProfileConfig) -> None:
-    with capture(2, config=config):
-        twice = span("generate", role="rollout")
-        with twice, twice, span("inner"):
-            pass
+    def record() -> None:
+        with capture(2, config=config):
+            twice = span("generate", role="rollout")
+            with twice, twice, span("inner"):
+                pass
+
+    contextvars.copy_context().run(record)  # where it leaves the wrong parent behind
     assert "inner" in spans_of(config, 2)
