@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, flush, on_artifact, on_capture, request_capture
+from stepscope.recording.hooks import advance, flush, on_artifact, on_capture
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
     from stepscope.recording.capture import Capture, capture
     from stepscope.recording.patch import instrument
     from stepscope.recording.prepare import aprepare, prepare
+    from stepscope.recording.requests import request_capture
     from stepscope.recording.run import configure
 
 __all__ = [
@@ -49,6 +50,7 @@ _LATER = {
     "configure": "stepscope.recording.run",
     "instrument": "stepscope.recording.patch",
     "prepare": "stepscope.recording.prepare",
+    "request_capture": "stepscope.recording.requests",
 }
 
 

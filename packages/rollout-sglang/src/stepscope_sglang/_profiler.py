@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -24,7 +25,7 @@ log = logging.getLogger("stepscope")
 _warned: set[str] = set()
 
 
-class Replica:
+class Replica(ABC):
     """One replica behind one or more lines: everything but how it is reached."""
 
     def __init__(self, replica: int | None) -> None:
@@ -71,10 +72,11 @@ class Replica:
 
     # To be said by the kinds of replicas.
 
+    @abstractmethod
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
-        raise NotImplementedError
+        """How its engines are reached, and what each is called where there are several."""
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> None:  # noqa: B027  # only some kinds have to
         """On the event loop of the caller, before anything else."""
 
     def _later(self, work: Callable[[], None]) -> None:
@@ -178,7 +180,7 @@ class SglangProfiler(Replica):
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
         return [(self._line, None)]
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> None:  # only some kinds have to
         ours = of_ours(threading.current_thread())
         self._line.settle_on(None if ours else asyncio.get_running_loop())
 

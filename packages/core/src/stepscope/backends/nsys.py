@@ -17,10 +17,10 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
@@ -74,7 +74,10 @@ class NsysBackend:
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config.nsys
         self._window: Window | None = None
+        self._output = Path()
+        """Where nsys writes, as seen when the window began."""
         self._before: set[Path] = set()
+        """The reports that were there then."""
         self._lacking: str | None = None
 
     def check(self) -> None:
@@ -86,14 +89,14 @@ class NsysBackend:
                 f"`{shlex.join(command(ProfileConfig(nsys=self._config)))} python train.py`"
             )
         launched = launched_with()
-        ranged = None if launched is None else option(launched, "capture-range", "c")
+        ranged = None if launched is None else option(launched.words, "capture-range", "c")
         if launched is not None and ranged != "cudaProfilerApi":
             raise BackendError(
                 f"nsys records this process with --capture-range={ranged or 'none'}, and so all the time. "
                 "Fix: --capture-range=cudaProfilerApi --capture-range-end=repeat"
             )
         _profiler_api()
-        self._output(launched)
+        self._where()
 
     def prepare(self) -> None:
         pass
@@ -101,10 +104,10 @@ class NsysBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        api = _profiler_api()
+        api, output = _profiler_api(), self._where()
         PROCESS_LOCK.acquire(f"the nsys range of step {window.step}")
         try:
-            self._before = set(self._reports())
+            self._output, self._before = output, set(_reports(output))
             _call(api.cudaProfilerStart, "cudaProfilerStart")
         except BaseException as error:
             PROCESS_LOCK.release()
@@ -135,11 +138,11 @@ class NsysBackend:
             _call(_profiler_api().cudaProfilerStop, "cudaProfilerStop")
         finally:
             PROCESS_LOCK.release()
-        before, lacking, self._lacking = self._before, self._lacking, None
+        output, before = self._output, self._before
+        lacking, self._lacking = self._lacking, None
 
         def write(path: Path) -> None:
-            report = self._await_report(before)
-            shutil.move(report, path)
+            shutil.move(self._await_report(output, before), path)
 
         return [
             PendingArtifact(
@@ -152,12 +155,12 @@ class NsysBackend:
             )
         ]
 
-    def _await_report(self, before: set[Path]) -> Path:
+    def _await_report(self, output: Path, before: set[Path]) -> Path:
         """The report that was not there before the window, once nsys has written all of it."""
         until = time.monotonic() + self._config.report_seconds
         sizes: dict[Path, tuple[int, float]] = {}
         while time.monotonic() < until:
-            for path in sorted(set(self._reports()) - before):
+            for path in sorted(set(_reports(output)) - before):
                 size = path.stat().st_size
                 seen, since = sizes.get(path, (-1, 0.0))
                 if size != seen:
@@ -165,33 +168,33 @@ class NsysBackend:
                 elif size and time.monotonic() - since >= _SETTLED_S and not _unfinished(path):
                     return path
             time.sleep(_POLL_S)
-        where = self._output(launched_with())
         raise BackendError(
-            f"nsys wrote no whole report {where}*.nsys-rep within {self._config.report_seconds:g} s "
+            f"nsys wrote no whole report {output}*.nsys-rep within {self._config.report_seconds:g} s "
             "(nsys.report_seconds). Fix: look there for .qdstrm files, which `nsys import` turns into one, "
             "and at nsys' own output"
         )
 
-    def _reports(self) -> Iterator[Path]:
-        """Reports of this process that are there now, the oldest first by name."""
-        pattern = Path(self._output(launched_with()))
-        name = re.sub(r"%[a-zA-Z](\{[^}]*\})?", "*", pattern.name.replace("%p", str(os.getpid())))
-        yield from sorted(pattern.parent.glob(f"{name}*.nsys-rep"))
-
-    def _output(self, launched: list[str] | None) -> str:
+    def _where(self) -> Path:
         """Where nsys writes, without the ending.
 
         Raises:
             BackendError: nothing says.
         """
         if self._config.output is not None:
-            return self._config.output
-        found = None if launched is None else option(launched, "output", "o")
-        if found is None:
+            return Path(self._config.output)
+        launched = launched_with()
+        found = None if launched is None else option(launched.words, "output", "o")
+        if launched is None or found is None:
             raise BackendError(
                 "it cannot be seen where nsys writes the reports of this process. Fix: set nsys.output"
             )
-        return str(Path(_working_folder()) / found.removesuffix(".nsys-rep"))
+        return Path(launched.folder, found.removesuffix(".nsys-rep"))
+
+
+def _reports(output: Path) -> list[Path]:
+    """Reports of this process that are there now."""
+    name = re.sub(r"%[a-zA-Z](\{[^}]*\})?", "*", output.name.replace("%p", str(os.getpid())))
+    return sorted(output.parent.glob(f"{name}*.nsys-rep"))
 
 
 class _Range:
@@ -215,16 +218,27 @@ class _Range:
 # The process that started this one.
 
 
-def launched_with() -> list[str] | None:
-    """The command line of the nsys above this process; None when it cannot be seen."""
+class Launch(NamedTuple):
+    """The nsys that started this process."""
+
+    words: list[str]
+    """Its command line."""
+    folder: str
+    """Where it runs: what a relative --output is relative to."""
+
+
+def launched_with() -> Launch | None:
+    """The nsys above this process; None when it cannot be seen."""
     process = os.getpid()
     while process > 1:
-        words = _words_of(process)
-        if words is None:
+        try:
+            words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            if any(Path(word).name == "nsys" for word in words[:2]) and "profile" in words[:4]:
+                return Launch(words, os.readlink(f"/proc/{process}/cwd"))
+            status = Path(f"/proc/{process}/stat").read_text(errors="replace")
+        except OSError:
             return None
-        if len(words) > 1 and any(Path(word).name == "nsys" for word in words[:2]) and "profile" in words[:4]:
-            return words
-        process = _parent_of(process)
+        process = int(status.rpartition(")")[2].split()[1])  # its parent
     return None
 
 
@@ -237,32 +251,6 @@ def option(words: list[str], long: str, short: str) -> str | None:
             if word.startswith(start):
                 return word.removeprefix(start)
     return None
-
-
-def _words_of(process: int) -> list[str] | None:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return None
-
-
-def _parent_of(process: int) -> int:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[1])
-
-
-def _working_folder() -> str:
-    """Of the nsys above: what a relative --output is relative to."""
-    process = os.getpid()
-    while process > 1:
-        words = _words_of(process)
-        if words and any(Path(word).name == "nsys" for word in words[:2]):
-            return os.readlink(f"/proc/{process}/cwd")
-        process = _parent_of(process)
-    return os.getcwd()
 
 
 def _unfinished(report: Path) -> bool:

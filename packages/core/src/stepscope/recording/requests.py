@@ -30,7 +30,7 @@ from stepscope.files.requests import (
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import guard
+from stepscope.recording import guard, run
 from stepscope.recording.identity import identify
 
 _DAY_NS = 86_400 * 10**9
@@ -41,7 +41,7 @@ _signalled = 0
 """How many SIGUSR1 came. One writer: the handler."""
 
 
-def make(
+def request_capture(
     steps: str = "next",
     *,
     roles: str | None = None,
@@ -49,11 +49,27 @@ def make(
     tool: str | None = None,
     seconds: float | None = None,
     expires_s: float = 3600,
-) -> Request:
-    """A request, checked as the settings that it changes are.
+    save_path: str | os.PathLike[str] | None = None,
+) -> str:
+    """Asks a run, this one or another, to capture steps that its configuration does not select.
+
+    What `stepscope trigger` does. The run hears it when its next step begins.
+
+    Args:
+        steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
+        roles: A role or a glob in which the profiler runs; None: as configured.
+        ranks: `all`, `first` or ranks; None: as configured.
+        tool: Instead of the configured one.
+        seconds: Instead of `budget.seconds`.
+        expires_s: Forgotten if no step has begun by then.
+        save_path: The run's folder; None: that of this process' configuration.
+
+    Returns:
+        The request's id; `stepscope trigger RUN --status` shows the answers to it.
 
     Raises:
-        ConfigError: a part of it is wrong.
+        ConfigError: an argument is wrong.
+        OSError: the folder cannot be written.
     """
     settings: dict[str, object] = {"steps": [0] if steps == "next" else steps}
     if roles is not None or ranks is not None:
@@ -65,7 +81,7 @@ def make(
     checked = ProfileConfig.from_mapping(settings)
     chosen = next(iter(checked.roles.values())).ranks
     now_ns = time.time_ns()
-    return Request(
+    request = Request(
         id=os.urandom(4).hex(),
         steps="next" if steps == "next" else ",".join(str(each) for each in checked.steps),
         roles=roles,
@@ -75,14 +91,12 @@ def make(
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
     )
+    layout = RunLayout(run.current().save_path if save_path is None else save_path)
+    change_requests(layout, lambda standing: [*_living(standing), request])
+    return request.id
 
 
-def add(save_path: str | os.PathLike[str], request: Request) -> None:
-    """Writes `request` into the run's `control.json`, and takes out those that have long been over."""
-    change_requests(RunLayout(save_path), lambda standing: [*living(standing), request])
-
-
-def living(requests: list[Request]) -> list[Request]:
+def _living(requests: list[Request]) -> list[Request]:
     """Those that have not been over for a day, whose answers somebody may still read."""
     return [request for request in requests if request.expires_ns > time.time_ns() - _DAY_NS]
 
@@ -146,7 +160,7 @@ class Listener:
             self._look()
             if self._signals != _signalled:
                 self._signals = _signalled
-                return apply(config, make(), step)
+                return config.replace(steps=[step])
             for request in self._requests:
                 chosen = self._decide(config, request, step, alone)
                 if chosen is not None:
