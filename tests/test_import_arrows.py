@@ -40,7 +40,7 @@ PUBLIC = (
     | {f"stepscope.demo.{name}" for name in ("model", "task")}
     | {
         f"stepscope.backends.{name}"
-        for name in ("mini_batches", "process_lock", "user_profilers", "window_thread")
+        for name in ("held_window", "mini_batches", "process_lock", "user_profilers", "window_thread")
     }
 )
 """Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""

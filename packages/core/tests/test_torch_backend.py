@@ -260,7 +260,7 @@ class TestWriting:
         gc.disable()
         try:
             backend.start(a_window())
-            window = backend._window
+            window = backend._held.window
             assert window is not None
             assert window._profile is not None
             freed = weakref.ref(window._profile)
@@ -400,7 +400,7 @@ def test_a_device_that_does_not_synchronize_is_stopped_all_the_same(
     backend = make()
     backend.start(a_window())
     work()
-    window = backend._window
+    window = backend._held.window
     assert window is not None
     assert window._profile is not None
     assert window._profile.profiler is not None

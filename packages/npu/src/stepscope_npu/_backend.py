@@ -5,17 +5,15 @@ Not run on an NPU so far: docs/npu.md says what was run, over which stand-ins, a
 
 from __future__ import annotations
 
-import threading
-import warnings
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from stepscope.backends import PendingArtifact, SpanInfo, Window
-from stepscope.backends.window_thread import ANSWER_S, Task, run_on, thread_for_window
+from stepscope.backends.held_window import HeldWindow, Late, about, title
+from stepscope.backends.window_thread import thread_for_window
 from stepscope.config import ProfileConfig
-from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
 from stepscope_npu import _analysis, _disk, _process, _versions
 from stepscope_npu._engines import patched_torch_profiler
@@ -36,8 +34,7 @@ class NpuBackend:
 
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config
-        self._window: NpuWindow | None = None
-        self._when_dropped: weakref.finalize[[NpuWindow], NpuBackend] | None = None
+        self._held: HeldWindow[NpuWindow] = HeldWindow("an NpuBackend")
         self._resolved: dict[bool, Options] = {}
 
     def check(self) -> None:
@@ -49,29 +46,16 @@ class NpuBackend:
         _process.hook(self._options(own_thread=False).torch_npu)
 
     def start(self, window: Window) -> None:
-        if self._window is not None:
-            raise ProfilerBusyError(f"{self._window.name} was not stopped. Fix: stop() before start()")
-        made = self._make(window)
-        self._window = made
-        try:
-            task = run_on(made.thread, made.begin)
-            if not task.done:
-                task.cancel()
-                raise BackendError(f"{made.name} cannot start beneath a signal handler")
-        except BaseException:
-            self._window = None
-            raise
-        self._when_dropped = weakref.finalize(self, _dropped, made)
-        self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
+        self._held.refuse_second()
+        self._held.begin(self._make(window))
 
     def advance(self) -> None:
-        window = self._window
-        if window is not None and self._config.npu.schedule is not None:
-            run_on(window.thread, window.advance)
+        if self._config.npu.schedule is not None:
+            self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
         """An mstx range `<role>.<stage>` on the calling thread. By id, so interleaved tasks may have one."""
-        window = self._window
+        window = self._held.window
         if window is None or not window.options.markers or window.phase != "active":
             return _NOTHING
         return window.ranges.range(f"{span.role}.{span.stage}")
@@ -86,18 +70,12 @@ class NpuBackend:
             BackendError: nothing was recorded, and why; or this is a signal handler that interrupted the
                 start or stop of this very window, which completes once the handler returns.
         """
-        window = self._window
-        if window is None:
+        ended = self._held.end()
+        if ended is None:
             return []
-        task = window.thread.submit(window.end)
-        if not task.done and window.thread.is_current():
-            raise BackendError(f"{window.name} is being started or stopped, beneath this signal handler")
-        self._window = None
-        if self._when_dropped is not None:
-            self._when_dropped.detach()
-        ended = task.wait(ANSWER_S)
+        window, late = ended
         artifacts = [self._artifact(window, one) for one in window.take()]
-        return artifacts if ended else [*artifacts, self._late_artifact(window, task)]
+        return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
     def _options(self, *, own_thread: bool) -> Options:
         if own_thread not in self._resolved:
@@ -109,12 +87,12 @@ class NpuBackend:
         options = self._options(own_thread=thread.all_threads)
         _process.hook(options.torch_npu)
         return NpuWindow(
-            _title(window),
+            title("NPU recording", window),
             thread,
             options,
             folder=RunLayout(self._config.save_path).step(window.step).recordings_of(window.process),
             schedule=self._config.npu.schedule,
-            about=_about(window),
+            about=about(window),
         )
 
     def _artifact(self, window: NpuWindow, recorded: Recorded) -> PendingArtifact:
@@ -151,17 +129,11 @@ class NpuBackend:
         except Exception as error:
             ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
-    def _late_artifact(self, window: NpuWindow, task: Task) -> PendingArtifact:
+    def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
         """Of a window whose thread has not ended it yet."""
-        patience_s = self._config.budget.export_seconds
-        caller = threading.current_thread().name
 
         def write(path: Path) -> None:
-            if not task.wait(patience_s):
-                raise BackendError(
-                    f"stop() came from thread {caller}, but {window.name} belongs to {window.thread.name}, "
-                    f"which was in C code for all of {patience_s:g} s"
-                )
+            late.wait(self._config.budget.export_seconds)
             first, *others = window.take()
             _disk.place(first.folder, path)
             for recorded in others:  # cycles of a schedule: how many there were is known only now
@@ -172,37 +144,8 @@ class NpuBackend:
             suffix=_disk.SUFFIX,
             write=write,
             compress=False,
-            truncated=f"stopped by thread {caller}, ended when {window.thread.name} came to it",
+            truncated=late.truncated,
             ignored=dict(window.options.ignored),
             options=dict(window.options.recorded),
             versions=dict(window.options.versions),
         )
-
-
-def _dropped(window: NpuWindow) -> None:
-    """The backend was garbage-collected while it recorded. Any thread, at any moment: so nothing waits."""
-    window.thread.submit(window.end)
-    warnings.warn(
-        f"an NpuBackend was dropped while recording: {window.name} is lost. Fix: call stop()",
-        ResourceWarning,
-        stacklevel=2,
-    )
-
-
-def _title(window: Window) -> str:
-    stage = "" if window.stage is None else f" of {window.stage}"
-    return f"the NPU recording{stage} in step {window.step}"
-
-
-def _about(window: Window) -> dict[str, object]:
-    """What the recording says about itself, under the key `stepscope` of its metadata."""
-    process = window.process
-    return {
-        "step": window.step,
-        "role": process.role,
-        "rank": process.rank,
-        "world_size": process.world_size,
-        "stage": window.stage,
-        "window": window.index,
-        "process": process.key,
-    }

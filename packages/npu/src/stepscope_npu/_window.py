@@ -8,13 +8,13 @@ own, made, with the handler that owns the output folder, in one go when it begin
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.backends.mini_batches import Phase, Place, first_active, place
+from stepscope.backends.held_window import Kept
+from stepscope.backends.mini_batches import Phase, Place, cut_short, never_active, place
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.user_profilers import busy as torch_busy
 from stepscope.backends.window_thread import WindowThread
@@ -97,24 +97,11 @@ class NpuWindow:
         self._calls = _recordings.Calls()
         self._mini_batch = 0
         self._cycle = 0
-        self._recorded: deque[Recorded] = deque()
-        self._lost: str | None = None
+        self._kept: Kept[Recorded] = Kept()
 
     def take(self) -> list[Recorded]:
-        """What is recorded and was not taken yet. From any thread.
-
-        Raises:
-            BackendError: nothing is, and this is why.
-        """
-        taken = []
-        while self._recorded:
-            taken.append(self._recorded.popleft())
-        lost, self._lost = self._lost, None
-        if lost is not None and not taken:
-            raise BackendError(f"{self.name} is lost: {lost}")
-        if lost is not None:
-            taken[-1].truncated = taken[-1].truncated or lost
-        return taken
+        """What is recorded and was not taken yet; see `Kept.take`. From any thread."""
+        return self._kept.take(self.name)
 
     def begin(self) -> None:
         """Starts recording, or what the schedule has at mini-batch 0.
@@ -152,7 +139,7 @@ class NpuWindow:
                     self._close(None)
             self._go_to(to)
         except Exception as error:
-            self._lost = f"after {self._mini_batch} mini-batches: {error}"
+            self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
             self.end()
 
     def end(self, truncated: str | None = None) -> None:
@@ -162,14 +149,14 @@ class NpuWindow:
         self.over = True
         try:
             if self.phase != "active":
-                self._lost = self._lost or truncated or self._never_active()
+                self._kept.lost = self._kept.lost or truncated or self._never_active()
             if self._profile is not None:
                 self._settle()
                 if self._schedule is None:
                     self._step()  # the schedule's one mini-batch: stopped without it, torch_npu complains
                 self._close(truncated or self._cut_short())
         except Exception as error:
-            self._lost = f"torch_npu did not stop: {error}"
+            self._kept.lost = f"torch_npu did not stop: {error}"
         finally:
             self._give_back()
 
@@ -260,9 +247,9 @@ class NpuWindow:
         )
         if found.folder is None or found.failed is not None:
             _disk.remove(self._made_in)
-            self._lost = found.failed
+            self._kept.lost = found.failed
             return
-        self._recorded.append(Recorded(found.folder, self._cycle, found.lacking, truncated))
+        self._kept.recorded.append(Recorded(found.folder, self._cycle, found.lacking, truncated))
 
     def _force(self, profile: Any) -> None:
         """torch_npu gives up in the middle of stopping when a part of it raises; the rest goes on running."""
@@ -300,18 +287,12 @@ class NpuWindow:
         """Why the recording under way is not whole: its mini-batches are not all there."""
         if self._schedule is None or self.phase != "active":
             return None
-        length = self._schedule.wait + self._schedule.warmup + self._schedule.active
-        done = (self._mini_batch - first_active(self._schedule)) % length
-        return f"npu.schedule: the window ended after {done} of {self._schedule.active} active mini-batches"
+        return cut_short(self._schedule, self._mini_batch, "npu.schedule")
 
     def _never_active(self) -> str | None:
-        if self._schedule is None or self._recorded:
+        if self._schedule is None or self._kept.recorded:
             return None
-        return (
-            f"npu.schedule records from mini-batch {first_active(self._schedule)} on (skip_first + wait + "
-            f"warmup), and stepscope.advance() was called {self._mini_batch} times. Fix: a shorter schedule, "
-            "or call advance() after each mini-batch"
-        )
+        return never_active(self._schedule, self._mini_batch, "npu.schedule")
 
     def forget(self) -> None:
         """In the child of a fork: the recording is the parent's."""
@@ -320,7 +301,7 @@ class NpuWindow:
             self._profile.stopped = True
         self._profile, self._output = None, None
         self.phase, self.over = "off", True
-        self._recorded.clear()
+        self._kept.recorded.clear()
 
 
 def forget() -> None:

@@ -21,6 +21,7 @@ import stepscope
 from packages.npu.tests.on_a_wheel.unpacked import Compiled
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.backends import PendingArtifact, SpanInfo
+from stepscope.backends.held_window import Late
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
@@ -433,8 +434,8 @@ def test_a_window_that_ends_late_still_gives_every_cycle(make: Any, tmp_path: Pa
     backend = make(schedule={"repeat": 0})
     backend.start(a_window())
     backend.advance()
-    window = backend._window
-    late = backend._late_artifact(window, window.thread.submit(window.end))
+    window = backend._held.window
+    late = backend._late_artifact(window, Late(window, window.thread.submit(window.end)))
     [folder] = written([late], tmp_path / "out")
     assert (folder / "profiler_info.json").exists()
     assert (folder / "cycle1_ascend_pt" / "profiler_info.json").exists()

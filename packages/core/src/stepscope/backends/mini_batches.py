@@ -33,3 +33,19 @@ def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
 def first_active(schedule: ScheduleConfig) -> int:
     """The number of the first mini-batch that is recorded."""
     return schedule.skip_first + schedule.wait + schedule.warmup
+
+
+def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
+    """Why a recording that ends at `mini_batch` is not whole. `at`: where the schedule is configured."""
+    length = schedule.wait + schedule.warmup + schedule.active
+    done = (mini_batch - first_active(schedule)) % length
+    return f"{at}: the window ended after {done} of {schedule.active} active mini-batches"
+
+
+def never_active(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
+    """Why a window that ends at `mini_batch` has recorded nothing."""
+    return (
+        f"{at} records from mini-batch {first_active(schedule)} on (skip_first + wait + warmup), and "
+        f"stepscope.advance() was called {mini_batch} times. Fix: a shorter schedule, or call advance() "
+        "after each mini-batch"
+    )

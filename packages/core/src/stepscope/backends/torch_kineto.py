@@ -11,9 +11,6 @@ truncated, and the other session runs as if alone.
 
 from __future__ import annotations
 
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,10 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stepscope.backends import torch_process, torch_window
+from stepscope.backends.held_window import HeldWindow, Late, about, begin_on_thread, title
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.backends.torch_options import Options, resolve
 from stepscope.backends.torch_window import Recorded, TorchWindow
-from stepscope.backends.window_thread import ANSWER_S, Task, run_on, thread_for_window
+from stepscope.backends.window_thread import run_on, thread_for_window
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -42,8 +40,7 @@ class TorchBackend:
 
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config
-        self._window: TorchWindow | None = None
-        self._when_dropped: weakref.finalize[[TorchWindow], TorchBackend] | None = None
+        self._held: HeldWindow[TorchWindow] = HeldWindow("a TorchBackend")
         self._resolved: dict[bool, Options] = {}
 
     def check(self) -> None:
@@ -58,39 +55,30 @@ class TorchBackend:
             return
         window = self._make("the first start of torch.profiler", all_threads=False)
         try:
-            _begin(window)
+            begin_on_thread(window)
         except ProfilerBusyError:
             return  # Kineto has started, or is about to, on somebody else's account
         run_on(window.thread, window.end)
 
     def start(self, window: Window) -> None:
         """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another."""
-        if self._window is not None:
-            raise ProfilerBusyError(f"{self._window.name} was not stopped. Fix: stop() before start()")
+        self._held.refuse_second()
         made = self._make(
-            _title(window),
+            title("torch trace", window),
             all_threads=self._config.torch.all_threads,
             schedule=self._config.torch.schedule,
             trace_id=_trace_id(window),
-            about=_about(window),
+            about=about(window),
         )
-        self._window = made
-        try:
-            _begin(made)
-        except BaseException:
-            self._window = None
-            raise
-        self._when_dropped = weakref.finalize(self, _dropped, made)
-        self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
+        self._held.begin(made)
 
     def advance(self) -> None:
-        window = self._window
-        if window is not None and self._config.torch.schedule is not None:
-            run_on(window.thread, window.advance)
+        if self._config.torch.schedule is not None:
+            self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
         """A marker `<role>.<stage>`. None inside `async def`, where interleaved tasks share a thread."""
-        window = self._window
+        window = self._held.window
         if window is None or span.is_async or not window.records_here():
             return _NOTHING
         return window.options.marker(f"{span.role}.{span.stage}")
@@ -105,18 +93,12 @@ class TorchBackend:
             BackendError: nothing was recorded, and why; or this is a signal handler that interrupted the
                 start or stop of this very window, which completes once the handler returns.
         """
-        window = self._window
-        if window is None:
+        ended = self._held.end()
+        if ended is None:
             return []
-        task = window.thread.submit(window.end)
-        if not task.done and window.thread.is_current():
-            raise BackendError(f"{window.name} is being started or stopped, beneath this signal handler")
-        self._window = None
-        if self._when_dropped is not None:
-            self._when_dropped.detach()
-        ended = task.wait(ANSWER_S)
+        window, late = ended
         artifacts = [self._artifact(window, one, partial(_write, one)) for one in window.take()]
-        return artifacts if ended else [*artifacts, self._late_artifact(window, task)]
+        return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
     def _options(self, all_threads: bool) -> Options:
         # Kept, since asking CUDA what it has takes time, and in discrete mode every stage has a window.
@@ -153,29 +135,15 @@ class TorchBackend:
             versions=dict(window.options.versions),
         )
 
-    def _late_artifact(self, window: TorchWindow, task: Task) -> PendingArtifact:
+    def _late_artifact(self, window: TorchWindow, late: Late) -> PendingArtifact:
         """Of a window whose thread has not ended it yet."""
-        patience_s = self._config.budget.export_seconds
-        caller = threading.current_thread().name
 
         def write(path: Path) -> None:
-            if not task.wait(patience_s):
-                raise BackendError(
-                    f"stop() came from thread {caller}, but {window.name} belongs to {window.thread.name}, "
-                    f"which was in C code for all of {patience_s:g} s. Fix: torch.all_threads: true"
-                )
+            late.wait(self._config.budget.export_seconds, ". Fix: torch.all_threads: true")
             for recorded in window.take():
                 _write(recorded, path)
 
-        late = Recorded(None, 0, f"stopped by thread {caller}, ended when {window.thread.name} came to it")
-        return self._artifact(window, late, write)
-
-
-def _begin(window: TorchWindow) -> None:
-    task = run_on(window.thread, window.begin, begin_s=60)
-    if not task.done:
-        task.cancel()
-        raise BackendError(f"{window.name} cannot start: {window.thread.name} is busy with another window")
+        return self._artifact(window, Recorded(None, 0, late.truncated), write)
 
 
 def _write(recorded: Recorded, path: Path) -> None:
@@ -202,36 +170,6 @@ def _verify(path: Path) -> None:
             raise BackendError(f"torch's trace {path} ends early, after {size} bytes. Is the disk full?")
 
 
-def _dropped(window: TorchWindow) -> None:
-    """The backend was garbage-collected while it recorded. Any thread, at any moment: so nothing waits."""
-    window.thread.submit(window.end)
-    warnings.warn(
-        f"a TorchBackend was dropped while recording: {window.name} is lost. Fix: call stop()",
-        ResourceWarning,
-        stacklevel=2,
-    )
-
-
-def _title(window: Window) -> str:
-    stage = "" if window.stage is None else f" of {window.stage}"
-    return f"the torch trace{stage} in step {window.step}"
-
-
 def _trace_id(window: Window) -> str:
     rank = "" if window.process.rank is None else f"_rank{window.process.rank}"
     return f"step_{window.step}_{window.process.role}{rank}_{window.stage or 'capture'}_{window.index}"
-
-
-def _about(window: Window) -> dict[str, object]:
-    """What the trace says about itself, under the key `stepscope`."""
-    process = window.process
-    return {
-        "step": window.step,
-        "role": process.role,
-        "rank": process.rank,
-        "world_size": process.world_size,
-        "replica": process.replica,
-        "stage": window.stage,
-        "window": window.index,
-        "process": process.key,
-    }

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stepscope.backends import libc, user_profilers
-from stepscope.backends.mini_batches import Phase, first_active, place
+from stepscope.backends.held_window import Kept
+from stepscope.backends.mini_batches import Phase, cut_short, never_active, place
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.torch_options import Options
 from stepscope.backends.window_thread import WindowThread
@@ -75,8 +75,7 @@ class TorchWindow:
         self._profile: Profile | None = None
         self._mini_batch = 0
         self._cycle = 0
-        self._recorded: deque[Recorded] = deque()
-        self._lost: str | None = None
+        self._kept: Kept[Recorded] = Kept()
 
     def records_here(self) -> bool:
         """Whether the calling thread is being recorded at this moment."""
@@ -85,20 +84,8 @@ class TorchWindow:
         return self.only_thread is None or self.only_thread == threading.get_ident()
 
     def take(self) -> list[Recorded]:
-        """What is recorded and was not taken yet. From any thread.
-
-        Raises:
-            BackendError: nothing is, and this is why.
-        """
-        taken = []
-        while self._recorded:
-            taken.append(self._recorded.popleft())
-        lost, self._lost = self._lost, None
-        if lost is not None and not taken:
-            raise BackendError(f"{self.name} is lost: {lost}")
-        if lost is not None:
-            taken[-1].truncated = taken[-1].truncated or lost
-        return taken
+        """What is recorded and was not taken yet; see `Kept.take`. From any thread."""
+        return self._kept.take(self.name)
 
     def begin(self) -> None:
         """Starts recording, or what the schedule has at mini-batch 0.
@@ -131,7 +118,7 @@ class TorchWindow:
                 self._cycle = cycle
             self._go_to(phase)
         except Exception as error:
-            self._lost = f"after {self._mini_batch} mini-batches: {error}"
+            self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
             self.end()
 
     def end(self, truncated: str | None = None) -> None:
@@ -143,7 +130,7 @@ class TorchWindow:
             if self.phase == "active":
                 self._record(truncated or self._cut_short())
             else:
-                self._lost = self._lost or truncated or self._never_active()
+                self._kept.lost = self._kept.lost or truncated or self._never_active()
                 self._go_to("off")
         finally:
             self._give_back()
@@ -195,16 +182,16 @@ class TorchWindow:
         self.phase = "off"  # first: whatever happens below, a profile is never stopped a second time
         profile, self._profile = self._profile, None
         if profile is None or not user_profilers.running(self.only_thread is not None):
-            self._lost = "its torch.profiler session was ended from outside stepscope"
+            self._kept.lost = "its torch.profiler session was ended from outside stepscope"
             return
-        self._lost = "interrupted while it was being stopped"
+        self._kept.lost = "interrupted while it was being stopped"
         try:
             trouble = _stop(profile)
         except Exception as error:
-            self._lost = f"torch.profiler did not stop: {error}"
+            self._kept.lost = f"torch.profiler did not stop: {error}"
             return
-        self._lost = None
-        self._recorded.append(Recorded(profile, self._cycle, truncated or trouble))
+        self._kept.lost = None
+        self._kept.recorded.append(Recorded(profile, self._cycle, truncated or trouble))
 
     def _cancel_warmup(self) -> None:
         try:
@@ -226,18 +213,12 @@ class TorchWindow:
         """Why the recording under way is not whole: its mini-batches are not all there."""
         if self._schedule is None:
             return None
-        length = self._schedule.wait + self._schedule.warmup + self._schedule.active
-        done = (self._mini_batch - first_active(self._schedule)) % length
-        return f"torch.schedule: the window ended after {done} of {self._schedule.active} active mini-batches"
+        return cut_short(self._schedule, self._mini_batch, "torch.schedule")
 
     def _never_active(self) -> str | None:
-        if self._schedule is None or self._recorded:
+        if self._schedule is None or self._kept.recorded:
             return None
-        return (
-            f"torch.schedule records from mini-batch {first_active(self._schedule)} on (skip_first + wait + "
-            f"warmup), and stepscope.advance() was called {self._mini_batch} times. Fix: a shorter schedule, "
-            "or call advance() after each mini-batch"
-        )
+        return never_active(self._schedule, self._mini_batch, "torch.schedule")
 
 
 def forget() -> bool:
@@ -249,7 +230,7 @@ def forget() -> bool:
     _parents.append(window._profile)
     window._profile = None
     window.phase, window.over = "off", True
-    window._recorded.clear()
+    window._kept.recorded.clear()
     return True
 
 
