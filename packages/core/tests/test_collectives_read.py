@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.timeline.collectives import Kind, Refused, Series, match, read_collectives
+from stepscope.timeline.clocks.collectives import Kind, Refused, Series, match, read_collectives
 from stepscope.timeline.readers.blocks import BLOCK
 
 Event = dict[str, Any]

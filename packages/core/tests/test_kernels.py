@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
-from stepscope.timeline import load_step, load_traces, trace_pool
-from stepscope.timeline.cover import Cover, length
-from stepscope.timeline.event_names import iteration_of, work_of
-from stepscope.timeline.kernels import read_trace
-from stepscope.timeline.trace_content import TraceContent
+from stepscope.timeline import load_step, load_traces
+from stepscope.timeline.activity import pool
+from stepscope.timeline.activity.content import TraceContent
+from stepscope.timeline.activity.cover import Cover, length
+from stepscope.timeline.activity.event_names import iteration_of, work_of
+from stepscope.timeline.activity.kernels import read_trace
 
 
 def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:
@@ -209,7 +210,7 @@ def test_several_readers_find_what_one_finds(tmp_path: Path, monkeypatch: pytest
     timeline = load_step(path)
     alone = load_traces(path, timeline)
     read: list[int] = []
-    monkeypatch.setattr(trace_pool, "SMALL", 0)
+    monkeypatch.setattr(pool, "SMALL", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     together = load_traces(path, timeline, on_read=read.append)
     assert msgspec.json.encode(together) == msgspec.json.encode(alone)
@@ -217,9 +218,9 @@ def test_several_readers_find_what_one_finds(tmp_path: Path, monkeypatch: pytest
 
 
 def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[trace_pool._Reader] = []
+    started: list[pool._Reader] = []
 
-    class Reader(trace_pool._Reader):
+    class Reader(pool._Reader):
         def __init__(self) -> None:
             super().__init__()
             started.append(self)
@@ -227,17 +228,17 @@ def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: p
     def on_read(size: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trace_pool, "SMALL", 0)
-    monkeypatch.setattr(trace_pool, "_Reader", Reader)
+    monkeypatch.setattr(pool, "SMALL", 0)
+    monkeypatch.setattr(pool, "_Reader", Reader)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     paths = [write_trace(tmp_path / f"{at}.json", [op("aten::mm", 0, 5)]) for at in range(9)]
     with pytest.raises(KeyboardInterrupt):
-        trace_pool.read_all(paths, on_read)
+        pool.read_all(paths, on_read)
     assert [(reader.over, reader._child) for reader in started] == [(True, None)] * 2
 
 
 def test_a_reader_that_dies_costs_its_file_alone(tmp_path: Path) -> None:
-    with trace_pool._Reader() as reader:
+    with pool._Reader() as reader:
         assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1
         child = reader._child
         assert child is not None

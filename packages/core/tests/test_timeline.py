@@ -10,7 +10,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Timeline, load_step
-from stepscope.timeline.align import Reference, align, align_owner
+from stepscope.timeline.clocks.align import Reference, align, align_owner
 from stepscope.timeline.load import names_of
 from stepscope.timeline.tree import cut_cycles
 

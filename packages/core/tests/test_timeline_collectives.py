@@ -16,7 +16,8 @@ import torch
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
-from stepscope.timeline import ProcessClock, load_step, merge_step, refine
+from stepscope.timeline import ProcessClock, load_step, merge_step
+from stepscope.timeline.clocks import refine
 
 MS = 1_000_000
 S = 1_000 * MS

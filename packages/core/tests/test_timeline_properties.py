@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.timeline.align import Reference, align, align_owner
-from stepscope.timeline.band import Band
-from stepscope.timeline.hosts import Line
+from stepscope.timeline.clocks.align import Reference, align, align_owner
+from stepscope.timeline.clocks.band import Band
+from stepscope.timeline.clocks.hosts import Line
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.place import Place
 from stepscope.timeline.rows import Axis, Row

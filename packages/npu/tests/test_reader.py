@@ -19,7 +19,8 @@ from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import merge_step
 from stepscope.timeline.readers import Claim, Counter, Event, Flow, FoundFile, Notes, Reader, Slice, Track
-from stepscope_npu._reader import DatabaseReader, TraceViewReader, layer_category
+from stepscope_npu._layers import layer_category
+from stepscope_npu._reader import DatabaseReader, TraceViewReader
 from stepscope_npu._trace_view import nanoseconds
 
 AT = 1_750_000_000_000_000_000

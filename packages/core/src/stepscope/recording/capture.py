@@ -331,30 +331,37 @@ class Capture:
         """The last word in the manifest; then the process is free for the next capture."""
         global _open
         try:
-            if discard is not None:
-                finish.withdraw(session, discard)
             if discard is None:
                 self._say_unmatched_roles(session)
+            else:
+                finish.withdraw(session, discard)
             session.ledger.write()
             self.result.fold()
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
+            self._retain(session)
             if discard is None:
-                guard.info("stepscope: %s", self.result.summary())
-            if self.config.budget.keep_steps is not None:
-                from stepscope.recording.control import retain
-
-                keep = self.config.budget.keep_steps
-                retain(RunLayout(self.config.save_path), session.run_id, keep, finish.busy_steps())
-            if discard is None and finish.wanted(session):
-                deferred = self.config.export.when == "deferred"
-                export.exporter().then(partial(finish.capture_done, self.result, session), deferred=deferred)
+                self._hand_over(session)
         except Exception as failure:
             guard.note("writing the manifest", failure)
         finally:
             self._state = "closed"
             if _open is self:
                 _open = None
+
+    def _hand_over(self, session: Session) -> None:
+        """Says what was captured, and lets hooks and the command have it once the files are there."""
+        guard.info("stepscope: %s", self.result.summary())
+        if finish.wanted(session):
+            deferred = self.config.export.when == "deferred"
+            export.exporter().then(partial(finish.capture_done, self.result, session), deferred=deferred)
+
+    def _retain(self, session: Session) -> None:
+        keep = self.config.budget.keep_steps
+        if keep is not None:
+            from stepscope.recording.control import retain
+
+            retain(RunLayout(self.config.save_path), session.run_id, keep, finish.busy_steps())
 
     def _say_unmatched_roles(self, session: Session) -> None:
         manifest, mine = self.result.manifest(), session.ledger

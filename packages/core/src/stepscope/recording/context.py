@@ -104,8 +104,10 @@ class Place(Scope):
         return self.link
 
 
-_DEEPEST = 100
-"""Levels between a method's span and what it attaches; no loop of ours over the user's scopes is endless."""
+_DEEPEST = 10_000
+"""Levels of scopes that are looked at: one that the user entered twice is above itself, and no loop of ours
+is endless.
+"""
 
 
 class Caller(Place):
@@ -188,14 +190,9 @@ class Inherited(NamedTuple):
 _NOTHING = Inherited()
 
 
-_DEEPEST = 10_000
-"""Scopes inside each other, beyond which nothing is inherited."""
-
-
 def inherited(scope: Scope | None) -> Inherited:
     """What holds at `scope`. Remembered there, so that a child costs one look at its parent."""
     chain: list[Scope] = []
-    # A scope that was entered twice is above itself: the look up has to end all the same.
     while scope is not None and scope.said is None and len(chain) < _DEEPEST:
         chain.append(scope)
         scope = scope.parent

@@ -3,7 +3,7 @@
 Imports neither torch nor Ray.
 """
 
-from stepscope.timeline.activity import TraceActivity, Traces, load_traces
+from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
 from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.merge import Format, Merged, MergedFile, MergedRow, merge_bytes, merge_step
 from stepscope.timeline.model import (

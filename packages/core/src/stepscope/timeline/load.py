@@ -14,10 +14,10 @@ from stepscope.files.parts import fold
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Open
 from stepscope.files.spans import Span as SpanLine
-from stepscope.timeline.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.captures import of_the_last
+from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
+from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
-from stepscope.timeline.refine import refine
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.tree import parents_of
 

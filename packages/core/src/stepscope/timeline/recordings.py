@@ -11,7 +11,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope.timeline.align import align_owner
+from stepscope.timeline.clocks.align import align_owner
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.place import Place
 from stepscope.timeline.readers.blocks import Notes

@@ -9,12 +9,12 @@ import msgspec
 
 from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.timeline.activity.content import TraceContent
+from stepscope.timeline.activity.pool import read_all
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.rows import Row, Rows, axis_of, offset_at
-from stepscope.timeline.trace_content import TraceContent
-from stepscope.timeline.trace_pool import read_all
 from stepscope.timeline.traces import TraceFile, find_traces
 
 

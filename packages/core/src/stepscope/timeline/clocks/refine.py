@@ -17,10 +17,10 @@ import msgspec
 
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
-from stepscope.timeline.align import Aligned, Reference, align_at
-from stepscope.timeline.band import Band
-from stepscope.timeline.collectives import Kind, Refused, Series, Times, join, match, read_collectives
-from stepscope.timeline.hosts import DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.clocks.align import Aligned, Reference, align_at
+from stepscope.timeline.clocks.band import Band
+from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match, read_collectives
+from stepscope.timeline.clocks.hosts import DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
 from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")

@@ -16,10 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from stepscope.timeline.cover import Cover, Pair, length
-from stepscope.timeline.event_names import is_collective, iteration_of, work_of
-from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope.timeline.trace_content import (
+from stepscope.timeline.activity.content import (
     Collective,
     Device,
     Iteration,
@@ -29,6 +26,9 @@ from stepscope.timeline.trace_content import (
     TraceContent,
     Work,
 )
+from stepscope.timeline.activity.cover import Cover, Pair, length
+from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
+from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})
 _DEVICE = frozenset(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stepscope.timeline.align import Aligned, Reference, aged, sampled
+from stepscope.timeline.clocks.align import Aligned, Reference, aged, sampled
 from stepscope.timeline.sources import Source
 
 DRIFT_PPM = 500

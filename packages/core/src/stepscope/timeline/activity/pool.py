@@ -19,13 +19,13 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from stepscope.timeline.kernels import nothing_read, read_trace
-from stepscope.timeline.trace_content import TraceContent
+from stepscope.timeline.activity.content import TraceContent
+from stepscope.timeline.activity.kernels import nothing_read, read_trace
 
 SMALL = 4 << 20
 """Bytes of files, as they lie on disk, below which another process costs more than it gives: 0.1 s."""
 READERS = 8
-_CHILD = "import sys; sys.path[:] = {path}; from stepscope.timeline.trace_pool import serve; serve()"
+_CHILD = "import sys; sys.path[:] = {path}; from stepscope.timeline.activity.pool import serve; serve()"
 
 
 def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None) -> list[TraceContent]:

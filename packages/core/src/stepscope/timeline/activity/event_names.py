@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stepscope.timeline.trace_content import Iteration, Work
+from stepscope.timeline.activity.content import Iteration, Work
 
 _COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|.*cross_device_reduce|.*multimem_all_?reduce")
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)

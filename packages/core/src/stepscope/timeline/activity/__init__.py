@@ -1,0 +1,1 @@
+"""What torch traces say of operators, kernels, devices, engine iterations and memory."""
