@@ -171,7 +171,7 @@ def _observe() -> dict[str, str]:
     global _observed
     import torch
 
-    attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
         return {"cuda_memory.on_oom": f"torch {torch.__version__} has no observer of out-of-memory errors"}
     if not _observed:

@@ -1,0 +1,344 @@
+"""Captures on demand: what is asked for through `control.json` or a signal, heard where a step begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepscope
+from stepscope import ProfileConfig, capture, request_capture
+from stepscope.cli.app import run
+from stepscope.errors import ConfigError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.files.requests import Answer, claim_step, read_listening, read_requests
+from stepscope.recording import identity, requests
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    """Captures nothing unless asked. Its thread looks so rarely that no test depends on it."""
+    return ProfileConfig(save_path=str(tmp_path / "run"), control={"poll_seconds": 3600})
+
+
+@pytest.fixture(autouse=True)
+def no_listener_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(requests, "_listener", None)
+    yield
+    if requests._listener is not None:
+        requests._listener.close()
+
+
+def steps_of(config: ProfileConfig) -> list[int]:
+    return list(RunLayout(config.save_path).steps())
+
+
+def train(config: ProfileConfig, steps: range) -> None:
+    for step in steps:
+        with capture(step, config=config):
+            pass
+
+
+def answer(request: str) -> Answer:
+    listener = requests._listener
+    assert listener is not None
+    return listener._said.answers[request]
+
+
+def ask(config: ProfileConfig, steps: str = "next", **other: object) -> str:
+    return request_capture(steps, save_path=config.save_path, **other)  # type: ignore[arg-type]  # as tests give it
+
+
+# Asking -----------------------------------------------------------------------------------------------------
+
+
+def test_the_next_step_is_captured_and_no_other(config: ProfileConfig) -> None:
+    train(config, range(3))
+    request = ask(config)
+    train(config, range(3, 6))
+    assert steps_of(config) == [3]
+    assert answer(request) == Answer(state="captured", steps=[3])
+
+
+def test_a_range_is_captured_as_its_steps_come(config: ProfileConfig) -> None:
+    ask(config, "2:7:2")
+    train(config, range(9))
+    assert steps_of(config) == [2, 4, 6]
+
+
+def test_a_step_that_the_configuration_selects_too_is_captured_once(config: ProfileConfig) -> None:
+    ask(config, "2")
+    train(config.replace(steps=[2]), range(4))
+    assert steps_of(config) == [2]
+
+
+def test_roles_ranks_and_seconds_hold_for_the_requested_step_alone(config: ProfileConfig) -> None:
+    ask(config, roles="rollout", ranks=[0, 8], seconds=5)
+    first = capture(0, config=config)
+    assert {role: settings.ranks for role, settings in first.config.roles.items()} == {"rollout": (0, 8)}
+    assert first.config.budget.seconds == 5
+    second = capture(1, config=config)
+    assert not second.selected
+    assert second.config is config
+
+
+def test_what_is_asked_wrongly_is_a_config_error_and_nothing_is_written(config: ProfileConfig) -> None:
+    with pytest.raises(ConfigError, match=r"steps is 'soon'; allowed: step numbers"):
+        ask(config, "soon")
+    with pytest.raises(ConfigError, match=r"ranks is \[\]"):
+        ask(config, ranks=[])
+    with pytest.raises(ConfigError, match=r"budget.seconds is -1"):
+        ask(config, seconds=-1)
+    with pytest.raises(ConfigError, match=r"tool is 'perf'"):
+        ask(config, tool="perf")
+    assert not Path(config.save_path).exists()
+
+
+def test_two_requests_at_once_are_both_kept(config: ProfileConfig) -> None:
+    threads = [threading.Thread(target=ask, args=(config, str(step))) for step in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {request.steps for request in read_requests(RunLayout(config.save_path).control)} == set(
+        "01234567"
+    )
+
+
+# Hearing ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: ProfileConfig) -> None:
+        raise ConfigError("tool", "nsys", "an installed backend: torch", "pip install it")
+
+    monkeypatch.setattr(requests, "check_tool", missing)
+    request = ask(config, tool="nsys")
+    train(config, range(2))
+    assert answer(request).state == "refused"
+    assert "an installed backend" in str(answer(request).reason)
+    assert steps_of(config) == []
+
+
+def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> None:
+    train(config, range(5))
+    request = ask(config, "3")
+    train(config, range(5, 7))
+    assert answer(request) == Answer(state="missed", reason="step 5 was reached when it was heard")
+
+
+def test_an_expired_request_is_missed(config: ProfileConfig) -> None:
+    request = ask(config, expires_s=-1)
+    train(config, range(2))
+    assert answer(request) == Answer(state="missed", reason="it had expired")
+    assert steps_of(config) == []
+
+
+def test_a_cancelled_request_is_forgotten(config: ProfileConfig) -> None:
+    request = ask(config, "4")
+    train(config, range(2))
+    assert run(["trigger", config.save_path, "--cancel", request]) == 0
+    train(config, range(2, 6))
+    assert steps_of(config) == []
+
+
+def test_ranks_that_each_open_captures_agree_on_the_next_step(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "is_alone", lambda: False)
+    ask(config)
+    first = requests.Listener(config, identity.identify("actor", rank=0))
+    second = requests.Listener(config, identity.identify("actor", rank=1))
+    seen = [
+        [listener.wanted(config, step, alone=False) is not None for listener in (first, second)]
+        for step in (4, 5, 6)
+    ]
+    for listener in (first, second):
+        listener.close()
+    assert seen == [[False, False], [True, True], [False, False]]
+
+
+def test_who_is_off_listens_to_nothing(config: ProfileConfig) -> None:
+    ask(config)
+    train(config.replace(control={"requests": False}), range(3))
+    assert steps_of(config) == []
+
+
+def test_no_folder_is_made_for_a_run_that_nobody_asks(config: ProfileConfig) -> None:
+    train(config, range(3))
+    listener = requests._listener
+    assert listener is not None
+    listener._write()
+    assert not Path(config.save_path).exists()
+
+
+def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
+    train(config.replace(control={"poll_seconds": 0.02}), range(1))
+    request = ask(config)
+    wait_for(lambda: any(request in said.answers for said in read_listening(RunLayout(config.save_path))))
+    (said,) = read_listening(RunLayout(config.save_path))
+    assert (said.pid, said.step, said.answers[request].state) == (os.getpid(), 0, "heard")
+
+
+def test_a_signal_captures_the_next_step_of_this_process(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, stepscope
+stepscope.configure(save_path=sys.argv[1], control={"poll_seconds": 3600})
+for step in range(4):
+    with stepscope.capture(step):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
+    assert list(RunLayout(tmp_path / "run").steps()) == [2]
+
+
+def test_a_handler_of_the_users_stays(tmp_path: Path, config: ProfileConfig) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        train(config, range(1))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        train(config, range(1, 3))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+    assert steps_of(config) == []
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_workers_of_a_requested_step_take_part(config: ProfileConfig) -> None:
+    import ray
+
+    class Worker:
+        def update(self) -> int:
+            return 1
+
+    workers: list[Any] = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(2)]
+    ask(config, ranks="all")
+    with capture(7, workers={"actor": workers}, config=config):
+        pass
+    for worker in workers:
+        ray.kill(worker)
+    file = RunLayout(config.save_path).step(7).manifest
+    manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
+    assert sorted(part.process.role for part in manifest.processes) == ["actor", "actor", "trainer"]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# Hostile files ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"format": 1, "requests": [{"id": "../../etc", "steps": "next"}]}',
+        b'{"format": 1, "requests": [], "command": "rm -rf /"}',
+        b'{"format": 2, "requests": []}',
+        b"[" * 70_000,
+        b'{"format": 1, "requests": ["' + b"x" * 70_000 + b'"]}',
+        b"\xff\xfe\x00",
+    ],
+    ids=["empty", "half", "path", "unknown key", "other format", "deep", "large", "no text"],
+)
+def test_a_hostile_or_half_written_file_is_refused_whole(content: bytes, config: ProfileConfig) -> None:
+    control = RunLayout(config.save_path).control
+    control.parent.mkdir()
+    control.write_bytes(content)
+    with pytest.raises(RecordError, match=r"control\.json"):
+        read_requests(control)
+    train(config, range(2))
+    assert steps_of(config) == []
+    request = ask(config)  # and mended by the next one who asks
+    train(config, range(2, 4))
+    assert answer(request).state == "captured"
+
+
+@given(st.binary(max_size=300))
+def test_no_content_makes_the_training_loop_fail(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    file = tmp_path_factory.mktemp("run") / "control.json"
+    file.write_bytes(content)
+    try:
+        read_requests(file)
+    except RecordError:
+        pass
+
+
+def test_a_claim_that_is_no_number_is_not_believed(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    assert claim_step(layout, "0a0b0c0d", 5) == 5
+    assert claim_step(layout, "0a0b0c0d", 9) == 5
+    layout.claimed("0a0b0c0d").write_text("-7; rm")
+    assert claim_step(layout, "0a0b0c0d", 9) == 9
+
+
+# The command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_who_heard(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config.replace(control={"poll_seconds": 0.02}), range(3))
+    assert run(["trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20"]) == 0
+    shown = capsys.readouterr()
+    assert "asked: request" in shown.err
+    assert "heard" in shown.out
+    assert "roles actor" in shown.out
+    assert f"pid {os.getpid()}, at step 2" in shown.out
+
+
+def test_without_a_listener_it_says_so_and_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["trigger", str(tmp_path), "--wait", "0"]) == 3
+    assert "no process listens in" in capsys.readouterr().err
+
+
+def test_its_json_holds_requests_and_answers(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(config, "5:8")
+    assert run(["trigger", config.save_path, "--status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [request["steps"] for request in found["requests"]] == ["5:8"]
+
+
+def test_an_unknown_id_names_those_there_are(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = ask(config)
+    assert run(["trigger", config.save_path, "--cancel", "00000000"]) == 2
+    assert f"there are: {request}" in capsys.readouterr().err
+
+
+def test_a_wrong_request_is_a_usage_error(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trigger", config.save_path, "--ranks", "8,8"]) == 2
+    assert "each rank once" in capsys.readouterr().err
+
+
+def test_the_public_name_is_the_hook() -> None:
+    assert stepscope.request_capture is request_capture
