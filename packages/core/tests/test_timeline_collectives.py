@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stepscope.files.layout import sidecar_of
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import ProcessClock, load_step, merge_step
@@ -74,9 +75,9 @@ def without(trace: bytes, places: slice) -> bytes:
     return json.dumps(found).encode()
 
 
-def put(folder: StepFolder, process: FakeProcess, trace: bytes) -> None:
+def put(folder: StepFolder, process: FakeProcess, trace: bytes, *, name: str = "") -> Artifact:
     """The trace of one of its processes."""
-    path = folder.layout.traces / process.info.role / f"rank{process.info.rank}.json"
+    path = folder.layout.traces / process.info.role / f"{name}rank{process.info.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(trace)
     artifact = Artifact(
@@ -89,14 +90,17 @@ def put(folder: StepFolder, process: FakeProcess, trace: bytes) -> None:
         opened=None, closed=None,
     )  # fmt: skip
     sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))
+    return artifact
 
 
 class Step:
     """A driver with ranks 0 and 1 on one host, ranks 2 and 3 on another whose clock is ahead."""
 
-    def __init__(self, path: Path, traces: list[bytes], skew_ns: int, ppm: int = 0) -> None:
+    def __init__(
+        self, path: Path, traces: list[bytes], skew_ns: int, ppm: int = 0, *, capture: int = 1
+    ) -> None:
         first_ns, last_ns = extent_ns(traces)
-        self.folder = StepFolder(path, opened_ns=first_ns)
+        self.folder = StepFolder(path, opened_ns=first_ns, capture=capture)
         self.lasted_ns = last_ns - first_ns
         self.driver = self.folder.process("trainer", owner=True)
         self.ranks = [
@@ -120,6 +124,21 @@ class Step:
         timeline = load_step(self.folder.write())
         (found,) = (process for process in timeline.processes if process.info.rank == 2)
         return found.clock
+
+
+def test_collectives_of_an_earlier_capture_of_the_step_do_not_count(
+    tmp_path: Path, recorded: list[bytes]
+) -> None:
+    first = StepFolder(tmp_path, opened_ns=extent_ns(recorded)[0] - 60 * S)
+    first.process("trainer", owner=True).close(10 * MS)
+    before = first.process("actor", 0, host="host-a")
+    made = put(first, before, ahead(recorded[0], -60 * S), name="earlier_")
+    before.expected.append(Expectation(name="torch trace", state="ok", artifacts=(made,)))
+    before.close(10 * MS)
+    first.write()
+    clock = Step(tmp_path, recorded, 5 * MS, capture=2).clock()
+    assert clock.alignment == "collectives", clock.note
+    assert clock.matched == 200
 
 
 @pytest.mark.parametrize("skew_ns", [5 * MS, -5 * MS, 11_560 * MS])

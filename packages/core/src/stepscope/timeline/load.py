@@ -48,12 +48,12 @@ def load_step(
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
     chosen = run_id or runs[-1]
     mine, earlier = of_the_last([source for source in sources if source.run_id == chosen])
-    timeline = _assemble(layout, sorted(mine, key=_order), tuple(runs), problems)
+    files = tuple(sorted(_artifacts(earlier) - _artifacts(mine)))
+    timeline = _assemble(layout, sorted(mine, key=_order), tuple(runs), problems, files)
     if not earlier:
         return timeline
-    files = _artifacts(earlier) - _artifacts(mine)
     captures = max(source.capture for source in mine)
-    return msgspec.structs.replace(timeline, captures=captures, earlier_files=tuple(sorted(files)))
+    return msgspec.structs.replace(timeline, captures=captures, earlier_files=files)
 
 
 def _artifacts(sources: Sequence[Source]) -> set[str]:
@@ -75,13 +75,17 @@ def _order(source: Source) -> tuple[bool, bool, str, int, int]:
 
 
 def _assemble(
-    layout: StepLayout, sources: Sequence[Source], runs: tuple[str, ...], problems: list[FileProblem]
+    layout: StepLayout,
+    sources: Sequence[Source],
+    runs: tuple[str, ...],
+    problems: list[FileProblem],
+    earlier_files: tuple[str, ...],
 ) -> Timeline:
     step, run_id = sources[0].step, sources[0].run_id
     strays = [source for source in sources if source.step != step]
     problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
     sources = [source for source in sources if source.step == step]
-    aligned = _align(sources, layout)
+    aligned = _align(sources, layout, earlier_files)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
     processes = tuple(map(_process, sources, names, aligned, records))
@@ -98,7 +102,7 @@ def _assemble(
     )
 
 
-def _align(sources: Sequence[Source], layout: StepLayout) -> list[Aligned]:
+def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...]) -> list[Aligned]:
     """Of each source, in order; the first one is the owner, unless the owner left nothing."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
@@ -109,7 +113,7 @@ def _align(sources: Sequence[Source], layout: StepLayout) -> list[Aligned]:
         placed = align_owner(owner.opened, owner.closed)
         reference = Reference(owner.info.host, placed.place, owner.opened.uncertainty_ns, owner.part.clocks)
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    return refine(sources, aligned, reference, layout)
+    return refine(sources, aligned, reference, layout, earlier_files)
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:

@@ -8,7 +8,7 @@ line that `Band` looks for; if no line fits, clocks may wander from one as far a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -45,17 +45,25 @@ class Found(NamedTuple):
 
 
 def refine(
-    sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference, layout: StepLayout
+    sources: Sequence[Source],
+    aligned: Sequence[Aligned],
+    reference: Reference,
+    layout: StepLayout,
+    earlier_files: Collection[str] = (),
 ) -> list[Aligned]:
     """The same placements, better ones for processes of hosts whose traces hold collectives with others.
 
     Where all is of one host nothing is read. What is read is searched for collectives, not parsed.
+
+    Args:
+        earlier_files: Artifacts of earlier captures of the step, relative to its folder: their collectives
+            are not this one's.
     """
     clocks = list(clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
-    found = _against_each_other(clocks, sources, _traces(sources, layout), notes)
+    found = _against_each_other(clocks, sources, _traces(sources, layout, earlier_files), notes)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, found, notes):
         for index in clock.processes:
@@ -67,7 +75,9 @@ def refine(
     return refined
 
 
-def _traces(sources: Sequence[Source], layout: StepLayout) -> dict[int, list[Path]]:
+def _traces(
+    sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
+) -> dict[int, list[Path]]:
     """Of each source, by its index. Traces that no sidecar assigns to one are left out."""
     by_key = {source.info.key: index for index, source in enumerate(sources)}
     found: dict[int, list[Path]] = {}
@@ -77,6 +87,8 @@ def _traces(sources: Sequence[Source], layout: StepLayout) -> dict[int, list[Pat
         except (OSError, msgspec.DecodeError):
             continue  # whoever reads the traces names it
         index = by_key.get(said.process or "")
+        if said.artifact.path in earlier_files:
+            continue
         if index is not None and said.run_id == sources[0].run_id and said.artifact.path.endswith(_SUFFIXES):
             found.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
     return found
