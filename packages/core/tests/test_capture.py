@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -413,6 +414,19 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
         await stepscope.aprepare(
             engines=[FakeEngineProfiler(FakeEngine()), Unprofiled(FakeEngine())], config=config
         )
+
+
+def test_prepare_names_a_role_that_nothing_known_before_the_run_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @profile_step(role="verifier")
+    def verify() -> None: ...
+
+    roles = {"trainr": {"ranks": "first"}, "verif*": {"ranks": "first"}, "*": {"ranks": "first"}}
+    stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path), steps=[2], roles=roles))
+    (said,) = caplog.messages
+    assert re.search(r"roles\.trainr matched nothing; roles known before the run: .*\btrainer\b", said)
+    assert "Did you mean 'trainer'?" in said
 
 
 def test_prepare_does_nothing_for_a_run_that_captures_nothing(tmp_path: Path) -> None:

@@ -59,11 +59,16 @@ def test_an_engines_actor_records_spans_and_leaves_the_profiler_to_the_engine(
             ray.kill(handle)
 
 
-def test_prepare_pays_the_first_start_on_every_worker(ray_cluster: None, tmp_path: Path) -> None:
+def test_prepare_pays_the_first_start_on_every_worker(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
-    config = ProfileConfig(save_path=tmp_path, steps=[1])
+    roles = {"actr": {"ranks": "all"}, "actor": {"ranks": "all"}, "*": {"ranks": "first"}}
+    config = ProfileConfig(save_path=tmp_path, steps=[1], roles=roles)
     try:
         prepare(workers={"actor": handles}, config=config)
+        assert "roles.actr matched nothing" in caplog.text
+        assert "roles.actor matched nothing" not in caplog.text
         assert not RunLayout(tmp_path).steps()
         ray.kill(handles[1])
         with pytest.raises(CaptureError, match=r"in 1 place\(s\):\n  actor\[1\] Actor\(Replica.*died"):

@@ -27,6 +27,7 @@ from stepscope.files.manifest import State
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.worker import (
+    PrepareAnswer,
     PrepareRequest,
     StartAnswer,
     StartRequest,
@@ -136,8 +137,8 @@ class Worker:
         self._line = ActorLine(actor)
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> WorkerOutcome:
-        if self.spans_only is not None:
-            return self._outcome("ok")  # its engine's own check does it
+        if self.spans_only is not None:  # its engine's own check does it
+            return dataclasses.replace(self._outcome("ok"), roles=(self._role or "rollout",))
         request = msgspec.structs.replace(
             request, role=self._role or request.role, position=self._position, world_size=self._world_size
         )
@@ -181,8 +182,9 @@ class Worker:
         return self._outcome("ok")
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
-        problems = await self._line.call(prepare_here, request)
-        return self._outcome("failed", "; ".join(problems)) if problems else self._outcome("ok")
+        answer = await self._line.call(prepare_here, request)
+        outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
+        return dataclasses.replace(outcome, roles=answer.roles)
 
     async def _stop(self, request: StopRequest) -> WorkerOutcome:
         # Given up here, it goes on there: a late stop still closes.
@@ -261,7 +263,7 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
         return start_worker(request, instance), _where()
 
 
-def prepare_here(instance: object, request: PrepareRequest) -> list[str]:
+def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
     return prepare_worker(request, instance)
 
 

@@ -373,7 +373,7 @@ class Capture:
         roles = {role for part in manifest.processes for role in (part.process.role, *part.roles)}
         if self._given[1] is not None:
             roles.add("rollout")
-        for pattern, reason in untold.unmatched_roles(self.config.roles, roles).items():
+        for pattern, reason in untold.unmatched_roles(self.config.roles, roles, "in this capture").items():
             untold.warn_once(reason)
             mine.skip(f"roles.{pattern}", reason)
 

@@ -27,6 +27,8 @@ class WorkerOutcome:
     process: str | None = None
     """`ProcessInfo.key`, once the worker has said it."""
     clock: ClockOffset | None = None
+    roles: tuple[str, ...] = ()
+    """After `prepare`: the roles that it does the work of."""
 
 
 class Fleet(Protocol):

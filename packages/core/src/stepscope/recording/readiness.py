@@ -9,7 +9,8 @@ import asyncio
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
 from stepscope.errors import CaptureError
-from stepscope.recording import run, untold
+from stepscope.recording import identity, run, untold, wrappers
+from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.loop import within
 from stepscope.recording.others import Others
 from stepscope.recording.spans import describe
@@ -27,23 +28,34 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
     if workers is not None and not untold.none_meant(workers):
         untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
-    found = await asyncio.gather(
+    mine, outcomes, *engines_problems = await asyncio.gather(
         asyncio.to_thread(prepare_worker, PrepareRequest(config=config, role=role)),
         _workers(others, config),
         *(_engine(engine, config) for engine in others.profilers),
     )
-    problems = [problem for problems in found for problem in problems]
+    problems = [] if mine.problem is None else [mine.problem]
+    problems += [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
+    problems += [problem for found in engines_problems for problem in found]
     if problems:
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
+    if outcomes or others.profilers or identity.is_alone():
+        roles = {*mine.roles, *(found for each in outcomes for found in each.roles)}
+        _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
 
 
-async def _workers(others: Others, config: ProfileConfig) -> list[str]:
+def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
+    """Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them."""
+    roles |= wrappers.declared_roles
+    for reason in untold.unmatched_roles(config.roles, roles, "known before the run").values():
+        untold.warn_once(reason)
+
+
+async def _workers(others: Others, config: ProfileConfig) -> list[WorkerOutcome]:
     if others.fleet is None:
         return []
     deadline_s = max(config.budget.fanout_seconds, STARTING_S)
-    outcomes = await others.fleet.prepare(PrepareRequest(config=config), deadline_s)
-    return [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
+    return await others.fleet.prepare(PrepareRequest(config=config), deadline_s)
 
 
 async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:

@@ -55,8 +55,12 @@ def missing_workers(*, engines: bool) -> str | None:
     )
 
 
-def unmatched_roles(patterns: Iterable[str], roles: Iterable[str]) -> dict[str, str]:
-    """Patterns of the configuration that match none of a capture's roles: {pattern: what to say}."""
+def unmatched_roles(patterns: Iterable[str], roles: Iterable[str], where: str) -> dict[str, str]:
+    """Patterns of the configuration that match none of the roles: {pattern: what to say}.
+
+    Args:
+        where: Behind "roles", whose they are: `in this capture`.
+    """
     from stepscope.config._words import closest
 
     roles = sorted(set(roles))
@@ -64,9 +68,8 @@ def unmatched_roles(patterns: Iterable[str], roles: Iterable[str]) -> dict[str, 
     for pattern in patterns:
         if pattern.strip("*") and not any(fnmatchcase(role, pattern) for role in roles):
             near = closest(pattern, roles)
-            found[pattern] = (
-                f"roles.{pattern} matched nothing; roles in this capture: {', '.join(roles)}."
-                + (f" Did you mean {near!r}?" if near else "")
+            found[pattern] = f"roles.{pattern} matched nothing; roles {where}: {', '.join(roles)}." + (
+                f" Did you mean {near!r}?" if near else ""
             )
     return found
 

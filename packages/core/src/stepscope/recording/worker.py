@@ -117,25 +117,28 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
 
 
-def prepare_worker(request: PrepareRequest, instance: object = None) -> list[str]:
-    """Pays the profiler's one-off costs, if it is to record this process.
+class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    roles: tuple[str, ...]
+    """All roles that the worker does the work of, its own first."""
+    problem: str | None = None
+    """Why its profiler cannot work."""
 
-    Returns:
-        Why it cannot work here, if it cannot.
-    """
+
+def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
+    """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
     process, roles = _who(instance, request.role, request.position, request.world_size)
     step = config.steps[0].start  # every captured step records the same ranks
     chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
     if not library_loaded(config.tool) or not (chosen.record or config.mode == "discrete"):
-        return []
+        return PrepareAnswer(roles=roles)
     try:
         backend = load_backend(config.tool, config)
         backend.check()
         backend.prepare()
     except Exception as error:
-        return [describe(error)]
-    return []
+        return PrepareAnswer(roles=roles, problem=describe(error))
+    return PrepareAnswer(roles=roles)
 
 
 def drain_worker(timeout_s: float) -> list[str]:

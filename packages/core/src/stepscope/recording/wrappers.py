@@ -26,6 +26,9 @@ from stepscope.recording import guard, runtime
 if TYPE_CHECKING:
     from stepscope.recording.session import Session
 
+declared_roles: set[str] = set()
+"""The roles that functions of this process were decorated with. One writer: `wrap`."""
+
 Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
 OpenSpan: TypeAlias = "AbstractContextManager[object] | None"
 
@@ -197,6 +200,7 @@ def wrap(fn: FunctionType, *, role: str, stage: str | None, attrs: Attrs | None)
     """A plain function of `fn`'s kind, signature and metadata that times it while a capture is on."""
     template, pieces = _kind(fn)
     declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
+    declared_roles.add(role)
     signature = _Signature.of(fn.__code__)
     attrs_expression = (
         f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}})"
