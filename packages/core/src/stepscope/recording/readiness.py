@@ -5,6 +5,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
@@ -28,10 +29,10 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
     if workers is not None and not untold.none_meant(workers):
         untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
-    mine, outcomes, *engines_problems = await asyncio.gather(
+    mine, outcomes, engines_problems = await asyncio.gather(
         asyncio.to_thread(prepare_worker, PrepareRequest(config=config, role=role)),
         _workers(others, config),
-        *(_engine(engine, config) for engine in others.profilers),
+        asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
     )
     problems = [] if mine.problem is None else [mine.problem]
     problems += [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
@@ -51,7 +52,7 @@ def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
         untold.warn_once(reason)
 
 
-async def _workers(others: Others, config: ProfileConfig) -> list[WorkerOutcome]:
+async def _workers(others: Others, config: ProfileConfig) -> Sequence[WorkerOutcome]:
     if others.fleet is None:
         return []
     deadline_s = max(config.budget.fanout_seconds, STARTING_S)
