@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import stepscope
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.recording import spans
@@ -75,6 +76,21 @@ def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
         clock.advance(7)
     (span,) = closed(log)
     assert (span.start_ns, span.dur_ns) == (START_NS + 3_000_000_000, 1_500)
+
+
+def test_what_somebody_else_timed_hangs_below_the_span_it_is_added_to(log: SpanLog) -> None:
+    with PlacedSpan(log, "turn", "agent_loop", None, trajectory="t", turn=1) as turn:
+        turn.add("decode", 5_000, 7_500, role="rollout", attrs={"tokens": 3})
+    by_stage = {span.stage: span for span in closed(log)}
+    decode = by_stage["decode"]
+    assert (decode.parent, decode.role) == (by_stage["turn"].span, "rollout")
+    assert (decode.start_ns, decode.dur_ns) == (5_000, 2_500)
+    assert (decode.trajectory, decode.turn, decode.attrs) == ("t", 1, {"tokens": 3})
+
+
+def test_without_a_capture_nothing_is_added() -> None:
+    with stepscope.span("generate") as nothing:
+        nothing.add("decode", 1, 2)
 
 
 def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:

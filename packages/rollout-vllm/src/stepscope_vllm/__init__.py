@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepscope_vllm._args import engine_args, engine_env, engine_environment, server_args
 from stepscope_vllm._extension import WorkerExtension
-from stepscope_vllm._facts import request_facts
+from stepscope_vllm._facts import record_request, request_facts
 
 if TYPE_CHECKING:
     from stepscope_vllm._http import VllmServer
@@ -24,6 +24,7 @@ __all__ = [
     "engine_args",
     "engine_env",
     "engine_environment",
+    "record_request",
     "request_facts",
     "server_args",
 ]

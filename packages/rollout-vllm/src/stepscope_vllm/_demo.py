@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope import ProfileConfig, attach, profile_step, span
 from stepscope.demo import task
 from stepscope_vllm._args import engine_args
-from stepscope_vllm._facts import request_facts
+from stepscope_vllm._facts import record_request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,15 +61,12 @@ class VllmReplica:
             detokenize=False,
         )
         outputs = self.engine.generate({"prompt_token_ids": prompt}, sampling, name)
-        with attach(carried):
-            with span("prefill", role="rollout", attrs={"tokens": len(prompt)}) as waiting:
-                last = await anext(outputs)
-                waiting.set(**_until_first_token(last))
-            with span("decode", role="rollout") as decoding:
-                async for output in outputs:
-                    last = output
-                tokens = list(last.outputs[0].token_ids)
-                decoding.set(tokens=len(tokens), **request_facts(last))
+        last: Any = None
+        with attach(carried), span("request", role="rollout") as served:
+            async for output in outputs:
+                last = output
+            tokens = list(last.outputs[0].token_ids)
+            record_request(served, last)
         return tokens
 
     async def shut_down(self) -> None:
@@ -105,8 +102,3 @@ class VllmReplica:
         named = {name: value.contiguous() for name, value in model.llama_weights(weights).items()}
         save_file(named, part, {"format": "pt"})
         part.rename(folder / "model.safetensors")
-
-
-def _until_first_token(output: object) -> dict[str, str | int | float]:
-    known = ("request_id", "queued_s", "prefill_s", "cached_tokens")
-    return {name: fact for name, fact in request_facts(output).items() if name in known}

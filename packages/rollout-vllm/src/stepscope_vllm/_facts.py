@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias
 
 Fact: TypeAlias = str | int | float | bool | None
 
@@ -30,6 +32,46 @@ _ENVIRONMENT = {
     "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
 }
 """Settings before there was a `ProfilerConfig` (vLLM 0.12 and older)."""
+
+
+_PHASES = ("queue", "prefill", "decode")
+_STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+"""Of `RequestStateStats`, in s of the engine core's monotonic clock; 0 means not reached."""
+_SLACK_S = 0.05
+"""By which the wall clock may have been set between a request's arrival and its end."""
+
+
+class TimedSpan(Protocol):
+    """What `span`, `turn` and `trajectory` give: as much of it as is used here."""
+
+    def set(self, **attrs: Fact) -> None: ...
+
+    def add(self, stage: str, start_ns: int, end_ns: int, *, role: str | None = None) -> None: ...
+
+
+def record_request(span: TimedSpan, output: object) -> None:
+    """Says on the span around a request where its time went: `request_facts` as attributes, below it spans
+    `queue`, `prefill` and `decode` of role `rollout`, as the engine timed them.
+
+    Args:
+        span: The turn or span that made the request and waited for it, still open.
+        output: vLLM's `RequestOutput`, finished. Without its `metrics`, or from an engine core of another
+            host, whose clock is not this one's, there are no spans, only attributes.
+    """
+    span.set(**request_facts(output))
+    stamps = _stamps_here(getattr(output, "metrics", None))
+    for stage, (began, ended) in zip(_PHASES, pairwise(stamps), strict=False):
+        span.add(stage, round(began * 1e9), round(ended * 1e9), role="rollout")
+
+
+def _stamps_here(stats: Any) -> list[float]:
+    """Of a request that is over, on this process' monotonic clock; none where they are not of this clock."""
+    stamps = [float(getattr(stats, name, 0.0)) for name in _STAMPS]
+    arrived = float(getattr(stats, "arrival_time", 0.0))  # the one that is on the wall clock, of this process
+    now = time.monotonic()
+    earliest, latest = now - (time.time() - arrived) - _SLACK_S, now + _SLACK_S
+    fits = all(a <= b for a, b in pairwise([earliest, *stamps, latest]))
+    return stamps if arrived and fits else []
 
 
 def request_facts(output: object) -> dict[str, str | int | float]:
@@ -58,12 +100,9 @@ def request_facts(output: object) -> dict[str, str | int | float]:
 
 
 def _times(stats: Any) -> dict[str, int | float]:
-    """Of `RequestStateStats`, whose stamps are of the engine core's monotonic clock; 0 means not reached."""
-    stamps = [
-        getattr(stats, f"{name}_ts", 0.0) for name in ("queued", "scheduled", "first_token", "last_token")
-    ]
+    stamps = [getattr(stats, name, 0.0) for name in _STAMPS]
     found: dict[str, int | float] = {}
-    for name, began, ended in zip(("queued_s", "prefill_s", "decode_s"), stamps, stamps[1:], strict=False):
+    for name, (began, ended) in zip(("queued_s", "prefill_s", "decode_s"), pairwise(stamps), strict=False):
         if began and ended:
             found[name] = round(ended - began, 6)
     if getattr(stats, "first_token_latency", 0.0):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import msgspec
 import typer
 from rich.console import RenderableType
 
 from stepscope.cli import screen
-from stepscope.cli.exits import Exit
+from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run
+from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart, State
 from stepscope.files.parts import fold, read_parts
-from stepscope.report.figures import duration, moment, size
+from stepscope.report.figures import count, duration, moment, size
 from stepscope.report.tables import listing, table
 
 
@@ -42,8 +43,18 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 def ls(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its save_path.")],
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+    pending: Annotated[
+        bool, typer.Option("--pending", help="Only what is still waited for, and what of it has come since.")
+    ] = False,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="With --pending: enter into the manifest what has come.")
+    ] = False,
 ) -> None:
     """The captured steps of a run: state, processes, artifacts, size, and what is missing."""
+    if collect and not pending:
+        raise CommandError("--collect goes with --pending: stepscope ls RUN --pending --collect")
+    if pending:
+        _show_pending(run, json=json, collect=collect)
     rows = [row for step, layout in find_run(run).items() for row in rows_of(step, layout)]
     if json:
         screen.show_json(rows)
@@ -51,6 +62,35 @@ def ls(
         screen.show(*_render(run, rows))
     sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
+
+
+def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
+    layouts = list(find_run(run).values())
+    found = [each for layout in layouts for each in waiting(layout)]
+    if collect:
+        entered = [each for layout in layouts for each in take_in(layout, waiting(layout))]
+        screen.say(f"entered: {count(sum(len(each.came) for each in entered), 'file')}")
+        found = [each for layout in layouts for each in waiting(layout)]
+    if json:
+        screen.show_json(found)
+    else:
+        columns = (">step", "process", "what", "why", "its process", ">came since")
+        note = "Nothing is waited for." if not found else _how_to(found)
+        screen.show(table(f"{run}: still waited for", columns, map(_waiting_cells, found), note))
+    raise typer.Exit(Exit.INCOMPLETE if found else Exit.OK)
+
+
+def _how_to(found: Sequence[Waiting]) -> str:
+    said = "A process that runs enters what comes by itself; of one that is gone nothing more comes."
+    if any(each.came and not each.alive for each in found):
+        said += " `--pending --collect` enters the files that came."
+    return said
+
+
+def _waiting_cells(each: Waiting) -> tuple[str, ...]:
+    process = {True: "runs", False: "is gone", None: "on another host"}[each.alive]
+    files = count(len(each.came), "file") if each.came else "-"
+    return str(each.step), each.process, each.name, each.reason, process, files
 
 
 def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:

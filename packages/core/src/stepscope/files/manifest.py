@@ -17,6 +17,12 @@ from stepscope.files.sidecar import Artifact, ProcessInfo
 State: TypeAlias = Literal["ok", "partial", "missing", "failed", "skipped"]
 _TROUBLE = ("missing", "partial", "failed")
 
+NOT_CLOSED = "the process has not closed its capture"
+NOT_EXPORTED = "not exported yet"
+NOT_RUN = "it has not run yet"
+STILL_AWAITED = "its files may still come"
+"""How the reason ends of an engine whose stop took longer than its deadline."""
+
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a process or engine was to produce, and what became of it."""

@@ -68,6 +68,23 @@ class Scope:
     def set(self, **attrs: AttrValue) -> None:
         """Adds attributes to the span. Without a capture there is no span and this does nothing."""
 
+    def add(
+        self,
+        stage: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+    ) -> None:
+        """Adds a span below this one that is over: what somebody else has timed (an engine, a service).
+
+        Args:
+            start_ns, end_ns: Of this host's CLOCK_MONOTONIC, as `time.monotonic_ns()`.
+
+        Without a capture there is no span and this does nothing.
+        """
+
     def reference(self) -> SpanLink | None:
         """The recorded span that this scope stands for, named for other processes and steps."""
         return None

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import (
@@ -17,12 +18,13 @@ from stepscope.engines import (
     load_engine,
     recognise,
 )
-from stepscope.errors import ConfigError, EngineError
+from stepscope.errors import ConfigError, EngineError, RecordError
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import Expectation, State
+from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
+from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.files.sidecar import Artifact
-from stepscope.recording import finish
-from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording import finish, guard, late_stops
+from stepscope.recording.ledger import Ledger
 from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
 
@@ -118,6 +120,7 @@ class EngineGroup:
         """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
         else.
         """
+        await late_stops.give_up()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
@@ -145,14 +148,27 @@ class EngineGroup:
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
+        stopping = asyncio.ensure_future(profiler.stop())
         try:
-            artifacts = await within(profiler.stop(), deadline_s)
-        except Exception as error:
+            await asyncio.wait({stopping}, timeout=deadline_s)
+            if not stopping.done():
+                reason = f"timeout: stop did not return within {deadline_s:g} s; {STILL_AWAITED}"
+                self._ledger.fail(label, reason)
+                late_stops.add(stopping, partial(self._came_late, label))
+                return
+        except asyncio.CancelledError:
+            stopping.cancel()
+            raise
+        try:
+            artifacts = stopping.result()
+        except (Exception, asyncio.CancelledError) as error:
             self._ledger.fail(label, _why("stop", error, deadline_s))
             return
         if self._ledger.state(label) == "failed":
             return  # it had not started: stopping it was to leave nothing behind
-        ignored = dict(profiler.ignored)
+        self._enter(label, artifacts, dict(profiler.ignored))
+
+    def _enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
         state: State
         reason: str | None
         gone = [artifact.path for artifact in artifacts if not self._there(artifact)]
@@ -169,6 +185,23 @@ class EngineGroup:
             path = self._layout.root / artifact.path
             if sidecar_of(path).exists():  # not on another host's own disk
                 finish.artifact_done(path, None, self._ledger)
+
+    def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
+        """A stop is over whose deadline had passed."""
+        try:
+            artifacts = stopped.result()
+        except Exception as error:
+            self._ledger.fail(label, f"stop, after its deadline: {describe(error)}")
+        else:
+            # Not the profiler's `ignored`: that may be of a later capture.
+            self._enter(label, artifacts, {k: v for each in artifacts for k, v in each.ignored.items()})
+        self._ledger.write()
+        mine = self._ledger.part
+        parts = [part for part in read_parts(self._layout)[0] if part.run_id == mine.run_id]
+        try:
+            write_manifest(self._layout, fold(parts))
+        except (OSError, RecordError) as error:
+            guard.note("writing the manifest", error)
 
     def _there(self, artifact: Artifact) -> bool:
         # A file on another host's own disk cannot be looked at from here; its engine said that it is
@@ -205,6 +238,8 @@ async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> No
 
 
 def _why(verb: str, error: BaseException, deadline_s: float) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return f"{verb}: cancelled"
     if isinstance(error, asyncio.TimeoutError):
         return f"timeout: {verb} did not return within {deadline_s:g} s"
     return f"{verb}: {describe(error)}"

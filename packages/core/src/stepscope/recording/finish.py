@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, NOT_RUN, Expectation
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording import guard
 from stepscope.recording.command import Command
-from stepscope.recording.ledger import NOT_CLOSED, NOT_EXPORTED, NOT_RUN, Ledger
+from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import describe
 
 if TYPE_CHECKING:

@@ -17,13 +17,9 @@ import msgspec
 
 from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import ClockOffset
-from stepscope.files.manifest import Absent, Expectation, OwnCost, ProcessPart, State
+from stepscope.files.manifest import NOT_EXPORTED, Absent, Expectation, OwnCost, ProcessPart, State
 from stepscope.files.sidecar import Artifact
 from stepscope.recording import guard
-
-NOT_CLOSED = "the process has not closed its capture"
-NOT_EXPORTED = "not exported yet"
-NOT_RUN = "it has not run yet"
 
 
 class Ledger:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest import NOT_EXPORTED, NOT_RUN, Manifest
 from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.recording import export
-from stepscope.recording.ledger import NOT_EXPORTED, NOT_RUN
 
 if TYPE_CHECKING:
     from stepscope.recording.fleet_port import Fleet

@@ -19,11 +19,11 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Absent, Expectation, ProcessPart
+from stepscope.files.manifest import NOT_CLOSED, Absent, Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 from stepscope.recording import clock, control, export, guard, schedule, spans
-from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
 from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
 

@@ -110,6 +110,22 @@ class Span(Scope):
         """Adds attributes; later values win."""
         self.attrs = {**self.attrs, **attrs} if self.attrs else attrs
 
+    def add(
+        self,
+        stage: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        role: str | None = None,
+        attrs: Mapping[str, AttrValue] | None = None,
+    ) -> None:
+        span = new(self.log, stage, role, attrs)
+        span.parent, span.token = self, None
+        span.thread = _thread.id
+        span.id = next(self.log.ids)
+        span.start_ns, span.end_ns = start_ns, max(start_ns, end_ns)
+        self.log.opened(span)
+
     def reference(self) -> SpanLink:
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
 

@@ -19,11 +19,11 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest import NOT_CLOSED, Expectation
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.values import AttrValue
 from stepscope.recording import clock, export, finish, guard, schedule
-from stepscope.recording.ledger import NOT_CLOSED, Ledger
+from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe
 
 if TYPE_CHECKING:

@@ -1,0 +1,129 @@
+"""What a captured step still waits for, and what came after its process had given up on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.files.atomic import write_atomic
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import (
+    NOT_CLOSED,
+    NOT_EXPORTED,
+    NOT_RUN,
+    STILL_AWAITED,
+    Expectation,
+    ProcessPart,
+)
+from stepscope.files.parts import fold, part_files, write_manifest
+from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a process promised, and that may still come or has come since."""
+
+    step: int
+    run_id: str
+    process: str
+    """`ProcessInfo.key` of who promised it."""
+    name: str
+    reason: str
+    alive: bool | None
+    """Whether that process still runs. None: it is on another host."""
+    came: tuple[Artifact, ...] = ()
+    """Files of it that have come since, with their sidecars, and stand in no manifest."""
+
+
+def waiting(layout: StepLayout) -> list[Waiting]:
+    """All that the processes of a step's captures wait for, of all runs."""
+    parts = list(part_files(layout)[0].values())
+    known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
+    late = [sidecar for sidecar in _sidecars(layout) if sidecar.artifact.path not in known]
+    return [
+        Waiting(
+            step=part.step,
+            run_id=part.run_id,
+            process=part.process.key,
+            name=item.name,
+            reason=item.reason or "",
+            alive=_alive(part.process),
+            came=tuple(each.artifact for each in late if _belongs(each, part, item)),
+        )
+        for part in parts
+        for item in part.expected
+        if is_awaited(item)
+    ]
+
+
+def take_in(layout: StepLayout, found: Sequence[Waiting]) -> list[Waiting]:
+    """Enters what came into the manifest. What a process that still runs waits for it enters itself.
+
+    Returns:
+        Those that were entered.
+
+    Raises:
+        OSError: the disk or the folder does not let us.
+    """
+    mine = [each for each in found if each.came and not each.alive]
+    parts = part_files(layout)[0]
+    for path, part in parts.items():
+        came = {e.name: e.came for e in mine if (e.process, e.run_id) == (part.process.key, part.run_id)}
+        expected = tuple(_entered(item, came.get(item.name, ())) for item in part.expected)
+        if expected != part.expected:
+            parts[path] = msgspec.structs.replace(part, expected=expected)
+            write_atomic(path, msgspec.json.encode(parts[path]))
+    for run_id in {each.run_id for each in mine}:
+        write_manifest(layout, fold([part for part in parts.values() if part.run_id == run_id]))
+    return mine
+
+
+def is_awaited(item: Expectation) -> bool:
+    """Whether a thing that is not there may still come."""
+    reason = item.reason or ""
+    return item.state != "ok" and (
+        reason in (NOT_CLOSED, NOT_EXPORTED, NOT_RUN) or reason.endswith(STILL_AWAITED)
+    )
+
+
+def _sidecars(layout: StepLayout) -> list[Sidecar]:
+    found = []
+    for path in layout.sidecars():
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Sidecar))
+        except (OSError, ValueError, msgspec.DecodeError):
+            continue  # `stepscope validate` names it
+    return found
+
+
+def _belongs(sidecar: Sidecar, part: ProcessPart, item: Expectation) -> bool:
+    """Only an engine's files: what a process exports itself it enters itself."""
+    replica = sidecar.artifact.replica
+    return (
+        (sidecar.step, sidecar.run_id) == (part.step, part.run_id)
+        and replica is not None
+        and item.name == f"replica {replica}"
+    )
+
+
+def _entered(item: Expectation, came: tuple[Artifact, ...]) -> Expectation:
+    if not came or not is_awaited(item):
+        return item
+    ignored = {option: why for artifact in came for option, why in artifact.ignored.items()}
+    return Expectation(
+        name=item.name, state="ok", artifacts=(*item.artifacts, *came), ignored={**item.ignored, **ignored}
+    )
+
+
+def _alive(process: ProcessInfo) -> bool | None:
+    if process.host != socket.gethostname():
+        return None
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, as somebody else
+        pass
+    return True

@@ -1,0 +1,133 @@
+"""Files that come after the deadline of their engine's stop: listed till then, in the manifest at last."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture
+from stepscope.cli import run
+from stepscope.files.late import Waiting, take_in, waiting
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.parts import part_files
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+
+class Slow(FakeEngineProfiler):
+    """Writes its files when it is let go. Given up on, it writes them all the same, as vLLM's workers do."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine)
+        self.let_go = asyncio.Event()
+        self.going_on: asyncio.Future[list[Artifact]] | None = None
+
+    async def stop(self) -> list[Artifact]:
+        self.going_on = asyncio.ensure_future(self._in_the_end())
+        return await asyncio.shield(self.going_on)
+
+    async def _in_the_end(self) -> list[Artifact]:
+        await self.let_go.wait()
+        return await super().stop()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(
+        save_path=tmp_path,
+        steps="0:10",
+        roles={"rollout": {"ranks": "all"}},
+        budget={"fanout_seconds": 0.2},
+    )
+
+
+async def captured(config: ProfileConfig, step: int, profiler: FakeEngineProfiler) -> None:
+    async with capture(step, config=config, engines=[profiler]):
+        await profiler.engine.generate(2)
+
+
+def item(config: ProfileConfig, step: int) -> Expectation:
+    layout = RunLayout(config.save_path).step(step)
+    manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
+    (found,) = [each for part in manifest.processes for each in part.expected if each.name == "replica 0"]
+    return found
+
+
+def still_waiting(config: ProfileConfig, step: int = 1) -> list[Waiting]:
+    return waiting(RunLayout(config.save_path).step(step))
+
+
+async def test_a_stop_past_its_deadline_costs_that_and_says_that_files_may_still_come(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = Slow(FakeEngine())
+    await captured(config, 1, profiler)
+    assert item(config, 1).state == "failed"
+    assert item(config, 1).reason == "timeout: stop did not return within 0.2 s; its files may still come"
+    assert [(each.name, each.alive, each.came) for each in still_waiting(config)] == [("replica 0", True, ())]
+    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 3
+    assert "replica 0" in capsys.readouterr().out
+    profiler.let_go.set()
+
+
+async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_for(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = Slow(FakeEngine())
+    await captured(config, 1, profiler)
+    profiler.let_go.set()
+    assert profiler.going_on is not None
+    await profiler.going_on
+    for _ in range(5):  # the stop itself ends, and is heard of
+        await asyncio.sleep(0)
+    assert item(config, 1).state == "ok"
+    assert len(item(config, 1).artifacts) == 2
+    assert not still_waiting(config)
+    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 0
+    assert "Nothing is waited for" in capsys.readouterr().out
+
+
+async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(
+    config: ProfileConfig,
+) -> None:
+    profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
+    await captured(config, 1, profiler)
+    await captured(config, 2, other)
+    profiler.let_go.set()
+    assert profiler.going_on is not None
+    await profiler.going_on
+    (found,) = still_waiting(config)
+    assert len(found.came) == 2
+    assert item(config, 1).state == "failed"
+    assert item(config, 2).state == "ok"
+
+
+async def test_what_a_process_that_is_gone_waited_for_is_entered_on_request(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(config)
+    layout = RunLayout(config.save_path).step(1)
+    assert take_in(layout, waiting(layout)) == [], "this process runs, and enters its own"
+    _make_its_process_one_that_is_gone(config)
+    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending", "--collect"]) == 0
+    assert "entered: 2 files" in capsys.readouterr().err
+    assert item(config, 1).state == "ok"
+    assert len(item(config, 1).artifacts) == 2
+
+
+def _make_its_process_one_that_is_gone(config: ProfileConfig) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    for path, part in part_files(RunLayout(config.save_path).step(1))[0].items():
+        process = msgspec.structs.replace(part.process, pid=gone.pid)
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, process=process)))
+
+
+def test_to_collect_is_said_with_pending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(tmp_path), "--collect"]) == 2
+    assert "--pending --collect" in capsys.readouterr().err
