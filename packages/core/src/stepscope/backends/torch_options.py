@@ -81,8 +81,15 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
     """Those of this machine by name, and why the others are ignored."""
     import torch
 
+    kinds = torch.profiler.ProfilerActivity
+    if kinds.__members__["CPU"] != kinds.CPU:  # SGLang sets torch_npu's in their place, when it is imported
+        raise BackendError(
+            "other code has replaced torch.profiler.ProfilerActivity.CPU (SGLang does so on NPUs), and torch "
+            "itself does not know the new one. Fix: tool: npu"
+        )
     supported: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch
-    here = {activity.name.lower(): activity for activity in supported}
+    # By torch's own names: torch_npu renames the activity that stands for it.
+    here = {name.lower(): kind for name, kind in kinds.__members__.items() if kind in supported}
     if not torch.cuda.is_available():
         here.pop("cuda", None)  # a CUDA build lists it on a machine without a GPU too
     asked = dict.fromkeys(config.activities)
