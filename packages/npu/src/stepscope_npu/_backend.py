@@ -5,6 +5,7 @@ Not run on an NPU so far: docs/npu.md says what was run, over which stand-ins, a
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from stepscope.backends.window_thread import thread_for_window
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
-from stepscope_npu import _analysis, _disk, _process, _versions
+from stepscope_npu import _analysis, _disk, _operators, _process, _versions
 from stepscope_npu._engines import patched_torch_profiler
 from stepscope_npu._options import Options, resolve
 from stepscope_npu._window import NpuWindow, Recorded
@@ -26,8 +27,8 @@ _NOTHING = nullcontext()
 class NpuBackend:
     """Records this process and its NPU with torch_npu.profiler.
 
-    A window started on the main thread records the operators of that thread; one started on any other thread
-    (a pool's, an event loop's) none. Device data and the markers of spans are recorded in both.
+    A window holds the operators of the thread that opens it, and of no other; device data and the markers of
+    spans are of the whole process.
     """
 
     name = "npu"
@@ -35,19 +36,23 @@ class NpuBackend:
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config
         self._held: HeldWindow[NpuWindow] = HeldWindow("an NpuBackend")
-        self._resolved: dict[bool, Options] = {}
+        self._resolved: Options | None = None
 
     def check(self) -> None:
         """Raises `BackendError`: torch_npu is absent or broken, finds no NPU, or lacks what is asked for."""
-        self._options(own_thread=False)
+        self._options()
 
     def prepare(self) -> None:
         """Looks at the installed torch_npu, once."""
-        _process.hook(self._options(own_thread=False).torch_npu)
+        _process.hook(self._options().torch_npu)
 
     def start(self, window: Window) -> None:
         self._held.refuse_second()
-        self._held.begin(self._make(window))
+        made = self._make(window)
+        _operators.leave(made.options.torch_npu)  # of a window that another thread has stopped
+        self._held.begin(made)
+        if made.options.records_operators:
+            self._have_operators(made)
 
     def advance(self) -> None:
         if self._config.npu.schedule is not None:
@@ -74,17 +79,18 @@ class NpuBackend:
         if ended is None:
             return []
         window, late = ended
+        _operators.leave(window.options.torch_npu)
         artifacts = [self._artifact(window, one) for one in window.take()]
         return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
-    def _options(self, *, own_thread: bool) -> Options:
-        if own_thread not in self._resolved:
-            self._resolved[own_thread] = resolve(self._config.npu, _versions.load(), own_thread=own_thread)
-        return self._resolved[own_thread]
+    def _options(self) -> Options:
+        if self._resolved is None:
+            self._resolved = resolve(self._config.npu, _versions.load())
+        return self._resolved
 
     def _make(self, window: Window) -> NpuWindow:
         thread = thread_for_window(all_threads=False)
-        options = self._options(own_thread=thread.all_threads)
+        options = self._options()
         _process.hook(options.torch_npu)
         return NpuWindow(
             title("NPU recording", window),
@@ -95,9 +101,19 @@ class NpuBackend:
             about=about(window),
         )
 
+    def _have_operators(self, window: NpuWindow) -> None:
+        """torch_npu records the thread that starts it, which is not this one where the window has its own."""
+        why = None
+        if not window.thread.is_current():
+            why = _operators.join(window.options.torch_npu, window.options.flags)
+        if why is None:
+            window.operators_of = threading.current_thread().name
+        else:
+            window.ignored["npu.contents.cpu"] = why
+
     def _artifact(self, window: NpuWindow, recorded: Recorded) -> PendingArtifact:
         cann = _disk.cann_version(recorded.folder)
-        ignored = dict(window.options.ignored)
+        ignored = dict(window.ignored)
         return PendingArtifact(
             kind="npu_recording",
             suffix=_disk.SUFFIX,
@@ -110,6 +126,7 @@ class NpuBackend:
             options={
                 **window.options.recorded,
                 "cycle": recorded.cycle,
+                "operators_of": window.operators_of,
                 "replaced_torch_profiler": patched_torch_profiler(),
             },
             versions={**window.options.versions, **({} if cann is None else {"cann": cann})},
@@ -145,7 +162,7 @@ class NpuBackend:
             write=write,
             compress=False,
             truncated=late.truncated,
-            ignored=dict(window.options.ignored),
+            ignored=dict(window.ignored),
             options=dict(window.options.recorded),
             versions=dict(window.options.versions),
         )

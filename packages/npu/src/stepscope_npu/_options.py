@@ -30,18 +30,18 @@ class Options:
     make_profile: Callable[..., Any]
     """`torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. Makes the NPU context: call it
     once the device is set."""
+    flags: Mapping[str, bool]
+    """Arguments of `profile` for what is recorded with each operator."""
     records_device: bool
+    records_operators: bool
     markers: bool
     ignored: dict[str, str]
     recorded: Recorded
     versions: dict[str, str]
 
 
-def resolve(config: NpuConfig, torch_npu: TorchNpu, *, own_thread: bool) -> Options:
+def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
     """
-    Args:
-        own_thread: The window is on a thread of ours, where none of the recorded code runs.
-
     Raises:
         BackendError: this torch_npu lacks what the run cannot do without.
     """
@@ -50,11 +50,6 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu, *, own_thread: bool) -> Opti
     if config.markers and "npu" not in contents:
         contents.insert(0, "npu")
         ignored["npu.contents"] = "npu is recorded as well: without it torch_npu drops the markers of spans"
-    if own_thread and "cpu" in contents:
-        ignored["npu.contents.cpu"] = (
-            "torch_npu records the operators of the thread that starts it alone, and this capture was not "
-            "started on the main thread. Device data and markers are there"
-        )
     activities = [
         getattr(torch_npu.profiler.ProfilerActivity, name.upper())
         for name in ("cpu", "npu")
@@ -77,7 +72,9 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu, *, own_thread: bool) -> Opti
     return Options(
         torch_npu=torch_npu,
         make_profile=make_profile,
+        flags=flags,
         records_device="npu" in contents,
+        records_operators="cpu" in contents,
         markers=config.markers,
         ignored=ignored,
         recorded=_recorded(config, contents),

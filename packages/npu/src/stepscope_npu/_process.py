@@ -10,7 +10,7 @@ from functools import partial
 from stepscope.backends import user_profilers
 from stepscope.backends.window_thread import run_on
 from stepscope.errors import ProfilerBusyError
-from stepscope_npu import _recordings, _window
+from stepscope_npu import _operators, _recordings, _window
 from stepscope_npu._versions import TorchNpu
 
 _hooking = threading.RLock()
@@ -24,27 +24,32 @@ def hook(torch_npu: TorchNpu) -> None:
         if _hooked:
             return
         _hooked = True
-        user_profilers.watch(_before_another_of_torch)
+        user_profilers.watch(partial(_before_another_of_torch, torch_npu))
         _recordings.watch(torch_npu, partial(_before_another_of_torch_npu, torch_npu))
         os.register_at_fork(after_in_child=_in_child)
         # Without a stop, everything is lost. Registered after torch_npu's own handler, so called before it.
         atexit.register(_at_exit)
 
 
-def _before_another_of_torch() -> None:
-    _before_another("torch.profiler")
+def _before_another_of_torch(torch_npu: TorchNpu) -> None:
+    _before_another(torch_npu, "torch.profiler")
 
 
 def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
-    if _before_another("torch_npu.profiler"):
+    if _before_another(torch_npu, "torch_npu.profiler"):
         _recordings.keep_open_for_theirs(torch_npu)
 
 
-def _before_another(profiler: str) -> bool:
+def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
     """Other code starts a profiler on this thread: ours makes room, whole. Whether there was one."""
     window = _window.current
-    if window is None:
-        return False
+    if window is not None:
+        _end(window, profiler)
+    _operators.leave(torch_npu)
+    return window is not None
+
+
+def _end(window: _window.NpuWindow, profiler: str) -> None:
     thread = threading.current_thread().name
     task = run_on(window.thread, partial(window.end, f"other code started {profiler} on thread {thread}"))
     if not task.done:
@@ -53,7 +58,6 @@ def _before_another(profiler: str) -> bool:
             f"{profiler} cannot start on thread {thread}: {window.name} is being recorded on "
             f"{window.thread.name}, which does not answer. Fix: profile outside of captures"
         )
-    return True
 
 
 def _at_exit() -> None:
@@ -66,3 +70,4 @@ def _at_exit() -> None:
 def _in_child() -> None:
     _window.forget()
     _recordings.forget()
+    _operators.forget()

@@ -86,6 +86,10 @@ def ours(calls: Calls) -> Iterator[None]:
         _ours_on = None
 
 
+def theirs_open() -> bool:
+    return _theirs_open
+
+
 def busy(torch_npu: TorchNpu) -> str | None:
     """Why no recording of ours can start; None when it can."""
     if _theirs_open or _paths(torch_npu).is_prof_inited:

@@ -85,6 +85,9 @@ class NpuWindow:
         self.phase: Phase = "off"
         self.over = False
         self.ranges = Ranges(options.torch_npu.mstx)
+        self.ignored = dict(options.ignored)
+        self.operators_of: str | None = None
+        """The thread whose operators it holds; what autograd's own threads run for it is in there."""
         self._folder = folder
         self._schedule = schedule
         self._about = about

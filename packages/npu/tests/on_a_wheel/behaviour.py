@@ -22,6 +22,7 @@ from packages.npu.tests.on_a_wheel.unpacked import Compiled
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.backends import PendingArtifact, SpanInfo
 from stepscope.backends.held_window import Late
+from stepscope.backends.torch_kineto import TorchBackend
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
@@ -411,8 +412,79 @@ def test_a_window_of_another_thread_is_on_the_device_of_that_thread(make: Any, c
     [artifact] = backend.stop()
     calls = [call for call in compiled.calls if call != "_lazy_init()"]
     assert calls[0] == "set_device(1)"
-    assert "npu.contents.cpu" in artifact.ignored
     artifact.discard()
+
+
+@pytest.fixture
+def joins() -> bool:
+    """Whether a thread can ask this torch_npu to be recorded too."""
+    from torch_npu.profiler import profile
+
+    return hasattr(profile, "enable_profiler_in_child_thread")
+
+
+def test_a_thread_that_opens_a_window_has_its_operators_in_it_or_is_told_why_not(
+    make: Any, compiled: Compiled, joins: bool
+) -> None:
+    seen: list[bool] = []
+
+    def work() -> list[PendingArtifact]:
+        backend = make(contents=["npu", "cpu", "shapes"])
+        backend.start(a_window())
+        seen.append(compiled.thread_is_recorded())
+        taken: list[PendingArtifact] = backend.stop()
+        seen.append(compiled.thread_is_recorded())
+        return taken
+
+    [artifact] = in_thread(work)
+    artifact.discard()
+    assert seen == [joins, False]
+    assert (artifact.options["operators_of"] is not None) == joins
+    assert ("npu.contents.cpu" in artifact.ignored) != joins
+    if joins:
+        [asked] = [call for call in compiled.calls if call.startswith("_enable_profiler_in_child_thread")]
+        assert "[record_shapes]" in asked
+
+
+def test_a_thread_leaves_a_window_that_another_thread_has_stopped_once_it_can(
+    make: Any, compiled: Compiled, joins: bool
+) -> None:
+    backend = make()
+
+    def work() -> list[bool]:
+        backend.start(a_window())
+        in_thread(backend.stop)[0].discard()
+        seen = [compiled.thread_is_recorded()]
+        for artifact in record(backend):
+            artifact.discard()
+        return [*seen, compiled.thread_is_recorded()]
+
+    assert in_thread(work) == [joins, False]
+
+
+def test_a_thread_is_not_recorded_any_more_when_other_code_profiles_it(make: Any) -> None:
+    import torch
+
+    backend = make()
+
+    def work() -> int:
+        backend.start(a_window())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+            torch.ones(2) + 1
+        return len(theirs.events())
+
+    assert in_thread(work) > 0
+    [artifact] = backend.stop()
+    artifact.discard()
+
+
+def test_a_window_without_operators_asks_for_none(make: Any, compiled: Compiled) -> None:
+    backend = make(contents=["npu"])
+    in_thread(lambda: backend.start(a_window()) or True)
+    [artifact] = backend.stop()
+    artifact.discard()
+    assert artifact.options["operators_of"] is None
+    assert not any("child_thread" in call for call in compiled.calls)
 
 
 # Mini-batches.
@@ -540,6 +612,23 @@ def test_a_torch_profiler_that_sglang_has_replaced_is_not_in_the_way(
     [artifact] = record(make())
     artifact.discard()
     assert "SGLang replaces it" in str(artifact.options["replaced_torch_profiler"])
+
+
+def test_the_torch_backend_says_what_sglang_has_done_to_torch(
+    make: Any, torch_npu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.profiler, "profile", torch_npu.profiler.profile)
+    backend = TorchBackend(ProfileConfig(tool="torch"))
+    backend.check()  # it has torch's own
+    for ours, theirs in (("CPU", "CPU"), ("CUDA", "NPU")):
+        kind = getattr(torch_npu.profiler.ProfilerActivity, theirs)
+        monkeypatch.setattr(torch.profiler.ProfilerActivity, ours, kind)
+    with pytest.raises(BackendError, match=r"replaced torch\.profiler\.ProfilerActivity\.CPU.*tool: npu"):
+        TorchBackend(ProfileConfig(tool="torch")).check()
+    [artifact] = record(make())
+    artifact.discard()
 
 
 def test_hooks_of_torch_npu_are_named_in_the_sidecar(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

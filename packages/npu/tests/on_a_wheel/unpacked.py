@@ -19,6 +19,7 @@ import itertools
 import json
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class Compiled:
         self._recording = False
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[str, int]] = {}
+        self._here = threading.local()
         self._ranges: list[dict[str, object]] = []
 
     def note(self, name: str, *arguments: object) -> None:
@@ -117,13 +119,22 @@ class Compiled:
         self.note("_start_profiler", config, _named(activities))
         self._config, self._recording = config, True
 
+    def join(self, config: Config) -> None:
+        self.note("_enable_profiler_in_child_thread", config)
+        self._here.joined = True
+
     def stop(self) -> None:
         self.note("_stop_profiler")
+        self._here.joined = False
         if self._recording and Activity.CPU in self._activities:
             framework = Path(self._path, "FRAMEWORK")
             framework.mkdir(exist_ok=True)
             (framework / "torch.op_range").write_bytes(b"operators")
         self._recording = False
+
+    def thread_is_recorded(self) -> bool:
+        """As torch shows a thread that C++ has joined."""
+        return getattr(self._here, "joined", False)
 
     def finalize(self) -> None:
         self.note("_finalize_profiler")
@@ -175,6 +186,8 @@ def install(wheel: Path) -> Compiled:
     top._C._mstx = _mstx_module(compiled)
     top.npu = torch.npu = _npu_module(compiled, package)  # type: ignore[attr-defined]  # torch_npu does so
     top.utils = _module("torch_npu.utils", package / "utils")
+    enabled = torch._C._autograd._profiler_enabled
+    torch._C._autograd._profiler_enabled = lambda: enabled() or compiled.thread_is_recorded()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the wheel's own: escape sequences, deprecated names of torch
         _import(top)
@@ -217,7 +230,7 @@ def _profiler_module(compiled: Compiled) -> Any:
         _get_monotonic=lambda: time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW),
         _get_host_uid=lambda: 1,
         _supported_npu_activities=lambda: set(Activity),
-        _enable_profiler_in_child_thread=_noted(compiled, "_enable_profiler_in_child_thread"),
+        _enable_profiler_in_child_thread=compiled.join,
         _disable_profiler_in_child_thread=_noted(compiled, "_disable_profiler_in_child_thread"),
     )
 

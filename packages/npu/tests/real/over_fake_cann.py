@@ -19,6 +19,7 @@ import torch_npu
 
 from stepscope.backends import Backend, PendingArtifact, SpanInfo
 from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.torch_kineto import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.errors import ProfilerBusyError
 from stepscope.testing.backend_conformance import (
@@ -167,7 +168,7 @@ def test_markers_are_recorded_when_only_the_host_was_asked_for(
     assert ranges(record(make(contents=["cpu"]), tmp_path / "out")) == ["default:actor.update"]
 
 
-def test_a_window_of_another_thread_records_its_device_and_its_markers(
+def test_a_window_of_another_thread_records_its_device_its_markers_and_its_operators(
     make: Callable[..., NpuBackend], tmp_path: Path
 ) -> None:
     backend = make()
@@ -182,7 +183,47 @@ def test_a_window_of_another_thread_records_its_device_and_its_markers(
     [folder] = written([artifact], tmp_path / "out")
     assert any(call.startswith("aclprofCreateConfig(device 1 of 1") for call in calls())
     assert ranges(folder) == ["default:actor.update"]
-    assert "npu.contents.cpu" in artifact.ignored
+    assert artifact.options["operators_of"] == "test-thread"
+    assert b"aten::matmul" in operators(folder)
+
+
+def test_a_thread_that_opens_two_windows_has_each_operator_once_in_both(
+    make: Callable[..., NpuBackend], tmp_path: Path
+) -> None:
+    """torch_npu's own way for such threads records them twice the second time."""
+    backend = make()
+
+    def work() -> list[PendingArtifact]:
+        artifacts = []
+        for _ in range(2):
+            backend.start(a_window())
+            torch.ones(2).cumsum(0)
+            artifacts += backend.stop()
+        return artifacts
+
+    folders = written(in_thread(work), tmp_path / "out")
+    assert [operators(folder).count(b"aten::cumsum") for folder in folders] == [1, 1]
+
+
+def test_a_thread_whose_window_another_thread_stops_is_as_before_when_it_opens_the_next(
+    make: Callable[..., NpuBackend], tmp_path: Path
+) -> None:
+    backend = make()
+
+    def work() -> tuple[list[PendingArtifact], int]:
+        backend.start(a_window())
+        in_thread(backend.stop)[0].discard()
+        torch.ones(2).cumsum(0)
+        backend.start(a_window())
+        torch.ones(2).cumsum(0)
+        artifacts = backend.stop()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+            torch.ones(2).cumsum(0)
+        return artifacts, sum(event.name == "aten::cumsum" for event in theirs.events())
+
+    artifacts, theirs = in_thread(work)
+    [folder] = written(artifacts, tmp_path / "out")
+    assert operators(folder).count(b"aten::cumsum") == theirs == 1
 
 
 def test_a_range_may_end_after_the_window_and_on_another_thread(
@@ -244,6 +285,33 @@ def test_two_recordings_of_torch_npu_do_not_mix(make: Callable[..., NpuBackend],
     assert b"aten::cumsum" not in operators(folder)
     assert b"aten::cumsum" in operators(their_folder)
     assert b"aten::matmul" not in operators(their_folder)
+
+
+def test_torch_profiler_reaches_mspti_where_the_torch_backend_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what runs on a device nothing is known: the stand-in hands out no record."""
+    home = tmp_path.with_name(f"{tmp_path.name}-cann")
+    home.mkdir()
+    (home / "lib64").symlink_to(os.environ["LD_LIBRARY_PATH"])
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))  # it is looked for in there
+    activities = {"activities": ["cpu", "privateuse1"]}
+    config = {"tool": "torch", "save_path": str(tmp_path), "torch": activities}
+    backend = TorchBackend(ProfileConfig.from_mapping(config))
+    backend.start(a_window())
+    torch.ones(2).cumsum(0)
+    [artifact] = backend.stop()
+    [path] = written([artifact], tmp_path / "out")
+    assert artifact.options["activities"] == "cpu,privateuse1"
+    assert "aten::cumsum" in path.read_text()
+    called = [line.split("(")[0] for line in LOG.read_text().splitlines() if line.startswith("mspti")]
+    assert list(dict.fromkeys(called)) == [
+        "msptiSubscribe",
+        "msptiActivityRegisterCallbacks",
+        "msptiActivityEnable",
+        "msptiActivityFlushAll",
+        "msptiUnsubscribe",
+    ]
 
 
 def test_hooks_of_torch_npu_are_named(make: Callable[..., NpuBackend]) -> None:

@@ -22,6 +22,7 @@ NAMES = [
     "msprofiler",
     "ms_tools_ext",
     "ascend_hal",
+    "mspti",
 ]
 """Libraries that torch_npu links to (the first six) or opens."""
 

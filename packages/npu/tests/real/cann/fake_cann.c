@@ -280,3 +280,24 @@ API int halGetAPIVersion(int *version) { *version = 0; return 0; }
 API int halGetDeviceInfo(uint32_t id, int32_t module, int32_t kind, int64_t *value) {
     (void)id; (void)module; (void)kind; *value = 0; return 1;
 }
+
+/* MSPTI (libmspti), which torch.profiler's PrivateUse1 goes through: it hands out no record */
+
+API int msptiSubscribe(void **subscriber, void *callback, void *user) {
+    (void)callback; (void)user;
+    *subscriber = (void *)0x5000;
+    note("msptiSubscribe");
+    return 0;
+}
+API int msptiActivityEnable(int kind) { note("msptiActivityEnable(%d)", kind); return 0; }
+API int msptiActivityDisable(int kind) { (void)kind; return 0; }
+API int msptiActivityGetNextRecord(void *buffer, size_t size, void **record) {
+    (void)buffer; (void)size;
+    *record = 0;
+    return 2;
+}
+API int msptiActivityPushExternalCorrelationId(int kind, uint64_t id) { (void)kind; (void)id; return 0; }
+API int msptiActivityPopExternalCorrelationId(int kind, uint64_t *id) { (void)kind; if (id) *id = 0; return 0; }
+JUST_NOTED(msptiActivityRegisterCallbacks)
+JUST_NOTED(msptiActivityFlushAll)
+JUST_NOTED(msptiUnsubscribe)
