@@ -17,7 +17,9 @@ from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart, State
 from stepscope.files.parts import fold, read_parts
-from stepscope.report.figures import count, duration, moment, size
+from stepscope.files.uncaptured import uncaptured_near
+from stepscope.report.baseline import comparable
+from stepscope.report.figures import count, duration, middle, moment, size
 from stepscope.report.tables import listing, table
 
 
@@ -32,6 +34,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """When its owner opened the capture, unix ns."""
     wall_ns: int | None
     """None: the owner left nothing, or never closed the capture."""
+    uncaptured_ns: int | None
+    """The median of the steps near it that were not captured. None: none is known."""
     processes: int
     artifacts: int
     bytes: int
@@ -102,12 +106,14 @@ def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
     for part in parts:
         runs.setdefault(part.run_id, []).append(part)
     if not runs:
-        yield _row(step, None, size_bytes, (*broken, "no process left its part of the manifest"))
+        yield _row(layout, step, None, size_bytes, (*broken, "no process left its part of the manifest"))
     for mine in runs.values():
-        yield _row(step, fold(mine), size_bytes, broken)
+        yield _row(layout, step, fold(mine), size_bytes, broken)
 
 
-def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[str, ...]) -> StepRow:
+def _row(
+    layout: StepLayout, step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[str, ...]
+) -> StepRow:
     parts = () if manifest is None else manifest.processes
     first = next((part for part in parts if part.owner), None)
     again = (part for part in parts if first is not None and part.process.key == first.process.key)
@@ -119,6 +125,7 @@ def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[st
         state=None if manifest is None else manifest.state,
         opened_ns=None if owner is None else owner.opened.wall_ns,
         wall_ns=None if owner is None or closed is None else closed.mono_ns - owner.opened.mono_ns,
+        uncaptured_ns=None if owner is None else _usual_ns(layout, owner),
         processes=len({part.process.key for part in parts}),
         artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
         bytes=size_bytes,
@@ -126,8 +133,23 @@ def _row(step: int, manifest: Manifest | None, size_bytes: int, broken: tuple[st
     )
 
 
+def _usual_ns(layout: StepLayout, owner: ProcessPart) -> int | None:
+    near = uncaptured_near(layout, owner.process, owner.run_id, owner.opened.wall_ns)
+    return middle(each.dur_ns for each in comparable(near)) if near else None
+
+
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
-    columns = (">step", "run", "state", "opened", ">step time", ">processes", ">artifacts", ">size")
+    columns = (
+        ">step",
+        "run",
+        "state",
+        "opened",
+        ">step time",
+        ">uncaptured",
+        ">processes",
+        ">artifacts",
+        ">size",
+    )
     yield table(str(run), columns, map(_cells, rows))
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     if problems:
@@ -141,6 +163,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         row.state or "-",
         "-" if row.opened_ns is None else moment(row.opened_ns),
         duration(row.wall_ns),
+        duration(row.uncaptured_ns),
         str(row.processes),
         str(row.artifacts),
         size(row.bytes),

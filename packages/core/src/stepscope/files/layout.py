@@ -58,6 +58,10 @@ class RunLayout:
         """Holds the step that a request for the next one was given."""
         return self.listeners / f"{safe(request_id)}.step"
 
+    def uncaptured(self, process: ProcessInfo, run_id: str) -> Path:
+        """How long steps took that this process did not capture."""
+        return self.root / "uncaptured" / f"{_process_name(process)}_{run_id}.jsonl"
+
     @property
     def report(self) -> Path:
         """The page of the whole run; each step has its own."""

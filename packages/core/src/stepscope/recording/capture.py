@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown, untold
+from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown, uncaptured, untold
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -40,6 +40,7 @@ _open: Capture | None = None
 def activate(session: Session) -> None:
     """Switches recording on in this process."""
     shutdown.install(close_everything)
+    uncaptured.captured_here()
     session.switch_off = deactivate
     runtime.active = session
     if session.ended:  # its watchdog was faster
@@ -58,6 +59,7 @@ def close_everything(reason: str, deadline_s: float) -> None:
         _open.close(error=reason, deadline_s=deadline_s)
     if runtime.active is not None:
         runtime.active.close(error=reason)
+    uncaptured.flush()
     until = time.monotonic() + deadline_s
     unwritten = export.exporter().drain(deadline_s)
     if unwritten:
@@ -137,12 +139,15 @@ class Capture:
         self._rank = rank
         self._session: Session | None = None
         self._others: Others | None = None
+        self._uncaptured: uncaptured.Began | None = None
+        """Of a step that is not selected, between its opening and its closing."""
 
     # Opening.
 
     def open(self) -> Self:
         """Opens the capture. A no-op for a step that is not selected."""
         if not self.selected:
+            self._uncaptured = uncaptured.begin()
             return self
         self._refuse_to_block_a_loop()
         session = self._claim()
@@ -162,6 +167,7 @@ class Capture:
     async def aopen(self) -> Self:
         """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
         if not self.selected:
+            self._uncaptured = uncaptured.begin()
             return self
         import asyncio
 
@@ -259,6 +265,7 @@ class Capture:
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it."""
         if self._state not in ("opening", "open"):
+            self._say_uncaptured(error)
             return
         from stepscope.recording import loop
 
@@ -269,6 +276,7 @@ class Capture:
     def _close(self, error: str | None, deadline_s: float | None, discard: str | None) -> None:
         session = self._leave()
         if session is None:
+            self._say_uncaptured(error)
             return
         try:
             with session.ledger.closing():
@@ -306,6 +314,12 @@ class Capture:
         reason = f"opening failed: {describe(error)}"
         self._close(reason, None, reason)
 
+    def _say_uncaptured(self, error: str | None) -> None:
+        """How long a step took that was not selected, unless an exception cut it short."""
+        began, self._uncaptured = self._uncaptured, None
+        if began is not None and error is None:
+            uncaptured.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
+
     def _leave(self) -> Session | None:
         """Stops recording at once; None when there is nothing to close."""
         if self._state not in ("opening", "open") or self._session is None:
@@ -341,6 +355,7 @@ class Capture:
                 guard.warn("stepscope: step %d: %s", self.step, line)
             self._retain(session)
             if discard is None:
+                uncaptured.captured(session)
                 self._hand_over(session)
         except Exception as failure:
             guard.note("writing the manifest", failure)

@@ -1,6 +1,7 @@
 """Where a step's time went: pure functions of a timeline that return typed tables, and these as text."""
 
 from stepscope.report.advice import Advice, Evidence, advise
+from stepscope.report.baseline import Baseline, find_baseline
 from stepscope.report.breakdown import Breakdown, Line, Overlap, break_down
 from stepscope.report.devices import (
     DeviceRow,
@@ -35,6 +36,7 @@ from stepscope.report.step import StepReport, report_step
 
 __all__ = [
     "Advice",
+    "Baseline",
     "Breakdown",
     "Bubble",
     "Cause",
@@ -68,6 +70,7 @@ __all__ = [
     "break_down",
     "check_health",
     "explain_no_device",
+    "find_baseline",
     "find_idle",
     "find_long_tail",
     "find_peaks",

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stepscope.report.baseline import ENOUGH, Baseline
 from stepscope.report.breakdown import Breakdown, Line
 from stepscope.report.devices import TraceTables
 from stepscope.report.engine import Engine
@@ -25,6 +26,11 @@ from stepscope.report.stages import Stage
 LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""
 
+_SLOWED = (
+    "trust shares more than times. If other captures are as slow, it is the profiler: record fewer ranks, "
+    "without stacks, shapes and memory"
+)
+
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a step that rules look at. Shares are of the step without opening and closing the
@@ -32,6 +38,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     breakdown: Breakdown
+    baseline: Baseline | None
     stages: Table[Stage]
     long_tail: LongTail | None
     idle: Table[Idle]
@@ -102,6 +109,29 @@ def dropped(evidence: Evidence) -> Advice | None:
         what="spans were dropped, so that times are too short",
         because=(f"{count(evidence.health.dropped, 'span')} dropped",),
         do="raise the budget, or record fewer spans: not one for each token",
+        saves_ns=None,
+    )
+
+
+def not_typical(evidence: Evidence) -> Advice | None:
+    """The step took a tenth more than uncaptured ones near it, and more than nine tenths of them; or a tenth
+    less, and less than all.
+    """
+    found = evidence.baseline
+    if found is None or found.excess_ns is None or len(found.steps) < ENOUGH:
+        return None
+    took_ns = found.p50_ns + found.excess_ns
+    slow, fast = took_ns > found.p90_ns, took_ns < found.min_ns
+    if abs(found.excess_ns) * 10 < found.p50_ns or not (slow or fast):
+        return None
+    (share,) = percents([abs(found.excess_ns)], found.p50_ns)
+    usual = f"median {duration(found.p50_ns)}, {duration(found.min_ns)} to {duration(found.max_ns)}"
+    return Advice(
+        rule="not-typical",
+        kind="alarm",
+        what=f"the step took {share} % {'longer' if slow else 'less'} than steps that are not captured",
+        because=(f"{duration(took_ns)}; {count(len(found.steps), 'uncaptured step')} near it: {usual}",),
+        do=_SLOWED if slow else "capture another step: this one had less to do",
         saves_ns=None,
     )
 
@@ -404,6 +434,7 @@ RULES: Sequence[Rule] = (
     never_ended,
     unaligned,
     dropped,
+    not_typical,
     profiler_cost,
     memory_nearly_full,
     long_tail,

@@ -16,7 +16,8 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     `step/wall_seconds` is the sum of `stage/<role>/<stage>_seconds` (each stage's share of the wall time),
     `step/profiler_seconds` and `step/unaccounted_seconds`. `idle/<role>_seconds` is the mean over the role's
     processes. `long_tail/held_seconds` and `long_tail/rollout_seconds` are there where trajectories are.
-    In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
+    `uncaptured/p50_seconds` and `uncaptured/p90_seconds` are of the steps near it that were not captured,
+    where any are known. In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
     """
     ns: Counter[str] = Counter({"step/wall_seconds": report.breakdown.total_ns})
     for line in report.breakdown.lines:
@@ -28,6 +29,9 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     for process in report.idle:
         idle[_plain(process.role)].append(process.idle_ns)
     seconds = {f"idle/{role}_seconds": sum(each) / len(each) / 1e9 for role, each in idle.items()}
+    if report.baseline is not None:
+        ns["uncaptured/p50_seconds"] = report.baseline.p50_ns
+        ns["uncaptured/p90_seconds"] = report.baseline.p90_ns
     tail = report.long_tail
     if tail is not None and tail.held_ns is not None:
         ns["long_tail/held_seconds"] = tail.held_ns

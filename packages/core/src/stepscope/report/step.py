@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stepscope.report.advice import Advice, Evidence, advise
+from stepscope.report.baseline import Baseline, find_baseline
 from stepscope.report.breakdown import Breakdown, break_down
 from stepscope.report.devices import TraceTables, tabulate_traces
 from stepscope.report.engine import Engine, view_engines
@@ -28,6 +29,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     advice: tuple[Advice, ...]
     """Alarms first, then what could save most."""
     breakdown: Breakdown
+    baseline: Baseline | None
+    """None: no uncaptured step is known to compare it with."""
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """None: no span belongs to a trajectory."""
@@ -46,8 +49,10 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         traces: What `load_traces` made of the step's traces. None: the report is of spans alone.
     """
     activities = () if traces is None else traces.activities
+    breakdown = break_down(timeline)
     found = Evidence(
-        breakdown=break_down(timeline),
+        breakdown=breakdown,
+        baseline=find_baseline(timeline, breakdown),
         stages=time_stages(timeline),
         long_tail=find_long_tail(timeline),
         idle=find_idle(timeline, activities),
@@ -62,6 +67,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         opened_ns=timeline.window.start_ns,
         advice=advise(found),
         breakdown=found.breakdown,
+        baseline=found.baseline,
         stages=found.stages,
         long_tail=found.long_tail,
         idle=found.idle,

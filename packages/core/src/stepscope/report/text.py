@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.report.accounting import Label
+from stepscope.report.baseline_text import say_beside, say_usual
 from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
 from stepscope.report.health_text import say_again, say_ended, trust
@@ -31,10 +32,11 @@ def render_overview(reports: Sequence[StepReport]) -> RenderableType:
     """One line for each of several steps."""
     runs = len({report.run_id for report in reports}) > 1
     columns = (
-        ">step", *(["run"] * runs), ">took", ">with capture", ">unaccounted", ">profiler", "largest stages",
-        "complete",
+        ">step", *(["run"] * runs), ">took", ">uncaptured", ">with capture", ">unaccounted", ">profiler",
+        "largest stages", "complete",
     )  # fmt: skip
-    note = "with capture: with opening and closing it; percentages are of that."
+    note = "uncaptured: the median of steps near it that were not captured. with capture: with opening and\n"
+    note += "closing it; percentages are of that."
     return table("Steps", columns, [_overview(report, runs) for report in reports], note)
 
 
@@ -45,7 +47,8 @@ def _overview(report: StepReport, runs: bool) -> list[str]:
     most = ", ".join(f"{line.stage} {share} %" for line, share in shares[:2] if line.kind == "stage")
     complete = "yes" if report.health.complete else "no"
     run = [report.run_id] * runs
-    took = duration(report.breakdown.window_ns), duration(total)
+    usual_ns = None if report.baseline is None else report.baseline.p50_ns
+    took = duration(report.breakdown.window_ns), duration(usual_ns), duration(total)
     return [str(report.step), *run, *took, other["unaccounted"], other["profiler"], most, complete]
 
 
@@ -72,7 +75,8 @@ def _head(report: StepReport) -> Text:
     total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
     took = f"{duration(window_ns)} ({duration(total_ns)} with opening and closing the capture)"
     said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
-    for remark in filter(None, (say_ended(report.health), say_again(report.health))):
+    usual = (say_usual(report.baseline), say_beside(report.baseline))
+    for remark in filter(None, (say_ended(report.health), say_again(report.health), *usual)):
         said += f"\n{remark}"
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:

@@ -14,6 +14,7 @@ from stepscope.files.parts import fold
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Open
 from stepscope.files.spans import Span as SpanLine
+from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.captures import of_the_last
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine
@@ -99,6 +100,7 @@ def _assemble(
         spans=_spans(sources, records, [placed.place for placed in aligned], step),
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
+        uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from stepscope.files.manifest import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.uncaptured import UncapturedStep
 from stepscope.files.values import AttrValue
 
 Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "unaligned"]
@@ -139,6 +140,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """How many times the step was captured in one process (a retry). This is the last of them."""
     earlier_files: tuple[str, ...] = ()
     """Recordings of the captures before it, relative to the step's folder."""
+    uncaptured: tuple[UncapturedStep, ...] = ()
+    """Steps of the same loop that were not captured, in the order of their starts: the nearest ones that were
+    kept."""
 
     def since_opening_ns(self, span: Span) -> int | None:
         """When the span began, after the capture opened. None where its process is unaligned."""

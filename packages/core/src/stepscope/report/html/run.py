@@ -73,12 +73,13 @@ def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
     longest_ns = max(step.report.breakdown.total_ns for step in steps)
     runs = len({step.report.run_id for step in steps}) > 1
     rows = [_step(step, longest_ns, colours, runs) for step in steps]
-    columns = ("step", "", ">took", ">with capture", ">unaccounted", ">profiler", "complete")
+    columns = ("step", "", ">took", ">uncaptured", ">with capture", ">unaccounted", ">profiler", "complete")
     used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
     other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in ("profiler", "unaccounted")]
     legend = join(colours.legend(used), tag("p", *other, class_="legend"))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
-    return section("steps", "Where each step went", legend, body)
+    note = "uncaptured: the median of steps near it that were not captured."
+    return section("steps", "Where each step went", legend, body, note=note)
 
 
 def _has(report: StepReport, label: Label) -> bool:
@@ -96,8 +97,9 @@ def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple
         tag("span", "yes", class_="good") if report.health.complete else tag("span", "no", class_="bad")
     )
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
-    took = duration(report.breakdown.window_ns)
-    return linked, bar, took, duration(total_ns), other["unaccounted"], other["profiler"], complete
+    took, usual = duration(report.breakdown.window_ns), report.baseline
+    beside = duration(None if usual is None else usual.p50_ns)
+    return linked, bar, took, beside, duration(total_ns), other["unaccounted"], other["profiler"], complete
 
 
 def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:

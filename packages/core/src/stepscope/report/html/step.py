@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.accounting import Label
+from stepscope.report.baseline_text import say_beside, say_usual
+from stepscope.report.diff_text import percentage
 from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
@@ -69,6 +71,7 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
         tag("p", f"run {report.run_id}, {moment(report.opened_ns)}", class_="note"),
         tag("div", *(_fact(*fact) for fact in _facts(timeline, report)), class_="facts"),
         *_ended(report.health),
+        *_usual(report),
         *_others(report),
     )
 
@@ -80,6 +83,11 @@ def _ended(found: Health) -> list[Html]:
         *([tag("p", said, class_="said bad")] if said else []),
         *([tag("p", again, class_="note")] if again else []),
     ]
+
+
+def _usual(report: StepReport) -> list[Html]:
+    said = filter(None, (say_usual(report.baseline), say_beside(report.baseline)))
+    return [tag("p", ". ".join(said) + ".", class_="note")]
 
 
 def _others(report: StepReport) -> list[Html]:
@@ -97,6 +105,12 @@ def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, s
         f"{duration(breakdown.total_ns)} with opening and closing the capture",
         "",
     )
+    usual = report.baseline
+    if usual is not None:
+        excess = (
+            "" if usual.excess_ns is None else f"; this one {percentage(usual.excess_ns, usual.p50_ns)} %"
+        )
+        yield "uncaptured", duration(usual.p50_ns), f"median of {len(usual.steps)}{excess}", ""
     lines = breakdown.lines
     shares = percents([line.wall_ns for line in lines], breakdown.total_ns)
     if lines[0].kind == "stage":

@@ -1,0 +1,80 @@
+"""The captured step beside uncaptured ones: whether it is typical, and what the capture cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.files.uncaptured import UncapturedStep
+from stepscope.report.accounting import rank_of
+from stepscope.report.breakdown import Breakdown
+from stepscope.report.figures import middle
+from stepscope.timeline import Timeline
+
+ENOUGH = 5
+"""With fewer uncaptured steps nothing is said of what is usual."""
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of the same loop that were not captured, the nearest ones. Their times are of the step alone, as
+    `Breakdown.window_ns` is of the captured one.
+    """
+
+    steps: tuple[int, ...]
+    """Their numbers. The first one after a capture, during which traces may have been written, is among them
+    only where there are fewer than `ENOUGH` others."""
+    min_ns: int
+    p50_ns: int
+    """The median."""
+    p90_ns: int
+    """By nearest rank: some step's own time."""
+    max_ns: int
+    longer: int
+    """How many of them took longer than the captured one."""
+    next_ns: int | None
+    """What the first one after this capture took. None: it is not known, or was captured."""
+    excess_ns: int | None
+    """How much longer the captured one took than their median: the profiler inside the step, and chance.
+    None: its capture ended before the step did."""
+    cost_ns: int | None
+    """The same with opening and closing the capture: an estimate of all that it cost."""
+
+
+def find_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
+    """None where no uncaptured step is known."""
+    if not timeline.uncaptured:
+        return None
+    used = comparable(timeline.uncaptured)
+    took = sorted(each.dur_ns for each in used)
+    end_ns, p50_ns = timeline.window.end_ns, middle(took)
+    after = (each.dur_ns for each in timeline.uncaptured if each.first and each.start_ns >= end_ns)
+    whole = _whole(timeline)
+    return Baseline(
+        steps=tuple(each.step for each in used),
+        min_ns=took[0],
+        p50_ns=p50_ns,
+        p90_ns=took[rank_of(90, len(took))],
+        max_ns=took[-1],
+        longer=sum(ns > breakdown.window_ns for ns in took),
+        next_ns=next(after, None),
+        excess_ns=breakdown.window_ns - p50_ns if whole else None,
+        cost_ns=breakdown.total_ns - p50_ns if whole else None,
+    )
+
+
+def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
+    """Without the first ones after a capture, where enough others are left."""
+    apart = [each for each in near if not each.first]
+    return apart if len(apart) >= ENOUGH else near
+
+
+def _whole(timeline: Timeline) -> bool:
+    """Whether the recording lasted as long as the step: nobody's exception and no budget ended it."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    cut = any(
+        part.error is not None or any(item.name == "spans" and item.truncated for item in part.expected)
+        for part in parts
+        if part.owner
+    )
+    return timeline.window.closed and not cut

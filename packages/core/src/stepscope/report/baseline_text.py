@@ -1,0 +1,61 @@
+"""The captured step beside uncaptured ones, in words."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from stepscope.report.baseline import ENOUGH, Baseline
+from stepscope.report.diff_text import percentage, signed
+from stepscope.report.figures import count, duration
+
+RUNS = 4
+"""Stretches of step numbers that are named."""
+
+
+def say_usual(baseline: Baseline | None) -> str:
+    """What uncaptured steps take: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
+    if baseline is None:
+        return (
+            "No uncaptured step is known beside it: open capture(step) for each step, also for those that "
+            "`steps` does not select"
+        )
+    steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({_numbers(baseline.steps)})"
+    if len(baseline.steps) == 1:
+        return f"{steps} took {duration(baseline.p50_ns)}"
+    extent = f"{duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
+    return f"{steps} took {duration(baseline.p50_ns)} (median; p90 {duration(baseline.p90_ns)}; {extent})"
+
+
+def say_beside(baseline: Baseline | None) -> str:
+    """How the captured one compares. Empty where there is nothing to compare with."""
+    if baseline is None:
+        return ""
+    if baseline.excess_ns is None or baseline.cost_ns is None:
+        return "Not compared: the capture ended before the step did"
+    by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
+    said = f"This one: {by}, {_rank(baseline)}; with opening and closing {signed(baseline.cost_ns)}"
+    if len(baseline.steps) < ENOUGH:
+        said += ". That is too few to say what is usual"
+    if baseline.next_ns is not None:
+        said += f". The step after it took {duration(baseline.next_ns)}"
+    return said
+
+
+def _rank(baseline: Baseline) -> str:
+    number, longer = len(baseline.steps), baseline.longer
+    if longer == 0:
+        return "longer than any of them" if number > 1 else "longer than that"
+    if longer == number:
+        return "shorter than all of them" if number > 1 else "shorter than that"
+    return f"longer than {number - longer} of the {number}"
+
+
+def _numbers(steps: tuple[int, ...]) -> str:
+    """`3, 5-9, 12`, cut behind a few."""
+    ordered = sorted(set(steps))
+    breaks = [0, *(at for at, (a, b) in enumerate(pairwise(ordered), 1) if b > a + 1), len(ordered)]
+    said = [
+        str(ordered[first]) if end - first == 1 else f"{ordered[first]}-{ordered[end - 1]}"
+        for first, end in pairwise(breaks)
+    ]
+    return ", ".join(said[:RUNS]) + (" ..." if len(said) > RUNS else "")
