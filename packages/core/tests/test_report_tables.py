@@ -11,6 +11,7 @@ from rich.console import Console
 
 from stepscope.report import StepReport, find_long_tail, report_step, time_stages
 from stepscope.report.figures import duration, middle, moment, percents, plain
+from stepscope.report.html import render_step
 from stepscope.report.sections_text import trajectories
 from stepscope.report.text import render
 from stepscope.testing.steps import StepFolder
@@ -61,6 +62,24 @@ def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     replica.close(20 * MS)
     (stage,) = time_stages(load_step(folder.write()))
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
+
+
+def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, named, unnamed = (
+        folder.process("trainer", owner=True), folder.process("rollout", 0), folder.process("rollout", 1),
+    )  # fmt: skip
+    driver.span("generate", 0, 9 * MS, role="rollout")
+    named.span("prefill", 0, 4 * MS)
+    unnamed.span("generate_batch", 0, 9 * MS)
+    for process in folder.processes:
+        process.close(10 * MS)
+    timeline = load_step(folder.write())
+    report = report_step(timeline)
+    assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
+    for said in (" ".join(printed(report).split()), render_step(timeline, report)):
+        assert "rollout 1: nothing says when they read prompts" in said
+        assert "their stages are generate_batch. Call them `prefill` and `decode`" in said
 
 
 def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_incomplete(

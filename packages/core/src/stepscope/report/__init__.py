@@ -16,7 +16,7 @@ from stepscope.report.devices import (
     tabulate_traces,
     use_devices,
 )
-from stepscope.report.engine import Engine, Load, view_engines
+from stepscope.report.engine import Engine, Load, Phaseless, find_phaseless, view_engines
 from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow, check_health
 from stepscope.report.idle import Cause, Idle, find_idle
 from stepscope.report.long_tail import (
@@ -55,6 +55,7 @@ __all__ = [
     "OperatorRow",
     "OtherStep",
     "Overlap",
+    "Phaseless",
     "ProcessRow",
     "Share",
     "SlowTrajectory",
@@ -74,6 +75,7 @@ __all__ = [
     "find_idle",
     "find_long_tail",
     "find_peaks",
+    "find_phaseless",
     "rank_operators",
     "report_step",
     "tabulate_traces",

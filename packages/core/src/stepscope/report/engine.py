@@ -48,6 +48,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     load: tuple[Load, ...]
 
 
+class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that did work of role `rollout`, and of which nothing says when it read and when it wrote."""
+
+    process: str
+    stages: tuple[str, ...]
+    """What its work is called."""
+
+
 class _Piece(NamedTuple):
     start_ns: int
     end_ns: int
@@ -72,6 +80,27 @@ def view_engines(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -
             *(_engine(replica, "iterations", by_trace, opened_ns) for replica in by_trace),
             *(_engine(replica, "spans", by_spans, opened_ns) for replica in by_spans),
         ]
+    )
+
+
+def find_phaseless(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
+    """Processes that `view_engines` has no row of, though they seem to be engines.
+
+    None where an engine's trace names its iterations: that engine may run in any of the processes. The
+    owner's spans of role `rollout` are taken for the wait for a replica, unless it is the only process.
+    """
+    if any(engine.source == "iterations" for engine in engines):
+        return Table()
+    seen = {engine.replica for engine in engines}
+    stages: dict[int, set[str]] = defaultdict(set)
+    for span in timeline.spans:
+        if span.role == "rollout" and span.stage not in _STAGES:
+            stages[span.process].add(span.stage)
+    alone = len(timeline.processes) == 1
+    return Table(
+        Phaseless(process=process.name, stages=tuple(sorted(stages[index])))
+        for index, process in enumerate(timeline.processes)
+        if index in stages and process.aligned and process.name not in seen and (alone or not process.owner)
     )
 
 

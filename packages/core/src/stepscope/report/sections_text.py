@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepscope.report.advice import Advice
 from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
-from stepscope.report.engine import Engine
+from stepscope.report.engine import Engine, Phaseless
 from stepscope.report.figures import count, duration, percents, plain, size
 from stepscope.report.idle import Idle
 from stepscope.report.long_tail import LongTail
@@ -118,9 +118,25 @@ def trajectories(number: float) -> str:
     return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"
 
 
-def engines(rows: Sequence[Engine]) -> Iterator[RenderableType]:
-    if not rows:
-        return
+def engines(rows: Sequence[Engine], phaseless: Sequence[Phaseless]) -> Iterator[RenderableType]:
+    if rows:
+        yield _engines(rows)
+    if phaseless:
+        yield listing("No engine phases", [say_phaseless(phaseless)])
+
+
+def say_phaseless(rows: Sequence[Phaseless]) -> str:
+    """Of engines whose stages nobody named, and how to name them."""
+    names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
+    stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
+    return (
+        f"{names}: nothing says when they read prompts and when they wrote tokens; their stages are {stages}"
+        '. Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
+        "capture(engines=...)"
+    )
+
+
+def _engines(rows: Sequence[Engine]) -> RenderableType:
     note = (
         "prefill, decode: while only that went on in the replica. batch: requests in decode at once. By the "
         "engine's own iterations where its trace names them, else by the spans of requests."
@@ -135,7 +151,7 @@ def engines(rows: Sequence[Engine]) -> Iterator[RenderableType]:
         for row in rows[:2 * LISTED]
     ]  # fmt: skip
     columns = ("replica", "by", ">iterations", ">prefill", ">decode", ">both", ">batch", ">most")
-    yield table("Engines", columns, cells, note)
+    return table("Engines", columns, cells, note)
 
 
 def traces(found: TraceTables) -> Iterator[RenderableType]:

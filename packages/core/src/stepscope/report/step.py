@@ -8,7 +8,7 @@ from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.baseline import Baseline, find_baseline
 from stepscope.report.breakdown import Breakdown, break_down
 from stepscope.report.devices import TraceTables, tabulate_traces
-from stepscope.report.engine import Engine, view_engines
+from stepscope.report.engine import Engine, Phaseless, find_phaseless, view_engines
 from stepscope.report.health import Health, check_health
 from stepscope.report.idle import Idle, find_idle
 from stepscope.report.long_tail import LongTail, find_long_tail
@@ -37,6 +37,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     idle: tuple[Idle, ...]
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
+    phaseless: tuple[Phaseless, ...]
+    """Processes that generated and are not among `engines`."""
     traces: TraceTables | None
     """None: they were not read."""
     health: Health
@@ -72,6 +74,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         long_tail=found.long_tail,
         idle=found.idle,
         engines=found.engines,
+        phaseless=find_phaseless(timeline, found.engines),
         traces=found.traces,
         health=found.health,
     )

@@ -65,7 +65,7 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield from idle(report.idle, report.breakdown.window_ns)
     if report.long_tail is not None:
         yield from _long_tail(report.long_tail)
-    yield from engines(report.engines)
+    yield from engines(report.engines, report.phaseless)
     if report.traces is not None:
         yield from traces(report.traces)
     yield from trust(report.health)

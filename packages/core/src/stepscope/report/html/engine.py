@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.engine import Engine, Load
+from stepscope.report.engine import Engine, Load, Phaseless
 from stepscope.report.figures import duration, percents
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.html.timecharts import axis
 from stepscope.report.marks import pick
+from stepscope.report.sections_text import say_phaseless
 
 CHARTS = 16
 """Replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
 
 
-def engines(rows: Sequence[Engine], window_ns: int, colours: Colours) -> Iterator[Html]:
-    if not rows:
-        return
+def engines(
+    rows: Sequence[Engine], phaseless: Sequence[Phaseless], window_ns: int, colours: Colours
+) -> Iterator[Html]:
+    unsaid = tag("p", f"{say_phaseless(phaseless)}.", class_="note") if phaseless else EMPTY
+    if rows:
+        yield _engines(rows, unsaid, window_ns, colours)
+    elif phaseless:
+        yield section("engines", "Engines", unsaid)
+
+
+def _engines(rows: Sequence[Engine], unsaid: Html, window_ns: int, colours: Colours) -> Html:
     tops = {row.source: _top(rows, row.source) for row in rows}
     busiest = max(range(len(rows)), key=lambda at: rows[at].decode_ns + rows[at].both_ns)
     drawn = [rows[at] for at in pick(len(rows), CHARTS, [busiest])]
@@ -40,7 +49,8 @@ def engines(rows: Sequence[Engine], window_ns: int, colours: Colours) -> Iterato
         note += f" Drawn are {len(drawn)} of {len(rows):,} replicas, evenly chosen, and the busiest."
     legend = colours.legend([("rollout", part) for part in _PARTS])
     cells = [_row(row, colours, named) for row in rows]
-    yield section("engines", "Engines", legend, body, table(columns, cells, "engine-table"), note=note)
+    shown = table(columns, cells, "engine-table")
+    return section("engines", "Engines", legend, body, shown, unsaid, note=note)
 
 
 def _row(row: Engine, colours: Colours, named: bool) -> tuple[str | Html, ...]:

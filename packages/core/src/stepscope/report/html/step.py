@@ -45,7 +45,7 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
         if lanes is not None:
             yield timecharts.lanes(lanes, timeline.window.wall_ns, colours)
         yield tail.tail(found, colours)
-    yield from engine.engines(report.engines, report.breakdown.window_ns, colours)
+    yield from engine.engines(report.engines, report.phaseless, report.breakdown.window_ns, colours)
     yield from idle.idle(report.idle, report.breakdown.window_ns)
     yield from heat.heat(report.stages, colours)
     if report.stages:
