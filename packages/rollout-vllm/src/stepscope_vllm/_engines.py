@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -165,6 +166,10 @@ class Driver:
         core = getattr(self.engine.llm_engine, "engine_core", None)
         return type(core).__name__ == "InprocClient" and self.layout.size == 1
 
+    def takes_aim(self) -> bool:
+        """Whether its workers can be told where and how to record. vllm-ascend's have another profiler."""
+        return not on_ascend() and (self.in_this_process or self.extended())
+
     def extended(self) -> bool:
         """Whether its workers have our extension."""
         name = str(getattr(self.config.parallel_config, "worker_extension_cls", "") or "")
@@ -282,7 +287,7 @@ class Driver:
     async def _aim(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> bool:
         """Whether the workers write this capture as it asks, wherever the engine was told to write."""
         here = self.in_this_process
-        if self.settings.get("profiler") != "torch" or not (here or self.extended()):
+        if self.settings.get("profiler") != "torch" or not self.takes_aim():
             return False
         spec: _extension.Spec = {
             "folder": capture.out_dir,
@@ -304,6 +309,11 @@ class Driver:
         resources = getattr(self.engine.engine_core, "resources", None)
         tasks = (self.engine.output_handler, getattr(resources, "output_queue_task", None))
         return next((task.get_loop() for task in tasks if task is not None), None)
+
+
+def on_ascend() -> bool:
+    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
+    return find_spec("vllm_ascend") is not None
 
 
 def options_of(capture: EngineCapture) -> dict[str, bool]:

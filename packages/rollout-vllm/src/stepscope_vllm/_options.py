@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
@@ -64,31 +63,32 @@ def unable(
     version: str,
     *,
     aimed: bool,
+    ascend: bool = False,
 ) -> dict[str, str]:
     """The options of a capture that will not be honoured: {option: reason}.
 
     Args:
         settings: What the engine was built with; empty where it is not known (a server).
         aimed: Whether the workers take each capture's options (our extension, or a worker in this process).
+        ascend: Whether the engine is vllm-ascend's.
 
     Raises:
         EngineError: `extra` has an option that no vLLM has.
     """
-    never = {**_NEVER, **(_ON_ASCEND if on_ascend() else {})}
-    found = {option: why for option, why in never.items() if getattr(capture, option)}
+    found = _asked(capture, _NEVER)
     if not aimed:
         found.update(_fixed(capture, settings))
         found.update(_iterations(capture, settings, dialect))
     found.update(_extra(capture, settings, version, aimed=aimed))
+    found.update(_asked(capture, _ON_ASCEND if ascend else {}))
     why = _versions.untried(version)
     if why is not None:
         found["version"] = why
     return found
 
 
-def on_ascend() -> bool:
-    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
-    return find_spec("vllm_ascend") is not None
+def _asked(capture: EngineCapture, unable: Mapping[str, str]) -> dict[str, str]:
+    return {option: why for option, why in unable.items() if getattr(capture, option)}
 
 
 def _fixed(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, str]:

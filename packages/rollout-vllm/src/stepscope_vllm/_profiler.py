@@ -12,7 +12,7 @@ from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _engines, _options, _recording, _versions
-from stepscope_vllm._engines import Driver, Layout, Started
+from stepscope_vllm._engines import Driver, Layout, Started, on_ascend
 from stepscope_vllm._recording import Desk, Run
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
@@ -68,8 +68,14 @@ class VllmProfiler:
     async def start(self, capture: EngineCapture) -> None:
         self.check()
         driver = self._driver
-        aimed = driver.in_this_process or driver.extended()
-        ignored = _options.unable(capture, driver.settings, driver.dialect, driver.version, aimed=aimed)
+        ignored = _options.unable(
+            capture,
+            driver.settings,
+            driver.dialect,
+            driver.version,
+            aimed=driver.takes_aim(),
+            ascend=on_ascend(),
+        )
         if driver.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = _options.OTHER_THREAD
         driver.bind(asyncio.get_running_loop())

@@ -178,8 +178,11 @@ class Run:
     def _names(self, started: Started, late_for: Run | None) -> set[str]:
         """The names of this capture's files; late ones of the capture before go where they belong."""
         there, (before, after) = _traces.listed(started.folder), self._seen
-        if started.named or started.aimed:
-            return {name for name in there if name.startswith(f"{self._name}_")}
+        named = {name for name in there if name.startswith(f"{self._name}_")}
+        if started.aimed:
+            return named
+        if started.named and not any(map(_traces.is_recording, there)):
+            return named
         # What came while the profiler was starting is the last of the capture before, if that lacks files:
         # a worker does one thing after another. Otherwise it is ours, from a worker that is through already.
         between = after - before if late_for is not None else set()
@@ -200,7 +203,7 @@ class Run:
         wanted = self.capture.ranks
         aside = [(t, r) for t, r in placed if wanted is not None and r is not None and r not in wanted]
         for trace, _ in aside:
-            trace.path.unlink()
+            _traces.remove(trace.path)
         kept = [pair for pair in placed if pair not in aside]
         options: dict[str, Option] = {
             **_facts.steady(facts),
@@ -216,7 +219,7 @@ class Run:
             publish(
                 trace.path,
                 self.capture,
-                kind="vllm_frontend_trace" if trace.frontend else "vllm_trace",
+                kind=_kind(trace),
                 tool="vllm",
                 rank=rank,
                 world_size=None if layout is None else layout.size,
@@ -243,7 +246,7 @@ class Run:
         started = self._started
         if started is not None:
             for name in self._names(started, None):
-                (started.folder / name).unlink(missing_ok=True)
+                _traces.remove(started.folder / name)
 
     # Ranks.
 
@@ -280,6 +283,12 @@ class Run:
         found = {"tp": inside % layout.tp, "pp": inside // layout.tp}
         dp = trace.dp if layout.dp > 1 else 0
         return found if dp is None else {**found, "dp": dp}
+
+
+def _kind(trace: _traces.Trace) -> str:
+    if _traces.is_recording(trace.path.name):
+        return "npu_recording"  # as stepscope-npu names its own
+    return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 
 
 def prefix_of(name: str) -> str:

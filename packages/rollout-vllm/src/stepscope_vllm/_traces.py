@@ -16,6 +16,8 @@ _TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
 _TABLE = re.compile(r"(?:\.profiler_out\.txt|profiler_out_\d+\.txt)$")
 _RANK = re.compile(r"(?:^|[_.-])rank[-_]?(\d+)(?=[._])")
 _DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
+_RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
+"""What vllm-ascend leaves: a folder, and the pid in its name."""
 _STATED = re.compile(rb'"distributedInfo":\s*\{[^{}\[\]]*?"rank":\s*(\d+)[^{}\[\]]*?"world_size":\s*(\d+)')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
@@ -50,11 +52,16 @@ def listed(folder: Path | None) -> set[str]:
 
 
 def is_output(name: str) -> bool:
-    return not name.startswith(TEMPORARY) and bool(_TRACE.search(name) or _TABLE.search(name))
+    return not name.startswith(TEMPORARY) and bool(is_trace(name) or _TABLE.search(name))
 
 
 def is_trace(name: str) -> bool:
-    return bool(_TRACE.search(name))
+    return bool(_TRACE.search(name)) or is_recording(name)
+
+
+def is_recording(name: str) -> bool:
+    """Whether it is a folder of the Ascend profiler. All of a worker's have the name of its first capture."""
+    return bool(_RECORDING.search(name))
 
 
 def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[Path]:
@@ -68,11 +75,20 @@ def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[
             os.rename(source / name, final)
         except OSError:  # another disk
             part = target / f"{TEMPORARY}{own}"
-            shutil.copyfile(source / name, part)
+            copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
+            copy(source / name, part)
             part.rename(final)
-            (source / name).unlink()
+            remove(source / name)
         moved.append(final)
     return moved
+
+
+def remove(path: Path) -> None:
+    """A trace, or a folder that is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def wait_until_complete(paths: Iterable[Path]) -> None:
@@ -93,8 +109,8 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 def read(path: Path) -> Trace:
     """What the file says in its content, and where that is silent, in its name."""
-    head = _head(path)
-    stated, pid = _STATED.search(head), _PID.search(head)
+    head = b"" if path.is_dir() else _head(path)
+    stated, pid = _STATED.search(head), _PID.search(head) or _RECORDING.search(path.name)
     named, dp = _RANK.search(path.name), _DP.search(path.name)
     rank = int(stated[1]) if stated else int(named[1]) if named else None
     number = int(pid[1]) if pid else None
@@ -134,6 +150,8 @@ def _unfinished(path: Path) -> str | None:
     """What is missing at the end of a trace; None when nothing is."""
     from isal import igzip
 
+    if path.is_dir():
+        return None if any(path.glob("profiler_info*.json")) else "it has no profiler_info.json"
     last = b""
     try:
         # In chunks: a trace can be larger than the memory.

@@ -38,7 +38,7 @@ def publish(
     versions: Mapping[str, str] | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> Artifact:
-    """The artifact for the complete file at `path`; its sidecar is written beside it. Blocks on the disk.
+    """The artifact for the complete file or folder at `path`, with its sidecar beside it. Blocks on the disk.
 
     Raises:
         EngineError: the file is absent, empty, or outside the capture's step folder.
@@ -94,7 +94,8 @@ def _inside(path: Path, step_dir: Path) -> str:
 
 def _size(path: Path) -> int:
     try:
-        size = path.stat().st_size
+        files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+        size = sum(each.stat().st_size for each in files)
     except OSError as error:
         raise EngineError(f"the engine announced {path}, which cannot be read: {error}") from error
     if size == 0:
