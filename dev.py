@@ -227,6 +227,11 @@ def engines() -> "dict[str, EngineEnvironment]":
     return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
 
 
+def version_of(recipe: str) -> "tuple[int, ...]":
+    """`sglang-0.5.23` -> (0, 5, 23)."""
+    return tuple(int(part) for part in re.findall(r"\d+", recipe))
+
+
 def engine(recipe: Path) -> EngineEnvironment:
     over = recipe / "over.txt"
     under = engine(recipe.with_name(over.read_text().strip())) if over.exists() else DEV
@@ -392,12 +397,13 @@ class Line:
 
 
 def demo(arguments: list[str]) -> bool:
-    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm: with that engine"""
+    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm or sglang: with those"""
     python = DEV.ready()
     if "--engine" in arguments:
         wanted = arguments[arguments.index("--engine") + 1 :][:1]
         fitting = [recipe for name, recipe in engines().items() if [name.partition("-")[0]] == wanted]
-        python = fitting[-1].ready() if fitting else python  # the newest that there is a recipe for
+        newest = max(fitting, key=lambda each: version_of(each.recipe.name), default=DEV)
+        python = newest.ready()
     return run(python, "-m", "stepscope", "demo", *arguments)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from stepscope_sglang import request_facts
+import pytest
+
+from stepscope_sglang import record_request, request_facts
 
 # As 0.5.23 answered on a CPU, with enable_metrics.
 META: dict[str, Any] = {
@@ -62,3 +65,58 @@ def test_stamps_that_were_never_set_are_no_times() -> None:
 
 def test_what_is_no_answer_has_no_facts() -> None:
     assert request_facts({"meta_info": None}) == {}
+
+
+class Recorded:
+    """A span that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.attrs: dict[str, str | int | float] = {}
+        self.below: list[tuple[str, int, int, str | None]] = []
+
+    def set(self, **attrs: str | int | float) -> None:
+        self.attrs.update(attrs)
+
+    def add(self, stage: str, start_ns: int, end_ns: int, *, role: str | None = None) -> None:
+        self.below.append((stage, start_ns, end_ns, role))
+
+
+def just_now() -> dict[str, Any]:
+    """An answer that came this moment, to a request of 1.5 s: 0.125 queued, 0.25 prefill, 0.75 decode."""
+    ended = time.time()
+    stamps = {
+        "request_received_ts": ended - 1.5,
+        "forward_entry_time": ended - 1,
+        "prefill_finished_time": ended - 0.75,
+        "request_finished_ts": ended,
+    }
+    return {**META, **stamps}
+
+
+def test_queue_prefill_and_decode_hang_below_the_request_as_sglang_timed_them() -> None:
+    span, before = Recorded(), time.monotonic_ns()
+    record_request(span, {"meta_info": just_now()})
+    assert span.attrs["queued_s"] == 0.125
+    assert [each[0] for each in span.below] == ["queue", "prefill", "decode"]
+    assert {each[3] for each in span.below} == {"rollout"}
+    times = [round((end - start) / 1e9, 3) for _, start, end, _ in span.below]
+    assert times == [0.125, 0.25, 0.75]
+    assert span.below[0][2] == span.below[1][1], "one ends where the next begins"
+    assert abs(span.below[-1][2] - before) < 50e6, "on the clock of spans"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"forward_entry_time": 3600.0, "prefill_finished_time": 3600.5},  # perf_counter, as in older versions
+        {"request_finished_ts": None},
+        {"queue_time": None},
+        META,  # of a host whose clock is far off
+    ],
+    ids=["another clock", "no end", "no queue", "another host"],
+)
+def test_stamps_that_are_not_of_this_clock_give_no_spans(changed: dict[str, Any]) -> None:
+    span = Recorded()
+    record_request(span, {**just_now(), **changed})
+    assert span.below == []
+    assert span.attrs["request_id"] == "0870b4e7"

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope_sglang._http import SglangServer
     from stepscope_sglang._profiler import SglangProfiler
-    from stepscope_sglang._requests import request_facts
+    from stepscope_sglang._requests import record_request, request_facts
 
-__all__ = ["SglangProfiler", "SglangServer", "request_facts"]
+__all__ = ["SglangProfiler", "SglangServer", "record_request", "request_facts"]
 
-_HOMES = {"SglangProfiler": "_profiler", "SglangServer": "_http", "request_facts": "_requests"}
+_HOMES = {
+    "SglangProfiler": "_profiler",
+    "SglangServer": "_http",
+    "record_request": "_requests",
+    "request_facts": "_requests",
+}
 
 
 def __getattr__(name: str) -> object:

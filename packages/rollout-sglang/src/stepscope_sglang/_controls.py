@@ -88,8 +88,9 @@ def _window(capture: EngineCapture, by_stage: bool, passed: dict[str, object]) -
     wanted, first = capture.iterations, passed.pop("start_step", None)
     if wanted.start > 0:
         raise EngineError(
-            f"iterations.start is {wanted.start}: SGLang counts from when it started and shows that count "
-            "nowhere. Fix: start: 0; or engine.extra: {start_step: <the absolute number>}"
+            f"iterations.start is {wanted.start}: SGLang counts passes from when it started, and no version "
+            f"({' to '.join(_versions.supported())}) shows that count. Fix: start: 0; or, if you have counted, "
+            "engine.extra: {start_step: <the absolute number>}"
         )
     if by_stage:
         if first is not None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from itertools import pairwise
+from typing import Protocol, TypeAlias
+
+Fact: TypeAlias = str | int | float
+
+_PHASES = ("queue", "prefill", "decode")
+_SLACK_S = 0.05
+"""By which the wall clock may have been set between a request's arrival and its end."""
 
 _COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -13,7 +22,30 @@ _COUNTS = {
 """SGLang's names -> ours, the same as those of other engines."""
 
 
-def request_facts(answer: Mapping[str, object]) -> dict[str, str | int | float]:
+class TimedSpan(Protocol):
+    """What `span`, `turn` and `trajectory` give: as much of it as is used here."""
+
+    def set(self, **attrs: Fact) -> None: ...
+
+    def add(self, stage: str, start_ns: int, end_ns: int, *, role: str | None = None) -> None: ...
+
+
+def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
+    """Says on the span around a request where its time went: `request_facts` as attributes, and spans `queue`,
+    `prefill` and `decode` of role `rollout` below it, as the engine timed them.
+
+    Args:
+        span: The turn or span that made the request and waited for it, still open.
+        answer: As for `request_facts`. From an engine without `enable_metrics`, or one whose wall clock is
+            not this host's, there are no spans, only attributes.
+    """
+    span.set(**request_facts(answer))
+    stamps = _stamps_here(_meta_info(answer))
+    for stage, (began, ended) in zip(_PHASES, pairwise(stamps), strict=False):
+        span.add(stage, began, ended, role="rollout")
+
+
+def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
     """Where one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
 
     Args:
@@ -25,9 +57,8 @@ def request_facts(answer: Mapping[str, object]) -> dict[str, str | int | float]:
         `preemptions`, `latency_s`; from an engine with `enable_metrics` also `queued_s`, `prefill_s`,
         `decode_s` and `first_token_s`. What the answer does not say is not there.
     """
-    inner = answer.get("meta_info", answer)
-    said = inner if isinstance(inner, Mapping) else {}
-    found: dict[str, str | int | float] = {}
+    said = _meta_info(answer)
+    found: dict[str, Fact] = {}
     for name, ours in (("id", "request_id"), ("weight_version", "weight_version")):
         if isinstance(said.get(name), str):
             found[ours] = str(said[name])
@@ -39,6 +70,27 @@ def request_facts(answer: Mapping[str, object]) -> dict[str, str | int | float]:
     if isinstance(reason, Mapping) and reason.get("type"):
         found["finish_reason"] = str(reason["type"])
     return {**found, **_times(said)}
+
+
+def _meta_info(answer: Mapping[str, object]) -> Mapping[str, object]:
+    inner = answer.get("meta_info", answer)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _stamps_here(said: Mapping[str, object]) -> list[int]:
+    """When it was queued, taken up, had its first token, and was over: in ns of this host's monotonic clock.
+    Empty where one is missing, or is not of this host's wall clock.
+    """
+    names = ("request_received_ts", "forward_entry_time", "prefill_finished_time", "request_finished_ts")
+    received, *stamps = (_number(said, name) for name in names)
+    queued_s = _number(said, "queue_time")
+    if not received or queued_s is None or not all(stamps):
+        return []
+    began, *rest = (stamp or 0.0 for stamp in stamps)
+    unix = [began - queued_s, began, *rest]
+    now_ns, now = time.monotonic_ns(), time.time()
+    fits = all(a <= b for a, b in pairwise([received - _SLACK_S, *unix, now + _SLACK_S]))
+    return [now_ns - round((now - stamp) * 1e9) for stamp in unix] if fits else []
 
 
 def _times(said: Mapping[str, object]) -> dict[str, float]:

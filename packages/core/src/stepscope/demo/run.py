@@ -46,7 +46,7 @@ def run_demo(
 
     Args:
         engine: What generates: `torch`, the demo's own continuous batching, or an installed adapter with a
-            replica for the demo (`vllm`).
+            replica for the demo (`vllm`, `sglang`).
 
     Raises:
         StepscopeError: torch or Ray is not installed.
@@ -86,6 +86,7 @@ def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
             "ref": {"ranks": "all"},
             "rollout": {"ranks": "all", "engine": {"iterations": {"count": 200}}},
         },
+        budget={"fanout_seconds": 180},  # SGLang writes 90 MB as it stops, which takes a busy machine 40 s
     )
 
 

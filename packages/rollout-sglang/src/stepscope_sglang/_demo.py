@@ -1,0 +1,66 @@
+"""A replica of `stepscope demo --engine sglang`: an `sglang.Engine` in an async Ray actor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from stepscope.demo import task
+from stepscope.demo.engine_replica import EngineReplica
+from stepscope_sglang._requests import record_request
+
+if TYPE_CHECKING:
+    from stepscope.recording.context import Scope
+
+
+class SglangReplica(EngineReplica):
+    environment = {  # noqa: RUF012  # a ClassVar of the base
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # the replicas share the machine with the rest of the demo
+    }
+
+    def build(self) -> None:
+        import sglang
+
+        self.engine: Any = sglang.Engine(
+            model_path=self.model_path,
+            # SGLang's own Llama wants a kernel for its rotary positions, which a CPU need not have.
+            model_impl="transformers",
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            context_length=512,
+            max_running_requests=32,
+            max_total_tokens=32 * 512,
+            sleep_on_idle=True,
+            enable_metrics=True,
+            log_level="error",
+        )
+
+    async def reload(self) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        # Not Engine's method of that name: it runs the event loop, which runs already here.
+        wanted = UpdateWeightFromDiskReqInput(model_path=self.model_path)
+        done, why, *_ = await self.engine.tokenizer_manager.update_weights_from_disk(wanted, None)
+        if not done:
+            raise RuntimeError(f"SGLang did not load the new weights: {why}")
+
+    async def answer(self, prompt: list[int], name: str, seed: int, served: Scope) -> list[int]:
+        # Not the seed: SGLang heeds one only for deterministic inference, which takes other kernels.
+        sampling = {
+            "max_new_tokens": task.TURN_TOKENS,
+            "stop_token_ids": sorted(task.END_OF_TURN),
+            "temperature": 1.0,
+        }
+        answer = await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=name)
+        record_request(served, answer)
+        return cast(list[int], answer["output_ids"])
+
+    def end(self) -> None:
+        self.engine.shutdown()
