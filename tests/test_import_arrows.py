@@ -37,7 +37,7 @@ PUBLIC = (
         for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
     }
     | {f"stepscope.engines.{name}" for name in ("artifacts", "http")}
-    | {f"stepscope.demo.{name}" for name in ("model", "task")}
+    | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"
         for name in ("held_window", "mini_batches", "process_lock", "user_profilers", "window_thread")

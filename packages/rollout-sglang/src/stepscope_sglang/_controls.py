@@ -89,8 +89,8 @@ def _window(capture: EngineCapture, by_stage: bool, passed: dict[str, object]) -
     if wanted.start > 0:
         raise EngineError(
             f"iterations.start is {wanted.start}: SGLang counts passes from when it started, and no version "
-            f"({' to '.join(_versions.supported())}) shows that count. Fix: start: 0; or, if you have counted, "
-            "engine.extra: {start_step: <the absolute number>}"
+            f"({' to '.join(_versions.supported())}) shows that count. Fix: start: 0; or, if you have "
+            "counted, engine.extra: {start_step: <the absolute number>}"
         )
     if by_stage:
         if first is not None:

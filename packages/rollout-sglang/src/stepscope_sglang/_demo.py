@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from stepscope.demo import task
 from stepscope.demo.engine_replica import EngineReplica
-from stepscope_sglang._requests import record_request
-
-if TYPE_CHECKING:
-    from stepscope.recording.context import Scope
+from stepscope_sglang._requests import TimedSpan, record_request
 
 
 class SglangReplica(EngineReplica):
@@ -51,7 +48,7 @@ class SglangReplica(EngineReplica):
         if not done:
             raise RuntimeError(f"SGLang did not load the new weights: {why}")
 
-    async def answer(self, prompt: list[int], name: str, seed: int, served: Scope) -> list[int]:
+    async def answer(self, prompt: list[int], name: str, seed: int) -> tuple[list[int], Any]:
         # Not the seed: SGLang heeds one only for deterministic inference, which takes other kernels.
         sampling = {
             "max_new_tokens": task.TURN_TOKENS,
@@ -59,8 +56,10 @@ class SglangReplica(EngineReplica):
             "temperature": 1.0,
         }
         answer = await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=name)
-        record_request(served, answer)
-        return cast(list[int], answer["output_ids"])
+        return answer["output_ids"], answer
+
+    def record(self, served: TimedSpan, said: Any) -> None:
+        record_request(served, said)
 
     def end(self) -> None:
         self.engine.shutdown()

@@ -31,8 +31,8 @@ class TimedSpan(Protocol):
 
 
 def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
-    """Says on the span around a request where its time went: `request_facts` as attributes, and spans `queue`,
-    `prefill` and `decode` of role `rollout` below it, as the engine timed them.
+    """Says on the span of a request where its time went: `request_facts` as attributes, and below it spans
+    `queue`, `prefill` and `decode` of role `rollout`, as the engine timed them.
 
     Args:
         span: The turn or span that made the request and waited for it, still open.

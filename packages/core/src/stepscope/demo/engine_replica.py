@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stepscope import ProfileConfig, attach, profile_step, span
 
@@ -53,7 +53,9 @@ class EngineReplica(ABC):
         """The tokens of one turn of the model. As `RolloutReplica.generate`."""
         seed = zlib.crc32(f"{self._seed} {name}".encode())
         with attach(carried), span("request", role="rollout") as served:
-            return await self.answer(prompt, name, seed, served)
+            tokens, said = await self.answer(prompt, name, seed)
+            self.record(served, said)
+        return tokens
 
     async def shut_down(self) -> None:
         if self._built:
@@ -68,13 +70,16 @@ class EngineReplica(ABC):
         """Loads what is in `model_path` now, and forgets what it has cached of the weights before."""
 
     @abstractmethod
-    async def answer(self, prompt: list[int], name: str, seed: int, served: Scope) -> list[int]:
-        """What the model writes after `prompt`, the token that ends its turn included.
+    async def answer(self, prompt: list[int], name: str, seed: int) -> tuple[list[int], Any]:
+        """(what the model writes after `prompt`, the end of its turn included; the engine's whole answer).
 
         Args:
             name: Of the request.
-            served: The span of the request, to say there where its time went.
         """
+
+    @abstractmethod
+    def record(self, served: Scope, said: Any) -> None:
+        """Says on the span of a request where, by the engine's whole answer, its time went."""
 
     @abstractmethod
     def end(self) -> None:
