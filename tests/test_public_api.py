@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import assert_type
 
 import stepscope
-from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope import Capture, ProfileConfig, capture, consume, profile_step, span, trajectory, turn
 
 PUBLIC = {
     "Capture",
@@ -19,6 +19,7 @@ PUBLIC = {
     "capture",
     "carrier",
     "configure",
+    "consume",
     "flush",
     "instrument",
     "on_artifact",
@@ -84,6 +85,7 @@ def test_a_decorated_function_keeps_its_type() -> None:
 def test_blocks_are_context_managers_of_both_kinds() -> None:
     config = ProfileConfig()  # it selects no step
     with capture(1, config=config) as block, span("reward", role="reward"), trajectory("t1"), turn(0):
+        assert_type(consume("t0", begun=0, policy_version=3), None)
         assert_type(block, Capture)
 
     async def loop() -> None:

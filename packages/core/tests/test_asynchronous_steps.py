@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
+from stepscope import ProfileConfig, attach, capture, carrier, consume, span, trajectory, turn
 from stepscope.files.layout import RunLayout
-from stepscope.report import StepReport, report_step
+from stepscope.report import Lag, StepReport, report_step, to_scalars
+from stepscope.report.html import render_step
+from stepscope.report.text import render
 from stepscope.timeline import Span, Timeline, load_step, merge_step
 
 
@@ -89,3 +94,137 @@ def test_the_report_counts_it_where_it_ran_and_names_whose_it_is(recorded: RunLa
     assert seven.health.other_steps == ()
     for found in (five, seven):
         assert sum(line.wall_ns for line in found.breakdown.lines) == found.breakdown.total_ns
+
+
+def under(layout: RunLayout, step: int) -> str:
+    out = StringIO()
+    Console(file=out, width=120).print(render(report(layout, step)))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """Step 7 trains, under weights 6, on what began under steps 5 (captured) and 3, and one of its own."""
+    save_path = tmp_path_factory.mktemp("stale")
+    config = ProfileConfig(save_path=str(save_path), steps=[5, 7], roles={"*": {"ranks": "all"}})
+    with capture(5, config=config), trajectory("t5", policy_version=4), turn(0):
+        pass
+    with capture(6, config=config), trajectory("half", policy_version=5):
+        begun = carrier()
+    with capture(7, config=config):
+        with trajectory("t7", policy_version=6), turn(0):
+            pass
+        with trajectory("t8", step=8, policy_version=6):
+            pass
+        with attach(begun), span("resumed", role="agent_loop", policy_version=6), turn(1):
+            pass
+        with span("update", role="trainer", policy_version=6):
+            consume("t5", begun=5, policy_version=4)
+            consume("old", begun=3, policy_version=2)
+            consume("half", begun=6, policy_version=5)
+            consume("t7", begun=7, policy_version=6)
+            consume("unknown")
+    return RunLayout(save_path)
+
+
+def test_how_stale_each_trajectory_is_that_the_step_consumes(stale: RunLayout) -> None:
+    found = report(stale, 7).staleness
+    assert found is not None
+    assert (found.trajectories, found.policy_version, found.mixed) == (5, 6, 1)
+    assert found.steps == Lag(known=4, p50=1, p90=4, max=4)
+    assert found.versions == Lag(known=4, p50=1, p90=4, max=4)
+    assert [(each.trajectory, each.begun_step, each.policy_versions) for each in found.worst] == [
+        ("old", 3, (2,)), ("t5", 5, (4,)), ("half", 6, (5, 6)),
+    ]  # fmt: skip
+
+
+def test_staleness_is_in_the_tables_the_page_and_the_scalars(stale: RunLayout) -> None:
+    path = stale.step(7).root
+    timeline = load_step(path)
+    text, page = under(stale, 7), render_step(timeline, report_step(timeline))
+    for said in (text, page):
+        assert "5 trajectories consumed by this step, under policy version 6; 1 written by several" in said
+        assert "Stalest trajectories" in said
+    found = to_scalars(report_step(timeline))
+    assert {name: value for name, value in found.items() if name.startswith("staleness/")} == {
+        "staleness/steps_p50": 1, "staleness/steps_max": 4,
+        "staleness/versions_p50": 1, "staleness/versions_max": 4,
+    }  # fmt: skip
+
+
+def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
+    found = report(stale, 7)
+    assert "consume" not in {stage.stage for stage in found.stages}
+    assert "consume" not in {line.stage for line in found.breakdown.lines}
+    assert found.long_tail is not None
+    assert (found.long_tail.trajectories, found.long_tail.of_other_steps, found.long_tail.under_way) == (
+        1,
+        1,
+        1,
+    )
+
+
+def test_the_timeline_marks_what_is_consumed(stale: RunLayout) -> None:
+    path = stale.step(7).root
+    merge_step(path)
+    events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
+    (mark,) = [event for event in events if event["name"] == "consume old"]
+    assert mark["ph"] == "i"
+    said = {name: mark["args"][name] for name in ("begun", "begun_version", "policy_version", "trajectory")}
+    assert said == {"begun": 3, "begun_version": 2, "policy_version": 6, "trajectory": "old"}
+
+
+def test_where_nothing_calls_consume_the_steps_own_spans_say_it(recorded: RunLayout) -> None:
+    five, seven = report(recorded, 5).staleness, report(recorded, 7).staleness
+    assert five is not None
+    assert seven is not None
+    assert (five.steps, five.versions) == (
+        Lag(known=1, p50=0, p90=0, max=0),
+        Lag(known=1, p50=1, p90=1, max=1),
+    )
+    assert [(each.trajectory, each.begun_step, each.steps) for each in seven.worst] == [("t7", 5, 2)]
+
+
+def test_where_nothing_is_stale_nothing_is_said(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[0])
+    with capture(0, config=config):
+        with trajectory("a", policy_version=1), turn(0):
+            pass
+        with span("update", role="trainer", policy_version=1):
+            pass
+    assert report(RunLayout(tmp_path), 0).staleness is None
+
+
+def test_without_a_capture_consuming_does_nothing() -> None:
+    consume("t1", begun=1, policy_version=2)
+
+
+def test_the_very_first_step_is_captured_with_what_was_under_way(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[0])
+    with trajectory("early", policy_version=0), turn(0):
+        cap = capture(0, config=config).open()
+        with span("generate", role="rollout"):
+            pass
+    with trajectory("late", policy_version=0):
+        pass
+    cap.close()
+    found = report(RunLayout(tmp_path), 0)
+    assert {(s.trajectory, s.turn) for s in load_step(RunLayout(tmp_path).step(0).root).spans} == {
+        ("early", 0), ("late", None),
+    }  # fmt: skip
+    assert found.long_tail is not None
+    assert (found.long_tail.trajectories, found.long_tail.under_way) == (1, 1)
+    assert "1 under way when the capture opened" in under(RunLayout(tmp_path), 0)
+
+
+def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[5])
+    cap = capture(5, config=config).open()
+    with span("update", role="trainer"):
+        pass
+    with capture(6, config=config), span("update", role="trainer", step=6, policy_version=6):
+        pass
+    cap.close()
+    found = report(RunLayout(tmp_path), 5)
+    assert [(other.step, other.spans) for other in found.health.other_steps] == [(6, 1)]
+    assert found.health.complete

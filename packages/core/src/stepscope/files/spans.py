@@ -16,6 +16,10 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 
+CONSUME = "consume"
+"""The stage of a span without length that says: this step trains on the trajectory that the span names. Its
+attributes `begun` and `begun_version`: the step and the policy version that the trajectory began under."""
+
 
 class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A span in another process or another step."""

@@ -21,6 +21,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import NOT_CLOSED, Absent, Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import CONSUME
 from stepscope.files.values import AttrValue
 from stepscope.recording import clock, control, export, guard, schedule, spans
 from stepscope.recording.ledger import Ledger
@@ -273,6 +274,12 @@ class Session:
         if windows is None:
             return PlacedSpan(self.log, stage, role, attrs, **place)
         return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop(), **place)
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """A trajectory is consumed by this step."""
+        attrs = {"begun": begun, "begun_version": policy_version}
+        known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
+        spans.mark(self.log, CONSUME, known, trajectory=trajectory)
 
     def begin(
         self,

@@ -32,7 +32,7 @@ from stepscope.recording.context import Scope, current
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 FLUSH_S = 0.2
@@ -193,6 +193,16 @@ def new(
     span.attrs = attrs
     span.said = span.end_ns = span.error = None
     return span
+
+
+def mark(log: SpanLog, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
+    """A span without length, below the one that runs."""
+    span = PlacedSpan(log, stage, None, attrs, **place)
+    span.parent, span.token = _current(), None
+    span.thread = _thread.id
+    span.id = next(log.ids)
+    span.start_ns = span.end_ns = monotonic_ns()
+    log.opened(span)
 
 
 def begin(log: SpanLog, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None) -> Span:

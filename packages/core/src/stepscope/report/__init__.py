@@ -32,6 +32,7 @@ from stepscope.report.long_tail import (
 from stepscope.report.rows import Table
 from stepscope.report.scalars import to_scalars
 from stepscope.report.stages import Share, Stage, time_stages
+from stepscope.report.staleness import Lag, Staleness, StaleTrajectory, find_staleness
 from stepscope.report.step import StepReport, report_step
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Health",
     "Hold",
     "Idle",
+    "Lag",
     "Line",
     "Load",
     "LongTail",
@@ -62,6 +64,8 @@ __all__ = [
     "SpanRow",
     "Spread",
     "Stage",
+    "StaleTrajectory",
+    "Staleness",
     "StepReport",
     "Table",
     "TraceRow",
@@ -76,6 +80,7 @@ __all__ = [
     "find_long_tail",
     "find_peaks",
     "find_phaseless",
+    "find_staleness",
     "rank_operators",
     "report_step",
     "tabulate_traces",

@@ -87,6 +87,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that were never seen to end."""
     of_other_steps: int
     """Those that another step consumes: this one waits for none of them."""
+    under_way: int
+    """Others, begun before the capture opened: how long they took is not known."""
     spreads: tuple[Spread, ...]
     """Trajectories, turns, then what runs in them, the longest in sum first."""
     last: int
@@ -123,6 +125,7 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
         trajectories=len(ended),
         open=len(mine) - len(ended),
         of_other_steps=len(roots) - len(mine),
+        under_way=len(members.keys() - {timeline.spans[index].trajectory for index in roots}),
         spreads=_spreads(kinds),
         last=last,
         held_ns=held_ns,

@@ -17,7 +17,10 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     `step/profiler_seconds` and `step/unaccounted_seconds`. `idle/<role>_seconds` is the mean over the role's
     processes. `long_tail/held_seconds` and `long_tail/rollout_seconds` are there where trajectories are.
     `uncaptured/p50_seconds` and `uncaptured/p90_seconds` are of the steps near it that were not captured,
-    where any are known. In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
+    where any are known. `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and
+    policy versions, where trajectories are stale.
+
+    In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
     """
     ns: Counter[str] = Counter({"step/wall_seconds": report.breakdown.total_ns})
     for line in report.breakdown.lines:
@@ -32,6 +35,11 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     if report.baseline is not None:
         ns["uncaptured/p50_seconds"] = report.baseline.p50_ns
         ns["uncaptured/p90_seconds"] = report.baseline.p90_ns
+    stale = report.staleness
+    if stale is not None:
+        lags = (("steps", stale.steps), ("versions", stale.versions))
+        seconds |= {f"staleness/{name}_p50": lag.p50 for name, lag in lags if lag is not None}
+        seconds |= {f"staleness/{name}_max": lag.max for name, lag in lags if lag is not None}
     tail = report.long_tail
     if tail is not None and tail.held_ns is not None:
         ns["long_tail/held_seconds"] = tail.held_ns

@@ -15,6 +15,7 @@ from stepscope.report.engine import Engine, Phaseless
 from stepscope.report.figures import count, duration, percents, plain, size
 from stepscope.report.idle import Idle
 from stepscope.report.long_tail import LongTail
+from stepscope.report.staleness import Staleness, StaleTrajectory
 from stepscope.report.tables import LISTED, listing, table
 
 SHOWN = 10
@@ -110,6 +111,52 @@ def say_bubble(tail: LongTail) -> str:
     return (
         f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
         f"{count(bubble.replicas, 'replica')} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)."
+    )
+
+
+def say_others(tail: LongTail) -> str:
+    """Trajectories that are in the times of stages, and not among those that the others waited for."""
+    others = (
+        (tail.under_way, "under way when the capture opened: how long they took is not known"),
+        (tail.of_other_steps, "for other steps to consume: nobody waited for them"),
+        (tail.open, "never seen to end"),
+    )
+    said = [f"{number:,} {what}" for number, what in others if number]
+    return f"Further trajectories: {'; '.join(said)}." if said else ""
+
+
+def staleness(found: Staleness) -> Iterator[RenderableType]:
+    rows = [
+        (name, f"{lag.known:,}", f"{lag.p50:,}", f"{lag.p90:,}", f"{lag.max:,}")
+        for name, lag in (("steps", found.steps), ("policy versions", found.versions))
+        if lag is not None
+    ]
+    columns = ("behind by", ">trajectories", ">p50", ">p90", ">max")
+    yield table("Staleness", columns, rows, say_staleness(found))
+    if found.worst:
+        names = ("trajectory", "begun under", "policy versions", ">steps behind", ">versions behind")
+        yield table("Stalest trajectories", names, map(stale_cells, found.worst))
+
+
+def say_staleness(found: Staleness) -> str:
+    """What the step consumed."""
+    said = f"{count(found.trajectories, 'trajectory')} consumed by this step"
+    if found.policy_version is not None:
+        said += f", under policy version {found.policy_version}"
+    if found.mixed:
+        said += f"; {found.mixed:,} written by several versions"
+    return f"{said}."
+
+
+def stale_cells(row: StaleTrajectory) -> tuple[str, ...]:
+    """The cells of one of the stalest."""
+    begun = "-" if row.begun_step is None else f"step {row.begun_step}"
+    versions = ", ".join(map(str, row.policy_versions)) or "-"
+    return (
+        row.trajectory,
+        begun,
+        versions,
+        *("-" if n is None else f"{n:,}" for n in (row.steps, row.versions)),
     )
 
 

@@ -13,6 +13,7 @@ from stepscope.report.health import Health, check_health
 from stepscope.report.idle import Idle, find_idle
 from stepscope.report.long_tail import LongTail, find_long_tail
 from stepscope.report.stages import Stage, time_stages
+from stepscope.report.staleness import Staleness, find_staleness
 from stepscope.timeline import Timeline, Traces
 
 
@@ -34,6 +35,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     long_tail: LongTail | None
     """None: no span belongs to a trajectory."""
+    staleness: Staleness | None
+    """None: nothing is stale, or nothing says so."""
     idle: tuple[Idle, ...]
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
@@ -72,6 +75,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         baseline=found.baseline,
         stages=found.stages,
         long_tail=found.long_tail,
+        staleness=find_staleness(timeline),
         idle=found.idle,
         engines=found.engines,
         phaseless=find_phaseless(timeline, found.engines),

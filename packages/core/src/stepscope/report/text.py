@@ -14,7 +14,16 @@ from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
 from stepscope.report.health_text import say_again, say_ended, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
-from stepscope.report.sections_text import advise, engines, idle, say_bubble, say_held, traces
+from stepscope.report.sections_text import (
+    advise,
+    engines,
+    idle,
+    say_bubble,
+    say_held,
+    say_others,
+    staleness,
+    traces,
+)
 from stepscope.report.stages import Stage
 from stepscope.report.step import StepReport
 from stepscope.report.tables import LISTED, table
@@ -65,6 +74,8 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield from idle(report.idle, report.breakdown.window_ns)
     if report.long_tail is not None:
         yield from _long_tail(report.long_tail)
+    if report.staleness is not None:
+        yield from staleness(report.staleness)
     yield from engines(report.engines, report.phaseless)
     if report.traces is not None:
         yield from traces(report.traces)
@@ -192,7 +203,12 @@ def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
         for spread in tail.spreads
     ]  # fmt: skip
     columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
-    yield table("Long tail", columns, rows, "\n".join(filter(None, (say_held(tail), say_bubble(tail)))))
+    yield table(
+        "Long tail",
+        columns,
+        rows,
+        "\n".join(filter(None, (say_held(tail), say_bubble(tail), say_others(tail)))),
+    )
     if tail.worst:
         yield table(
             "Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), map(_slow, tail.worst)

@@ -48,6 +48,21 @@ class Drawn:
                 self._tids[index] = tids[lane]
                 yield self._slice(index, row)
 
+    def consumed(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Where the row's process said that it trains on a trajectory: marks on a track of their own."""
+        marks = [span for span in self._timeline.consumed if span.process == row.process]
+        if not marks or not self._selection.rank(row.info.rank):
+            return
+        tid = tracks.own(row, "consumed trajectories", _TOP // 2 - 1)
+        for span in marks:
+            if not self._selection.role(row.info.role, span.role):
+                continue
+            at = span.start_ns + (row.shift_ns or 0) - self._axis.base_ns
+            yield {
+                "ph": "i", "s": "t", "cat": "stepscope", "name": f"consume {span.trajectory}", "pid": row.pid,
+                "tid": tid, "ts": microseconds(at), "args": _args(span, self._timeline.step),
+            }  # fmt: skip
+
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
         """From each drawn span to what it caused in other processes. Call it after all rows."""
         below = (

@@ -12,7 +12,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.parts import fold
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import Open
+from stepscope.files.spans import CONSUME, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.captures import of_the_last
@@ -91,13 +91,16 @@ def _assemble(
     names = names_of([source.info for source in sources])
     processes = tuple(map(_process, sources, names, aligned, records))
     parts = [source.part for source in sources if source.part is not None]
+    spans = _spans(sources, records, [placed.place for placed in aligned], step)
+    spans, consumed = _apart(spans)
     return Timeline(
         step=step,
         run_id=run_id,
         runs=runs,
         window=_window(processes),
         processes=processes,
-        spans=_spans(sources, records, [placed.place for placed in aligned], step),
+        spans=spans,
+        consumed=consumed,
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
         uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
@@ -164,6 +167,19 @@ def _spans(
     ]
 
 
+def _apart(spans: list[Span]) -> tuple[list[Span], tuple[Span, ...]]:
+    """Stretches of time, and what only says that something is consumed. Nothing runs below the latter."""
+    consumed = tuple(span for span in spans if span.stage == CONSUME and span.dur_ns == 0)
+    if not consumed:
+        return spans, ()
+    left = [span for span in spans if span.stage != CONSUME or span.dur_ns != 0]
+    places = {id(span): place for place, span in enumerate(left)}
+    for span in spans:
+        if span.parent is not None:
+            span.parent = places.get(id(spans[span.parent]))
+    return left, consumed
+
+
 def _span(record: Open, process: int, parent: int | None, place: Placement, step: int) -> Span:
     span = Span(
         process=process,
@@ -174,7 +190,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         end_ns=None,
         dur_ns=None,
         step=step if record.step is None else record.step,
-        begun_step=None if record.link is None or record.link.step == step else record.link.step,
+        begun_step=_begun(record, step),
         policy_version=record.policy_version,
         trajectory=record.trajectory,
         turn=record.turn,
@@ -186,6 +202,13 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         span.dur_ns = record.dur_ns
         span.error = record.error
     return span
+
+
+def _begun(record: Open, step: int) -> int | None:
+    said = (record.attrs or {}).get("begun") if record.stage == CONSUME else None
+    if isinstance(said, int) and not isinstance(said, bool):
+        return said
+    return None if record.link is None or record.link.step == step else record.link.step
 
 
 def _window(processes: Sequence[Process]) -> Window:

@@ -192,7 +192,7 @@ class _Merge:
 
     def write(self, out: Output) -> None:
         for row in self._order:
-            spans = list(self._drawn.of(row, self._tracks))
+            spans = [*self._drawn.of(row, self._tracks), *self._drawn.consumed(row, self._tracks)]
             if spans:
                 self._show(row, out)
                 out.objects(spans)

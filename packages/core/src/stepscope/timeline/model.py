@@ -133,6 +133,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """The owner first, then by role and rank."""
     spans: list[Span]
     """By process, and there in the order of opening."""
+    consumed: tuple[Span, ...] = ()
+    """Where `consume` was called, each without length: the trajectory that the step trains on."""
     manifest: Manifest | None
     """None: no process left its part."""
     problems: tuple[FileProblem, ...] = ()

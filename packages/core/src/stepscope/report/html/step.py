@@ -45,6 +45,8 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
         if lanes is not None:
             yield timecharts.lanes(lanes, timeline.window.wall_ns, colours)
         yield tail.tail(found, colours)
+    if report.staleness is not None:
+        yield tail.staleness(report.staleness)
     yield from engine.engines(report.engines, report.phaseless, report.breakdown.window_ns, colours)
     yield from idle.idle(report.idle, report.breakdown.window_ns)
     yield from heat.heat(report.stages, colours)

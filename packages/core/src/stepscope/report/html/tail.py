@@ -9,7 +9,8 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread
-from stepscope.report.sections_text import say_bubble, say_held
+from stepscope.report.sections_text import say_bubble, say_held, say_others, say_staleness, stale_cells
+from stepscope.report.staleness import Staleness
 
 
 def tail(found: LongTail, colours: Colours) -> Html:
@@ -19,8 +20,25 @@ def tail(found: LongTail, colours: Colours) -> Html:
     return section("tail", "Long tail", _held(found), spreads, *_slowest(found.worst, colours))
 
 
+def staleness(found: Staleness) -> Html:
+    """How far what the step trained on was behind."""
+    lags = (("steps", found.steps), ("policy versions", found.versions))
+    rows = [
+        (name, *(f"{n:,}" for n in (lag.known, lag.p50, lag.p90, lag.max)))
+        for name, lag in lags
+        if lag is not None
+    ]
+    shown = table(("behind by", ">trajectories", ">p50", ">p90", ">max"), rows, "staleness-table")
+    worst: list[Html] = []
+    if found.worst:
+        columns = ("trajectory", "begun under", "policy versions", ">steps behind", ">versions behind")
+        stalest = table(columns, [stale_cells(row) for row in found.worst], "stalest")
+        worst = [tag("h3", "Stalest trajectories"), stalest]
+    return section("staleness", "Staleness", tag("p", say_staleness(found), class_="said"), shown, *worst)
+
+
 def _held(found: LongTail) -> Html:
-    said = " ".join(filter(None, (say_held(found), say_bubble(found))))
+    said = " ".join(filter(None, (say_held(found), say_bubble(found), say_others(found))))
     return tag("p", said, class_="said") if said else EMPTY
 
 
