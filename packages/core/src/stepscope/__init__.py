@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope.recording.context import attach, carrier, consume, span, trajectory, turn
+from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, flush, on_artifact, on_capture
+from stepscope.recording.hooks import advance, consume, flush, on_artifact, on_capture
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig

@@ -338,22 +338,6 @@ def trajectory(
     )
 
 
-def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
-    """Says that this step trains on a trajectory (async RL): the report then knows how stale it is.
-
-    Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
-    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture it does nothing.
-
-    Args:
-        trajectory_id: As given to `trajectory`.
-        begun: The step under which it was begun.
-        policy_version: Of the weights it was begun with.
-    """
-    session = runtime.active
-    if session is not None:
-        session.consume(str(trajectory_id), begun, policy_version)
-
-
 def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
     """One model or tool call round inside a trajectory: a span of stage `turn`. Plain or async `with`."""
     session = runtime.active

@@ -1,5 +1,5 @@
-"""What a training loop may tell stepscope: a mini-batch is done; write files now; call this when files are
-there.
+"""What a training loop may tell stepscope: a mini-batch is done; this trajectory is trained on; write files
+now; call this when files are there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,22 @@ def advance() -> None:
     session = runtime.active
     if session is not None:
         session.advance()
+
+
+def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
+    """Says that this step trains on a trajectory (async RL): the report then knows how stale it is.
+
+    Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
+    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture it does nothing.
+
+    Args:
+        trajectory_id: As given to `trajectory`.
+        begun: The step under which it was begun.
+        policy_version: Of the weights it was begun with.
+    """
+    session = runtime.active
+    if session is not None:
+        session.consume(str(trajectory_id), begun, policy_version)
 
 
 def flush(timeout_s: float = 60.0) -> list[str]:
