@@ -25,7 +25,9 @@ MAY_IMPORT = {
     "report": {"files", "errors", "timeline"},
     "compat": {"config", "recording"},
     "doctor": {"errors", "config", "recording"},
-    "cli": ON_DISK | OFFLINE | {"demo", "doctor", "__init__"},
+    "mirror": {"files", "errors"},
+    "writers": {"config", "files", "errors", "timeline", "report"},
+    "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "__init__"},
     "__init__": {"config", "errors", "recording"},
     "__main__": {"cli"},
 }
@@ -34,7 +36,16 @@ MAY_IMPORT = {
 PUBLIC = (
     {
         f"stepscope.{name}"
-        for name in ("errors", "config", "engines", "backends", "doctor", "testing", "timeline.readers")
+        for name in (
+            "errors",
+            "config",
+            "engines",
+            "backends",
+            "doctor",
+            "testing",
+            "timeline.readers",
+            "writers",
+        )
     }
     | {f"stepscope.engines.{name}" for name in ("artifacts", "http")}
     | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}

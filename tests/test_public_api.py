@@ -24,6 +24,7 @@ PUBLIC = {
     "instrument",
     "on_artifact",
     "on_capture",
+    "on_report",
     "prepare",
     "profile_step",
     "request_capture",

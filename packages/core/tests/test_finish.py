@@ -21,7 +21,7 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope.recording import export, finish, shutdown
+from stepscope.recording import chores, export, finish, shutdown
 from stepscope.recording.result import CaptureResult
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -290,7 +290,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     block.close()
     assert not export.exporter().drain(60)
     (job,) = finish._commands.drain(0)
-    assert isinstance(job, finish._Finishing)
+    assert isinstance(job, chores.Chores)
     assert job._unfinished()
     done = msgspec.structs.replace(late, expected=(Expectation(name="torch trace", state="ok"),))
     part.write_bytes(msgspec.json.encode(done))

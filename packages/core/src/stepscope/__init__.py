@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, consume, flush, on_artifact, on_capture
+from stepscope.recording.hooks import advance, consume, flush, on_artifact, on_capture, on_report
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
@@ -35,6 +35,7 @@ __all__ = [
     "instrument",
     "on_artifact",
     "on_capture",
+    "on_report",
     "prepare",
     "profile_step",
     "request_capture",

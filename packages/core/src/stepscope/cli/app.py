@@ -19,6 +19,8 @@ from stepscope.cli.doctor import doctor
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
 from stepscope.cli.merge import merge
+from stepscope.cli.mirror import mirror
+from stepscope.cli.publish import publish
 from stepscope.cli.report import report
 from stepscope.cli.trigger import trigger
 from stepscope.cli.validate import validate
@@ -41,6 +43,8 @@ app.command()(diff)
 app.command()(ls)
 app.command()(trigger)
 app.command()(validate)
+app.command()(publish)
+app.command()(mirror)
 app.command()(doctor)
 
 _with_traceback = False

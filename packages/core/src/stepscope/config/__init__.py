@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.config._checks import check_save_path, check_tool
+from stepscope.config._checks import WRITERS, check_finish, check_save_path, check_tool
 from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
@@ -22,6 +22,7 @@ from stepscope.config._steps import StepRange
 
 __all__ = [
     "RESERVED_VARIABLES",
+    "WRITERS",
     "Activity",
     "BudgetConfig",
     "ControlConfig",
@@ -39,6 +40,7 @@ __all__ = [
     "StepRange",
     "Tool",
     "TorchConfig",
+    "check_finish",
     "check_save_path",
     "check_tool",
     "resolve",

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from stepscope.config._profile import ProfileConfig
+from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
 
@@ -44,6 +45,79 @@ def check_tool(config: ProfileConfig) -> None:
             "stepscope" if config.tool in ("torch", "cuda_memory", "nsys") else f"'stepscope[{config.tool}]'"
         )
         raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
+
+
+def check_finish(config: ProfileConfig) -> None:
+    """Whether what `finish.mirror` and `finish.report_to` need is installed. Loads no store and no writer.
+
+    Raises:
+        ConfigError: it is not; names what to install.
+    """
+    if config.finish.mirror is not None:
+        _check_mirror(config.finish.mirror)
+    for name in config.finish.report_to:
+        _check_writer(name)
+
+
+_STORES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
+    "abfss": "adlfs", "oss": "ossfs", "hf": "huggingface_hub", "sftp": "paramiko", "ssh": "paramiko",
+    "smb": "smbprotocol", "hdfs": "pyarrow",
+}  # fmt: skip
+"""Protocol -> the package that fsspec needs for it."""
+
+
+def _check_mirror(url: str) -> None:
+    from importlib.util import find_spec
+
+    protocol = url.partition("://")[0]
+    package = _STORES.get(protocol, "")
+    fix = f"pip install 'stepscope[mirror]' {package}".rstrip()
+    if find_spec("fsspec") is None:
+        raise ConfigError("finish.mirror", url, "a URL, where fsspec is installed", fix)
+    from fsspec.registry import known_implementations, registry  # 60 ms, once per run
+
+    if protocol in registry or (package and find_spec(package) is not None):
+        return
+    known = known_implementations.get(protocol)
+    if known is None:
+        allowed = f"a protocol that fsspec knows: {', '.join(sorted(_STORES))}, file, ..."
+        raise ConfigError("finish.mirror", url, allowed, f"{protocol!r} is none of them")
+    if package or find_spec(known["class"].partition(".")[0]) is None:
+        allowed = f"a URL whose file system is installed ({known.get('err', package)})"
+        raise ConfigError("finish.mirror", url, allowed, fix)
+
+
+WRITERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
+}
+"""Name of a writer in `stepscope.writers` -> the module that it needs."""
+
+
+def _check_writer(name: str) -> None:
+    from importlib.metadata import entry_points
+
+    if name not in WRITERS:
+        known = sorted({*WRITERS, *(point.name for point in entry_points(group="stepscope.writers"))})
+        if name not in known:
+            near = closest(name, known)
+            fix = f"did you mean {near!r}?" if near else "install the package that brings it"
+            raise ConfigError("finish.report_to", name, f"a writer: {', '.join(known)}", fix)
+    elif not _there(module := WRITERS[name]):
+        allowed = f"a writer whose package is installed; {module} is not"
+        raise ConfigError("finish.report_to", name, allowed, f"pip install 'stepscope[{name}]'")
+
+
+def _there(module: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # one above it
+        return False
 
 
 def _try_to_write(folder: Path) -> None:

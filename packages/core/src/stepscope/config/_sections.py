@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -165,15 +166,65 @@ class ExportConfig(Section, frozen=True, kw_only=True):
     """Write `.json.gz` (igzip); otherwise plain `.json`, some ten times the size."""
 
 
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>[^/].*|/.+)", re.DOTALL)
+_READ_ONLY = ("memory", "http", "https", "data", "zip", "tar", "git", "github", "reference")
+"""Protocols of fsspec under which nothing would be kept."""
+
+
+def _parse_url(value: object, field: str) -> str | None:
+    if value is None:
+        return None
+    match = _URL.fullmatch(value) if isinstance(value, str) else None
+    allowed = "a URL of a store that fsspec writes to"
+    if match is None or match["protocol"] in _READ_ONLY or "::" in match[0]:
+        raise ConfigError(
+            field, value, allowed, "write s3://bucket/prefix, gs://bucket/prefix or file:///folder"
+        )
+    if "@" in match["rest"].partition("/")[0]:
+        # It would stand in run.json, in logs and in the copy itself.
+        shown = f"{match['protocol']}://...@{match['rest'].partition('@')[2]}"
+        fix = "leave it out, and give the store's own variables (AWS_..., FSSPEC_...) to the process"
+        raise ConfigError(field, shown, f"{allowed}, without a user name or password", fix)
+    return match[0].rstrip("/")
+
+
+def _parse_names(value: object, field: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(items_of(value) or ()))
+    if not all(isinstance(name, str) and name for name in names) or (not names and value not in ([], (), "")):
+        fix = "write [tensorboard, mlflow], or leave it out"
+        raise ConfigError(field, value, "a list of names of writers", fix)
+    return names  # type: ignore[return-value]  # str, as checked
+
+
 class FinishConfig(Section, frozen=True, kw_only=True):
     """What is run after each capture, by the process that opened it, once the files are there."""
 
     _at: ClassVar[str] = "finish"
-    _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks}
+    _parsers: ClassVar[Mapping[str, Parser]] = {
+        "ranks": parse_ranks,
+        "report_to": _parse_names,
+        "mirror": _parse_url,
+    }
 
     command: str | None = None
     """For the shell, with STEPSCOPE_STEP_PATH and others in its environment."""
+    report_to: tuple[str, ...] = ()
+    """Who gets the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed writer."""
+    mirror: str | None = None
+    """A URL of a store that fsspec knows, for a copy of the run."""
     timeout_s: Seconds = 600
-    """It is killed after that, with its children."""
+    """Each of these is killed after that, with its children."""
     ranks: Ranks = "first"
-    """Which ranks run it where each opens captures of its own, without workers."""
+    """Which ranks run them where each opens captures of its own, without workers."""
+
+    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
+
+        def __init__(
+            self,
+            *,
+            command: str | None = ...,
+            report_to: str | Sequence[str] = ...,
+            mirror: str | None = ...,
+            timeout_s: float = ...,
+            ranks: Ranks | Sequence[int] = ...,
+        ) -> None: ...

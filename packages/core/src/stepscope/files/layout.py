@@ -46,6 +46,10 @@ class RunLayout:
         """A line for each captured step that was removed to keep the newest."""
         return self.root / "removed.txt"
 
+    def tensorboard(self, run_id: str) -> Path:
+        """The curves of a run, for `tensorboard --logdir`."""
+        return self.root / "tensorboard" / safe(run_id)
+
     @property
     def listeners(self) -> Path:
         """A file for each process that polls `control`."""
@@ -130,6 +134,14 @@ class StepLayout:
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """What `finish.command` printed."""
         return self.root / f"finish_{_process_name(process)}_{run_id}{_again(capture)}.log"
+
+    def mirror_record(self, host: str) -> Path:
+        """What `host` has copied to the mirror."""
+        return self.root / f"mirror_{safe(host)}.json"
+
+    def scalars(self, run_id: str) -> Path:
+        """A run's figures of the step, for curves."""
+        return self.root / f"scalars_{safe(run_id)}.json"
 
     def trace_of(
         self,

@@ -376,7 +376,13 @@ class Capture:
         if keep is not None:
             from stepscope.recording.control import retain
 
-            retain(RunLayout(self.config.save_path), session.run_id, keep, finish.busy_steps())
+            retain(
+                RunLayout(self.config.save_path),
+                session.run_id,
+                keep,
+                busy=finish.busy_steps(),
+                may_go=partial(finish.is_mirrored, session),
+            )
 
     def _say_unmatched_roles(self, session: Session) -> None:
         manifest, mine = self.result.manifest(), session.ledger

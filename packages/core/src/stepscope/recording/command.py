@@ -1,5 +1,5 @@
-"""One run of a shell command, in a session of its own: with a deadline, its output kept, killed with its
-children.
+"""One run of a program or shell command, in a session of its own: with a deadline, its output kept, killed
+with its children.
 """
 
 from __future__ import annotations
@@ -7,16 +7,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 class Command:
     """Run once. `kill` may come from any thread, before it, while it runs and after it."""
 
-    def __init__(self, text: str, *, environ: Mapping[str, str], log: Path, timeout_s: float) -> None:
-        self._text = text
+    def __init__(
+        self, what: str | Sequence[str], *, environ: Mapping[str, str], log: Path, timeout_s: float
+    ) -> None:
+        """`what`: a text for the shell, or a program and its arguments."""
+        self._what = what
         self._environ = environ
         self._log = log
         self._timeout_s = timeout_s
@@ -59,11 +63,25 @@ class Command:
         handle = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(handle, "ab") as log:
             return subprocess.Popen(
-                self._text,
-                shell=True,
+                self._what,
+                shell=isinstance(self._what, str),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environ,
                 start_new_session=True,
             )
+
+
+def of_our_own(*arguments: str) -> list[str]:
+    """The command line of `stepscope <arguments>`, by this Python and of this installation.
+
+    It yields the processor to the training. The working directory is not searched for modules: it is the
+    training's, and holds what the training likes.
+    """
+    home = Path(__file__).parents[2]
+    program = (
+        "import os, sys; sys.path[:] = [at for at in sys.path if at]; "
+        f"sys.path.append({str(home)!r}); os.nice(10); from stepscope.cli import main; main()"
+    )
+    return [sys.executable, "-c", program, *arguments]

@@ -17,6 +17,8 @@ from stepscope.recording import guard
 POLL_S = 0.5
 """Between two looks at the memory of the process (20 us each)."""
 MB = 1 << 20
+_kept: set[str] = set()
+"""Runs in which an old step had to stay. One writer: `retain`."""
 
 
 class Watchdog:
@@ -95,18 +97,36 @@ def _sizes(folder: Path) -> int:
     return total
 
 
-def retain(run: RunLayout, run_id: str, keep: int, busy: Collection[int] = ()) -> list[int]:
+def retain(
+    run: RunLayout,
+    run_id: str,
+    keep: int,
+    *,
+    busy: Collection[int] = (),
+    may_go: Callable[[StepLayout], bool] = lambda _: True,
+) -> list[int]:
     """Removes the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched.
 
     Args:
-        busy: Steps that are left for the next time: their `finish.command` is not done.
+        busy: Steps that are left for the next time: what is done after their capture is not done.
+        may_go: False for a step that would be lost: its copy in the mirror is not whole.
 
     Returns:
         The steps removed, which also stand in `removed.txt`.
     """
     opened = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
     oldest = sorted(opened, key=lambda number: opened[number])[: max(0, len(opened) - keep)]
-    return [number for number in oldest if number not in busy and _remove(run, number, keep)]
+    idle = [number for number in oldest if number not in busy]
+    kept = [number for number in idle if not may_go(run.step(number))]
+    if kept and str(run.root) not in _kept:
+        _kept.add(str(run.root))
+        guard.warn(
+            "stepscope: budget.keep_steps leaves step %s (said once): finish.mirror has no whole copy of it. "
+            "Its manifest says why; `stepscope mirror %s` tries again",
+            ", ".join(map(str, kept)),
+            run.root,
+        )
+    return [number for number in idle if number not in kept and _remove(run, number, keep)]
 
 
 def _remove(run: RunLayout, number: int, keep: int) -> bool:

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
     from stepscope.recording.result import CaptureResult
 
     ArtifactHook = TypeVar("ArtifactHook", bound=Callable[[Path, Sidecar], object])
     CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
+    ReportHook = TypeVar("ReportHook", bound=Callable[[StepScalars], object])
 
 
 def advance() -> None:
@@ -91,6 +93,24 @@ def on_capture(hook: CaptureHook) -> CaptureHook:
     _refuse_uncallable(hook, "on_capture")
     if hook not in finish.capture_hooks:
         finish.capture_hooks.append(hook)
+    return hook
+
+
+def on_report(hook: ReportHook) -> ReportHook:
+    """Calls `hook(scalars)` with a step's figures after each capture that this process opened.
+
+    `scalars.step` and `scalars.values`: seconds by name (`stage/<role>/<stage>_seconds`...), for instance for
+    the run that the training logs to. They are computed in a process of their own once all files are there.
+    Register it before the capture opens. Otherwise as `on_artifact`.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording import finish
+
+    _refuse_uncallable(hook, "on_report")
+    if hook not in finish.report_hooks:
+        finish.report_hooks.append(hook)
     return hook
 
 

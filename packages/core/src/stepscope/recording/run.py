@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.config import ProfileConfig, check_save_path, check_tool, resolve
+from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
@@ -73,6 +73,7 @@ def check(config: ProfileConfig, *, on_ray: bool) -> None:
     if (id(config), on_ray) in _checked:
         return
     check_tool(config)
+    check_finish(config)
     check_save_path(config, on_ray=on_ray)
     _checked[id(config), on_ray] = config
 

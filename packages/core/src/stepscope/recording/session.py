@@ -95,6 +95,8 @@ class Session:
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
         """Takes this session out of the process' slot; set by the slot's writer."""
+        self.when_closed: Callable[[Session, str | None], None] | None = None
+        """Called once, at the end of closing, with why the recordings are unwanted."""
         self._windows: Windows | None = None
         self._watchdog: control.Watchdog | None = None
         self._ended: ClockAnchor | None = None
@@ -204,6 +206,8 @@ class Session:
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))
             self.ledger.write()
+            if self.when_closed is not None:
+                self.when_closed(self, discard)
 
     def truncate(self, reason: str) -> None:
         """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its

@@ -16,7 +16,7 @@ import msgspec
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import capture, export, runtime
+from stepscope.recording import capture, export, finish, runtime
 from stepscope.recording.identity import identify
 from stepscope.recording.schedule import decide_process
 from stepscope.recording.session import Session, library_loaded
@@ -93,6 +93,7 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         owner=False,
         spans_only=request.spans_only,
     )
+    finish.promise_in_worker(session)
     session.open()
     capture.activate(session)
     return StartAnswer(process=process, recorded=session.decision.record, why=session.decision.reason)

@@ -1,0 +1,139 @@
+"""OpenTelemetry: a step as one trace of its spans, sent by OTLP over HTTP.
+
+Where to, and with which headers, is what the OTEL_EXPORTER_OTLP_* variables say. Ids follow from run, step
+and span: a step that is sent again is the same trace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, Tracer, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from stepscope.timeline import Span, Timeline
+from stepscope.writers.protocol import ReportedStep
+
+MOST_SPANS = 10_000
+"""Of a step; beyond it the shortest are left out, and the root says how many."""
+BATCH = 500
+
+
+def on_report(step: ReportedStep) -> None:
+    send(step, OTLPSpanExporter())
+
+
+def send(step: ReportedStep, exporter: SpanExporter) -> None:
+    """Raises OSError: the collector did not take all of it."""
+    spans = list(_spans_of(step))
+    try:
+        for start in range(0, len(spans), BATCH):
+            if exporter.export(spans[start : start + BATCH]) is not SpanExportResult.SUCCESS:
+                raise OSError(f"the collector did not take the spans ({start} of {len(spans)} are there)")
+    finally:
+        exporter.shutdown()
+
+
+def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
+    """The root, with the scalars as attributes, and below it the longest spans of aligned processes."""
+    timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
+    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "stepscope"})
+    provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+    provider.add_span_processor(ended)
+    tracer = provider.get_tracer("stepscope")
+    aligned = [
+        (at, span) for at, span in enumerate(timeline.spans) if timeline.processes[span.process].aligned
+    ]
+    chosen = sorted(aligned, key=lambda each: -(each[1].dur_ns or timeline.window.wall_ns))[:MOST_SPANS]
+    ids.next_span = ids.root
+    root = tracer.start_span(f"step {timeline.step}", start_time=timeline.window.start_ns)
+    root.set_attributes(
+        {
+            "stepscope.run_id": timeline.run_id,
+            "stepscope.step": timeline.step,
+            "stepscope.spans_left_out": len(timeline.spans) - len(chosen),
+            **{f"stepscope.{name}": value for name, value in step.scalars.items()},
+        }
+    )
+    root.end(timeline.window.end_ns)
+    kept = {at for at, _ in chosen}
+    for at, span in sorted(chosen):
+        ids.next_span = ids.of(at)
+        above = ids.root if span.parent not in kept or span.parent is None else ids.of(span.parent)
+        _record(tracer, timeline, span, ids.context(above))
+    yield from ended.spans
+
+
+def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) -> None:
+    process = timeline.processes[span.process]
+    said = {
+        "stepscope.role": span.role,
+        "stepscope.process": process.name,
+        "stepscope.rank": process.info.rank,
+        "host.name": process.info.host,
+        "process.pid": process.info.pid,
+        "stepscope.step": span.step,
+        "stepscope.policy_version": span.policy_version,
+        "stepscope.trajectory": span.trajectory,
+        "stepscope.turn": span.turn,
+        **(span.attrs or {}),
+    }
+    attributes = {name: value for name, value in said.items() if value is not None}
+    made = tracer.start_span(
+        span.stage,
+        context=set_span_in_context(NonRecordingSpan(above)),
+        attributes=attributes,
+        start_time=span.start_ns,
+    )
+    if span.error is not None:
+        made.set_status(Status(StatusCode.ERROR, span.error))
+    elif span.end_ns is None:
+        made.set_attribute("stepscope.never_ended", True)
+    made.end(timeline.until_ns(span))
+
+
+class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry is not installed
+    """Ids that follow from what they stand for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._name = f"{timeline.run_id}/{timeline.step}"
+        self.root = self._number("root", 8)
+        self.next_span = self.root
+        """Of the span that is started next."""
+
+    def of(self, at: int) -> int:
+        return self._number(str(at), 8)
+
+    def context(self, span_id: int) -> SpanContext:
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(self.generate_trace_id(), span_id, is_remote=False, trace_flags=sampled)
+
+    def generate_span_id(self) -> int:
+        return self.next_span
+
+    def generate_trace_id(self) -> int:
+        return self._number("trace", 16)
+
+    def _number(self, what: str, size: int) -> int:
+        return int.from_bytes(sha256(f"{self._name}/{what}".encode()).digest()[:size], "big") or 1
+
+
+class _Ended(SpanProcessor):  # type: ignore[misc]  # likewise
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.spans.append(span)

@@ -1,0 +1,31 @@
+"""The contract of a writer: one function, found through the entry points `stepscope.writers`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from stepscope.files.layout import RunLayout
+from stepscope.report import StepReport
+from stepscope.timeline import Timeline
+
+
+class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, as a writer gets it."""
+
+    run: RunLayout
+    """The run's folder."""
+    report: StepReport
+    timeline: Timeline
+    scalars: dict[str, float]
+    """Seconds by name, as `stepscope.report.to_scalars` names them."""
+
+
+class ReportWriter(Protocol):
+    """Gives a step to a store, in a process of its own beside the training.
+
+    Whatever it raises stands in the manifest as the reason why the store does not have the step.
+    """
+
+    def __call__(self, step: ReportedStep, /) -> None: ...

@@ -1,0 +1,352 @@
+"""The mirror: whole copies that are compared before they count, by programs that may be killed at any moment.
+
+Stores are fsspec's own: a folder, and memory with faults. S3 over HTTP is in `real/test_s3.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import pytest
+
+from stepscope import ProfileConfig, capture
+from stepscope.cli.app import run
+from stepscope.config import check_finish
+from stepscope.errors import ConfigError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.mirror import files_below, uncopied
+from stepscope.mirror.copy import copy_step
+from stepscope.mirror.store import Store, open_store
+from stepscope.recording import export, finish
+from stepscope.testing.steps import StepFolder
+
+pytest.importorskip("fsspec")
+from fsspec.implementations.memory import MemoryFileSystem
+
+HOST = gethostname()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    finish.end("the test ended", 30, patient=False)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def a_step(save_path: Path, step: int = 2, files: int = 3) -> StepLayout:
+    """A captured step of another process, with files of 10 kB beside what all steps have."""
+    folder = StepFolder(save_path, step=step)
+    process = folder.process("trainer", 0, host=HOST, owner=True)
+    process.span("update", 0, 10)
+    process.close(20)
+    folder.write()
+    traces = folder.layout.traces / "actor"
+    traces.mkdir(parents=True)
+    for number in range(files):
+        (traces / f"{number}.json").write_bytes(os.urandom(10_000))
+    return folder.layout
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path: (root / path).read_bytes() for path in files_below(root)}
+
+
+def a_config(tmp_path: Path, url: str, **settings: object) -> ProfileConfig:
+    return ProfileConfig.from_mapping(
+        {
+            "save_path": str(tmp_path / "run"),
+            "steps": ["every:1"],
+            "roles": {"nobody": {"ranks": "all"}},
+            "finish": {"mirror": url},
+        }
+        | settings
+    )
+
+
+def settle() -> None:
+    assert not export.exporter().drain(60)
+    assert not finish._commands.drain(120)
+
+
+# Copying ----------------------------------------------------------------------------------------------------
+
+
+def test_the_copy_holds_every_file_and_none_is_sent_twice(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run")
+    first = copy_step(open_store(url), url, step)
+    again = copy_step(open_store(url), url, step)
+    assert (first.files, first.sent, first.failed) == (5, 5, {})
+    assert (again.files, again.sent, again.failed) == (5, 0, {})
+    assert contents(tmp_path / "store" / step.root.name) == contents(step.root)
+    assert (tmp_path / "store" / step.root.name / step.mirror_record(HOST).name).exists()
+    assert uncopied(step, HOST, url) == []
+
+
+def test_temporary_files_and_links_stay_here(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run", files=0)
+    (step.root / ".export-x").mkdir()
+    (step.root / ".export-x" / "half.json").write_bytes(b"{")
+    (step.root / ".tmp").write_bytes(b"x")
+    (tmp_path / "secret").write_bytes(b"not ours")
+    (step.root / "link").symlink_to(tmp_path / "secret")
+    assert sorted(files_below(step.root)) == sorted(
+        path.relative_to(step.root).as_posix()
+        for path in step.root.rglob("*.json*")
+        if ".export" not in str(path)
+    )
+    copy_step(open_store(url), url, step)
+    assert not list((tmp_path / "store").rglob("*half*")) + list((tmp_path / "store").rglob("link"))
+
+
+def test_without_the_record_what_is_there_is_compared_and_not_sent(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run")
+    copy_step(open_store(url), url, step)
+    step.mirror_record(HOST).unlink()
+    assert len(uncopied(step, HOST, url)) == 5
+    assert copy_step(open_store(url), url, step).sent == 0
+    assert uncopied(step, HOST, url) == []
+
+
+def test_a_copy_of_the_same_size_with_other_content_is_replaced(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run")
+    copy_step(open_store(url), url, step)
+    step.mirror_record(HOST).unlink()
+    (tmp_path / "store" / step.root.name / "traces/actor/1.json").write_bytes(os.urandom(10_000))
+    assert copy_step(open_store(url), url, step).sent == 1
+    assert contents(tmp_path / "store" / step.root.name) == contents(step.root)
+
+
+def test_what_was_removed_there_or_changed_here_is_sent_again(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run")
+    copy_step(open_store(url), url, step)
+    (tmp_path / "store" / step.root.name / "traces/actor/0.json").unlink()
+    (step.traces / "actor" / "2.json").write_bytes(b"shorter")
+    assert uncopied(step, HOST, url) == ["traces/actor/2.json"]
+    assert copy_step(open_store(url), url, step).sent == 2
+    assert contents(tmp_path / "store" / step.root.name) == contents(step.root)
+
+
+class Faulty(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A store of this process that fails as it is told."""
+
+    cachable = False
+
+    def __init__(self, *faults: Exception | str | None) -> None:
+        super().__init__()
+        self.faults = list(faults)
+        self.store: dict[str, Any] = {}  # that of the class is shared by all
+        self.pseudo_dirs = [""]
+
+    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        data = Path(lpath).read_bytes()
+        self.pipe_file(rpath, data[: len(data) // 2] if fault == "half" else data[::-1] if fault else data)
+
+
+def faulty(*faults: Exception | str | None) -> tuple[Store, list[float]]:
+    waited: list[float] = []
+    return Store(Faulty(*faults), "/bucket", sleep=waited.append), waited
+
+
+def test_what_fails_for_a_while_is_tried_again_with_growing_pauses(tmp_path: Path) -> None:
+    store, waited = faulty(OSError("reset"), ConnectionError("away"), TimeoutError())
+    outcome = copy_step(store, "memory://bucket", a_step(tmp_path))
+    assert outcome.failed == {}
+    assert 0.25 <= waited[0] <= 0.5 <= waited[1] <= 1 <= waited[2] <= 2
+    assert len(waited) == 3
+
+
+@pytest.mark.parametrize("fault", ["half", "garbled"])
+def test_a_copy_that_arrived_wrong_is_sent_again(tmp_path: Path, fault: str) -> None:
+    store, waited = faulty(fault)
+    assert copy_step(store, "memory://bucket", a_step(tmp_path)).failed == {}
+    assert len(waited) == 1
+
+
+def test_what_is_not_allowed_is_not_tried_again_and_counts_as_not_copied(tmp_path: Path) -> None:
+    store, waited = faulty(PermissionError("AccessDenied"))
+    step = a_step(tmp_path)
+    outcome = copy_step(store, "memory://bucket", step)
+    assert list(outcome.failed.values()) == ["PermissionError: AccessDenied"]
+    assert uncopied(step, HOST, "memory://bucket") == list(outcome.failed)
+    assert waited == []
+
+
+def test_a_store_that_is_away_is_given_up_after_a_few_files(tmp_path: Path) -> None:
+    store, waited = faulty(*[OSError("away") for _ in range(1000)])
+    outcome = copy_step(store, "memory://bucket", a_step(tmp_path, files=40))
+    reasons = list(outcome.failed.values())
+    assert reasons[:3] == ["OSError: away"] * 3
+    assert set(reasons[3:]) == {"not tried: 3 files in a row could not be copied"}
+    assert len(waited) == 5
+
+
+def test_a_file_that_grows_meanwhile_does_not_count(tmp_path: Path) -> None:
+    step = a_step(tmp_path, files=1)
+
+    class Growing(Faulty):
+        def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+            super().put_file(lpath, rpath)
+            if lpath.endswith("0.json"):
+                with open(lpath, "ab") as file:
+                    file.write(b"more")
+
+    waited: list[float] = []
+    outcome = copy_step(Store(Growing(), "/bucket", sleep=waited.append), "memory://bucket", step)
+    assert outcome.failed == {"traces/actor/0.json": "FileChangedError: it changed while it was copied"}
+    assert waited == []
+    assert uncopied(step, HOST, "memory://bucket") == ["traces/actor/0.json"]
+
+
+SLOW = """
+import sys, time
+from fsspec.implementations.local import LocalFileSystem
+
+def put_file(self, here, there, **_):
+    # The disk of a slow store: what is under way lies there half.
+    self.makedirs(self._parent(there), exist_ok=True)
+    data = open(here, "rb").read()
+    with open(there, "wb") as file:
+        file.write(data[: len(data) // 2])
+        file.flush()
+        if here.endswith("3.json"):
+            print("half", flush=True)
+            time.sleep(600)
+        file.write(data[len(data) // 2 :])
+
+LocalFileSystem.put_file = put_file
+from stepscope.cli.app import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_after_kill_9_in_the_middle_of_a_file_the_rest_is_sent_and_nothing_else(
+    tmp_path: Path, url: str
+) -> None:
+    step = a_step(tmp_path / "run", files=6)
+    command = [sys.executable, "-c", SLOW, "mirror", str(tmp_path / "run"), "--to", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    there = tmp_path / "store" / step.root.name
+    before = {path: status.st_mtime_ns for path, status in files_below(there).items()}
+    assert (there / "traces/actor/3.json").stat().st_size == 5000
+    outcome = copy_step(open_store(url), url, step)
+    assert outcome.failed == {}
+    assert contents(there) == contents(step.root)
+    after = {path: status.st_mtime_ns for path, status in files_below(there).items()}
+    assert {path for path in before if before[path] != after[path]} == {"traces/actor/3.json"}
+    assert outcome.sent == len(after) - len(before) + 1
+
+
+def test_two_at_once_leave_one_whole_copy(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run", files=20)
+    command = [sys.executable, "-m", "stepscope", "mirror", str(tmp_path / "run"), "--to", url]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("none sent" in text for text in told) == 1
+    assert contents(tmp_path / "store" / step.root.name) == contents(step.root)
+
+
+# The command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_takes_the_runs_own_mirror_and_copies_its_record(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = a_config(tmp_path, url)
+    with capture(1, config=config):
+        pass
+    settle()
+    (RunLayout(config.save_path).step(1).root / "notes.txt").write_text("mine")
+    assert run(["mirror", config.save_path]) == 0
+    assert "1 sent (4 B)" in capsys.readouterr().err
+    assert (tmp_path / "store" / "run.json").read_bytes() == (tmp_path / "run" / "run.json").read_bytes()
+    assert (tmp_path / "store" / "step_000001" / "notes.txt").read_text() == "mine"
+
+
+def test_two_runs_in_one_mirror_keep_their_records_apart(tmp_path: Path, url: str) -> None:
+    for name, run_id in (("one", "aaaaaaaa"), ("two", "bbbbbbbb")):
+        a_step(tmp_path / name)
+        (tmp_path / name / "run.json").write_text(
+            f'{{"run_id": "{run_id}", "started_ns": 1, "host": "h", "pid": 1, "command": [], "config": {{}},'
+            ' "versions": {}}'
+        )
+        assert run(["mirror", str(tmp_path / name), "--to", url]) == 0
+    assert sorted(path.name for path in (tmp_path / "store").glob("run*")) == [
+        "run.json",
+        "run_bbbbbbbb.json",
+    ]
+    assert "aaaaaaaa" in (tmp_path / "store" / "run.json").read_text()
+
+
+def test_the_copy_in_a_folder_is_as_private_as_the_original(tmp_path: Path, url: str) -> None:
+    a_step(tmp_path / "run")
+    subprocess.run(
+        [sys.executable, "-m", "stepscope", "mirror", str(tmp_path / "run"), "--to", url], check=True
+    )
+    modes = {path.stat().st_mode & 0o077 for path in (tmp_path / "store").rglob("*")}
+    assert modes == {0}
+
+
+def test_what_fails_is_named_and_the_exit_code_is_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_step(tmp_path / "run", files=0)
+    (tmp_path / "store").write_text("a file where the folder should be")
+    assert run(["mirror", str(tmp_path / "run"), "--to", f"file://{tmp_path}/store/x"]) == 3
+    assert re.search(r"step_000002/\S+: (NotADirectory|FileExists)Error", capsys.readouterr().err)
+
+
+# The configuration ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mirror", "match"),
+    [
+        ("/data/copy", r"write s3://bucket/prefix"),
+        ("memory://x", r"a URL of a store that fsspec writes to"),
+        ("simplecache::s3://bucket", r"write s3://bucket/prefix"),
+        (5, r"finish.mirror is 5"),
+    ],
+)
+def test_what_no_copy_could_be_kept_under_is_refused(mirror: object, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ProfileConfig.from_mapping({"finish": {"mirror": mirror}})
+
+
+def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"without a user name or password") as caught:
+        ProfileConfig.from_mapping({"finish": {"mirror": "ftp://anna:geheim@host/x"}})
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mirror", "match"),
+    [
+        ("adl://bucket/x", r"Fix: pip install 'stepscope\[mirror\]'"),
+        ("gs://bucket/x", r"gcsfs.*Fix: pip install 'stepscope\[mirror\]' gcsfs"),
+        ("s4://bucket/x", r"a protocol that fsspec knows: .*s3.*'s4' is none of them"),
+    ],
+)
+def test_a_protocol_that_is_not_installed_or_unknown_names_the_fix_before_the_run(
+    mirror: str, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check_finish(ProfileConfig.from_mapping({"finish": {"mirror": mirror}}))
