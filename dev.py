@@ -227,6 +227,12 @@ def engines() -> "dict[str, EngineEnvironment]":
     return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
 
 
+def newest(name: str) -> Environment:
+    """The environment with the newest engine of that name; that of development where there is none."""
+    found = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
+    return found[max(found)] if found else DEV
+
+
 def version_of(recipe: str) -> "tuple[int, ...]":
     """`sglang-0.5.23` -> (0, 5, 23)."""
     return tuple(int(part) for part in re.findall(r"\d+", recipe))
@@ -397,25 +403,30 @@ class Line:
 
 
 def demo(arguments: list[str]) -> bool:
-    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm or sglang: with those"""
+    """a real, tiny RL run on this machine, profiled, with its report; --engine vllm or sglang or
+    vllm,sglang: with those"""
     python = DEV.ready()
-    if "--engine" in arguments:
-        wanted = arguments[arguments.index("--engine") + 1 :][:1]
-        fitting = [recipe for name, recipe in engines().items() if [name.partition("-")[0]] == wanted]
-        newest = max(fitting, key=lambda each: version_of(each.recipe.name), default=DEV)
-        python = newest.ready()
+    place = arguments.index("--engine") + 1 if "--engine" in arguments else len(arguments)
+    names = [name for word in arguments[place : place + 1] for name in word.split(",")]
+    if len(names) == 1:
+        python = newest(names[0]).ready()
+    elif names:  # each in its own environment, and the rest of the run in that of development
+        arguments[place] = ",".join(f"{name}={newest(name).ready()}" for name in names)
     return run(python, "-m", "stepscope", "demo", *arguments)
 
 
 def test(arguments: list[str]) -> bool:
     """check, then every test; with arguments pytest alone, with those. Or first one of --engines [NAME ...],
-    --no-engines, --pythons (the core, on every Python here)"""
+    --two-engines (vLLM and SGLang in one run), --no-engines, --pythons (the core, on every Python here)"""
     first, rest = (arguments or [""])[0], arguments[1:]
     if first == "--pythons":
         passed_on = [test_on(base, rest) for base in other_pythons()]
         return all(passed_on)
     if first == "--engines":
         return test_engines(rest if set(rest) & set(engines()) else [*engines(), *rest])
+    if first == "--two-engines":
+        built = [newest(name).ready() for name in ("vllm", "sglang")]
+        return all(built) and run(DEV.ready(), "-m", "pytest", "tests/two_engines.py", *rest)
     python = DEV.ready()
     if arguments and first != "--no-engines":
         return run(python, "-m", "pytest", *arguments)
@@ -425,6 +436,7 @@ def test(arguments: list[str]) -> bool:
         passed["the tests on real engines"] = test_engines([])
         for name, reason in left_to_request().items():
             say(f"NOT RUN: the tests on {name}: {reason} Fix: `python3 dev.py test --engines`")
+        say("NOT RUN: vLLM and SGLang in one run, minutes long. Fix: `python3 dev.py test --two-engines`")
     for what in (what for what, good in passed.items() if not good):
         say(f"FAILED: {what}; see above")
     return all(passed.values())

@@ -1,8 +1,10 @@
 """A captured generation of a real SGLang engine against its own start_profile and stop_profile by hand.
 
-ms of starting and stopping around one generation, and bytes of the files. `by hand` is told the same as
-`capture`; `defaults` is what SGLang records when it is told nothing: stacks and shapes. Needs an environment
-with sglang: `dev.py test --engines` makes `.venv-sglang-0.5.23`, whose Python runs this.
+ms of starting and stopping around one generation, the CPU that takes in this process, ms of the generation,
+and bytes of the files. `by hand` is told the same as `capture`, to begin with the next forward pass included;
+it neither checks nor describes what it gets. `defaults` is what SGLang records when told nothing: stacks and
+shapes, and at once. Needs an environment with sglang: `dev.py test --engines sglang-0.5.23` makes one, whose
+Python runs this.
 """
 
 from __future__ import annotations
@@ -25,31 +27,35 @@ from stepscope import ProfileConfig, capture
 ROUNDS = 9
 TOKENS, REQUESTS = 16, 4
 HAND, CAPTURE, DEFAULTS, ALONE = "by hand", "capture", "defaults", "no profiler"
-LIGHT = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
+OFF = "capture, step not selected"
+LIGHT = {"activities": ["CPU"], "with_stack": False, "record_shapes": False, "start_step": 1}
 
 
 class Bench:
     def __init__(self, engine: Any, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
-        self.steps = itertools.count()
+        self.steps = itertools.count(2, 2)
         self.size: dict[str, int] = {}
         """Contender -> bytes that its latest round left."""
         self.generating: dict[str, list[float]] = {}
         """Contender -> ms of each generation."""
+        self.cpu: dict[str, list[float]] = {}
+        """Contender -> ms of CPU of this process for each start and stop."""
         self.config = ProfileConfig(
             save_path=str(folder / CAPTURE),
-            steps=["every:1"],
+            steps=["0::2"],
             roles={"rollout": {"ranks": "all"}},  # nothing but the engine, as by hand
             torch={"activities": ["cpu"]},
         )
 
     def contender(self, name: str, around: Callable[[], Any]) -> Callable[[], float]:
-        self.generating[name] = []
+        self.generating[name], self.cpu[name] = [], []
 
         def measured() -> float:
-            ms, generating_ms = self.engine.loop.run_until_complete(self.time(around()))
+            ms, generating_ms, cpu_ms = self.engine.loop.run_until_complete(self.time(around()))
             self.generating[name].append(generating_ms)
+            self.cpu[name].append(cpu_ms)
             self.size[name] = sum(path.stat().st_size for path in self.folder.rglob("*.gz"))
             shutil.rmtree(self.folder)
             self.folder.mkdir()
@@ -57,18 +63,23 @@ class Bench:
 
         return measured
 
-    async def time(self, around: Any) -> tuple[float, float]:
+    async def time(self, around: Any) -> tuple[float, float, float]:
         from tiny_sglang import generate
 
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         async with around:
-            opened = time.perf_counter()
+            opened, cpu_opened = time.perf_counter(), time.process_time()
             await generate(self.engine, REQUESTS, TOKENS)
-            generated = time.perf_counter()
-        return ((time.perf_counter() - generated) + (opened - began)) * 1e3, (generated - opened) * 1e3
+            generated, cpu_generated = time.perf_counter(), time.process_time()
+        wall = (time.perf_counter() - generated) + (opened - began)
+        cpu = (time.process_time() - cpu_generated) + (cpu_opened - cpu_began)
+        return wall * 1e3, (generated - opened) * 1e3, cpu * 1e3
 
     def captured(self) -> Any:
         return capture(next(self.steps), engines=self.engine, config=self.config)
+
+    def not_selected(self) -> Any:
+        return capture(next(self.steps) + 1, engines=self.engine, config=self.config)
 
     def by_hand(self, **options: object) -> Any:
         return ByHand(self.engine, str(self.folder / "hand"), options)
@@ -115,6 +126,7 @@ def main() -> None:
             ALONE: bench.contender(ALONE, bench.alone),
             HAND: bench.contender(HAND, lambda: bench.by_hand(**LIGHT)),
             CAPTURE: bench.contender(CAPTURE, bench.captured),
+            OFF: bench.contender(OFF, bench.not_selected),
             DEFAULTS: bench.contender(DEFAULTS, bench.by_hand),
         }
         (folder / "out").mkdir()
@@ -124,14 +136,31 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     middle = {name: statistics.median(times) for name, times in found.items()}
     generating = {name: statistics.median(times[1:]) for name, times in bench.generating.items()}
+    cpu = {name: statistics.median(times[1:]) for name, times in bench.cpu.items()}
     table(
-        [f"{REQUESTS} requests, {TOKENS} passes", "start + stop, ms", "generate, ms", "kB"],
+        [f"{REQUESTS} requests, {TOKENS} passes", "start + stop, ms", "CPU here, ms", "generate, ms", "kB"],
         [
-            [name, f"{middle[name]:.1f}", f"{generating[name]:.0f}", f"{bench.size[name] / 1e3:.0f}"]
+            [
+                name,
+                f"{middle[name]:.1f}",
+                f"{cpu[name]:.1f}",
+                f"{generating[name]:.0f}",
+                f"{bench.size[name] / 1e3:.0f}",
+            ]
             for name in contenders
         ],
     )
-    verdict("start and stop of a capture against by hand", middle[CAPTURE] / middle[HAND], 1.3, "x")
+    ratio = statistics.median(a / b for a, b in zip(found[CAPTURE], found[HAND], strict=True))
+    verdict("start and stop of a capture against by hand", ratio, 1.01, "x")
+    verdict(
+        "CPU of a capture beyond by hand, of a start and stop by hand",
+        100 * (cpu[CAPTURE] - cpu[HAND]) / middle[HAND],
+        1,
+        " %",
+    )
+    verdict(
+        "a step that is not selected, of its generation", 100 * middle[OFF] / generating[ALONE], 0.1, " %"
+    )
     verdict("what SGLang's defaults cost more", middle[DEFAULTS] / middle[CAPTURE], 2, "x", at_least=True)
 
 

@@ -81,5 +81,30 @@ def test_a_start_that_names_a_pass_takes_at_least_the_next_one(version: str) -> 
     assert "self.profiler_target_forward_ct = self.profiler_start_forward_ct + num_steps" in text
 
 
+def users_of(version: str, attribute: str) -> set[str]:
+    """The functions of SGLang's managers in which `<something>.<attribute>` stands."""
+    folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
+    texts = (path.read_text() for path in folder.rglob("*.py"))
+    return {
+        function.name
+        for text in texts
+        if f".{attribute}" in text
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr == attribute
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
+    """Why `iterations.start` is refused: it is counted, compared, and written into lines of a log."""
+    counted = {"__init__", "init_running_status", "run_batch"}
+    compared = {"init_profile", "init_profiler", "_profile_batch_predicate", "update_running_batch"}
+    watched = {"watchdog_thread", "create_scheduler_watchdog"}
+    logged = {f"{verb}_{stage}_stats" for verb in ("log", "report") for stage in ("prefill", "decode")}
+    assert users_of(version, "forward_ct") <= counted | compared | watched | logged
+
+
 def test_every_option_of_the_table_is_in_some_version() -> None:
     assert set(SINCE) == options_of(VERSIONS[-1])

@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +26,14 @@ from tiny_sglang import settings, write_model
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
-from stepscope_sglang import SglangServer
+from stepscope_sglang import SglangServer, request_facts
 
 _UP_S = 240
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """(URL, process group)."""
     folder = tmp_path_factory.mktemp("server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -43,10 +47,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_for(url, process, folder / "log")
-        yield url
+        yield url, process.pid
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # one test has ended it
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def server(running: tuple[str, int]) -> str:
+    return running[0]
 
 
 def _words(options: dict[str, Any]) -> list[str]:
@@ -70,12 +80,13 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise TimeoutError(log.read_text()[-3000:])
 
 
-def post(url: str, tokens: int) -> None:
+def post(url: str, tokens: int) -> dict[str, Any]:
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
     request = urllib.request.Request(
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    urllib.request.urlopen(request, timeout=60).close()
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return cast(dict[str, Any], json.loads(reply.read()))
 
 
 class TestSglangServer(EngineConformance):
@@ -120,6 +131,76 @@ async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(server: str
     assert await profiler.stop()
 
 
+class Router(ThreadingHTTPServer):
+    """Stands in for sglang_router: a reverse proxy that names its servers and passes no profiling on."""
+
+    def __init__(self, server: str) -> None:
+        super().__init__(("127.0.0.1", 0), Proxy)
+        self.server = server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Proxy(BaseHTTPRequestHandler):
+    server: Router
+
+    def do_GET(self) -> None:
+        known = self.path == "/workers"
+        self.answer(200 if known else 404, json.dumps({"workers": [{"url": self.server.server}]}).encode())
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/generate":
+            kind = {"Content-Type": "application/json"}
+            passed = urllib.request.Request(f"{self.server.server}/generate", body, kind)
+            with urllib.request.urlopen(passed, timeout=60) as reply:
+                self.answer(200, reply.read())
+        else:
+            self.answer(404, b"")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *message: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def router(server: str) -> Iterator[str]:
+    with Router(server) as router:
+        thread = threading.Thread(target=router.serve_forever, daemon=True)
+        thread.start()
+        yield router.url
+        router.shutdown()
+        thread.join()
+
+
+async def test_a_server_behind_a_router_is_recorded_while_the_router_is_asked(
+    router: str, tmp_path: Path
+) -> None:
+    (profiler,) = await asyncio.to_thread(SglangServer.behind, router)
+    await profiler.start(a_capture(tmp_path))
+    await asyncio.to_thread(post, router, 3)
+    (artifact,) = await profiler.stop()
+    assert_complete(artifact, a_capture(tmp_path))
+
+
+async def test_the_url_of_a_router_is_no_servers(router: str) -> None:
+    with pytest.raises(EngineError, match="behind"):
+        await asyncio.to_thread(SglangServer(router).check)
+
+
+async def test_an_answer_over_http_says_where_its_time_went(server: str) -> None:
+    facts = request_facts(await asyncio.to_thread(post, server, 4))
+    assert facts["output_tokens"] == 4
+    assert {"request_id", "queued_s", "prefill_s", "decode_s"} <= set(facts)
+
+
 async def test_two_servers_of_one_replica_keep_their_files_apart(server: str, tmp_path: Path) -> None:
     # One server under two names: a start on the second finds the first one's profile running.
     profiler = SglangServer(server, server.replace("127.0.0.1", "localhost"))
@@ -127,3 +208,14 @@ async def test_two_servers_of_one_replica_keep_their_files_apart(server: str, tm
     await asyncio.to_thread(post, server, 3)
     (artifact,) = await profiler.stop()
     assert artifact.rank is None, "nothing says which of the two comes first"
+
+
+async def test_a_server_that_dies_fails_its_capture_at_once(running: tuple[str, int], tmp_path: Path) -> None:
+    """The last one: nobody starts it again."""
+    server, group = running
+    profiler = SglangServer(server)
+    await profiler.start(a_capture(tmp_path))
+    await asyncio.to_thread(post, server, 3)
+    os.killpg(group, signal.SIGKILL)
+    with pytest.raises(EngineError, match="/stop_profile: "):
+        await asyncio.wait_for(profiler.stop(), 30)

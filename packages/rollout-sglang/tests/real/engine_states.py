@@ -5,8 +5,10 @@ Run by `test_engines.py`, for each version that is tried.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from tiny_sglang import generate, on_its_loop
 from stepscope import ProfileConfig, capture
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.errors import EngineError
-from stepscope.files.layout import sidecar_of
+from stepscope.files.late import waiting
+from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_sglang import SglangProfiler
@@ -134,6 +137,77 @@ def test_an_exception_in_the_step_leaves_no_profiler_running(engine: Any, tmp_pa
 
     with pytest.raises(ZeroDivisionError):
         on_its_loop(engine, scenario())
+    assert_works(engine, tmp_path)
+
+
+# A stop that takes long.
+
+
+class SlowStop:
+    """The engine's answers to stops are held back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over = threading.Event()
+        stop = InProcess.stop
+
+        def slow(line: InProcess) -> None:
+            stop(line)
+            assert self.over.wait(60)
+
+        monkeypatch.setattr(InProcess, "stop", slow)
+
+
+def test_a_stop_that_is_given_up_is_finished_and_the_engine_can_be_captured_again(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, wanted = SlowStop(monkeypatch), asked(tmp_path)
+
+    async def scenario() -> None:
+        profiler = SglangProfiler(engine)
+        await profiler.start(wanted)
+        await generate(engine, 1, 3)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(profiler.stop(), 0.2)
+        await generate(engine, 1, 2)
+        slow.over.set()
+        again = asked(tmp_path, step=2)
+        await profiler.start(again)
+        assert sidecars(tmp_path), "the next start waits for what was given up"
+        await generate(engine, 1, 3)
+        (artifact,) = await profiler.stop()
+        assert_complete(artifact, again)
+
+    on_its_loop(engine, scenario())
+    assert_works(engine, tmp_path)
+
+
+def sidecars(root: Path) -> list[Path]:
+    return [path for path in files_below(str(root)) if path.name.endswith(".meta.json")]
+
+
+def test_files_of_a_stop_that_missed_its_deadline_are_waited_for_and_entered(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowStop(monkeypatch)
+    config = ProfileConfig(
+        save_path=str(tmp_path), steps="1", torch={"activities": ["cpu"]}, budget={"fanout_seconds": 20}
+    )
+
+    async def scenario() -> None:
+        async with capture(1, engines=engine, config=config) as cap:
+            await generate(engine, 1, 3)
+        layout = RunLayout(tmp_path).steps()[1]
+        (late,) = waiting(layout)
+        assert late.name == "replica 0"
+        assert "timeout" in late.reason
+        slow.over.set()
+        while waiting(layout):  # noqa: ASYNC110  # nothing tells who has given up
+            await asyncio.sleep(0.05)
+        manifest = cap.result.manifest()
+        assert manifest is not None
+        assert manifest.problems() == []
+
+    on_its_loop(engine, scenario())
     assert_works(engine, tmp_path)
 
 

@@ -25,8 +25,8 @@ VERSION = tuple(int(part) for part in sglang.__version__.split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
 if VERSION >= _OLDEST_WITH_ALL:
-    GROUPS[0].append("engine_contract.py")
-    GROUPS += [["engine_server.py"], ["engine_ray.py"]]
+    GROUPS[0] += ["engine_contract.py", "engine_readme.py"]
+    GROUPS += [["engine_server.py"], ["engine_ray.py"], ["engine_parallel.py"]]
 
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))

@@ -24,7 +24,10 @@ def demo(
     ] = 4,
     seed: Annotated[int, typer.Option(help="Of the weights, the problems and the sampling.")] = 0,
     engine: Annotated[
-        str, typer.Option(help="What generates: torch (the demo's own), or vllm or sglang, if installed.")
+        str,
+        typer.Option(
+            help="What generates: torch (the demo's own), vllm, sglang, or NAME=PYTHON,NAME=PYTHON."
+        ),
     ] = "torch",
 ) -> None:
     """Trains a small model with RL on this machine's CPU, captures two steps, and shows where they went.

@@ -46,7 +46,8 @@ def run_demo(
 
     Args:
         engine: What generates: `torch`, the demo's own continuous batching, or an installed adapter with a
-            replica for the demo (`vllm`, `sglang`).
+            replica for the demo (`vllm`, `sglang`). Two of different environments:
+            `vllm=/there/bin/python,sglang=/here/bin/python`, each with this Ray and this stepscope.
 
     Raises:
         StepscopeError: torch or Ray is not installed.

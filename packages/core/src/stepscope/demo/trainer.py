@@ -7,8 +7,9 @@ import random
 import time
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import cycle, islice
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 import torch
@@ -57,9 +58,14 @@ class Trainer:
         self.policy_version = 0
         self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
         self.reference = _place(ReferenceWorker)
-        kind = replica_class(engine)
-        self.replicas = [_place(kind, seed, config, number) for number in range(REPLICAS)]
-        self.engines = [RayRollout(replica, engine) for replica in self.replicas]
+        each = list(islice(cycle(choices(engine)), REPLICAS))
+        self.replicas = [
+            _place(replica_class(choice.engine), seed, config, number, python=choice.python)
+            for number, choice in enumerate(each)
+        ]
+        self.engines = [
+            RayRollout(replica, choice.engine) for replica, choice in zip(self.replicas, each, strict=True)
+        ]
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
@@ -137,6 +143,19 @@ class Trainer:
         self.policy_version += 1
 
 
+class Choice(NamedTuple):
+    """What generates, and the Python that it runs on; None: that of this process."""
+
+    engine: str
+    python: str | None
+
+
+def choices(engine: str) -> list[Choice]:
+    """Of `vllm`, or of `vllm=/there/bin/python,sglang=/here/bin/python`: the replicas take them in turn."""
+    parts = [part.partition("=") for part in engine.split(",")]
+    return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]
+
+
 def replica_class(engine: str) -> type:
     """`RolloutReplica`, or the class that the package of `engine` has for the demo.
 
@@ -154,7 +173,9 @@ def replica_class(engine: str) -> type:
     return cast(type, found[engine].load())
 
 
-def _place(cls: type, *args: object) -> ActorHandle[Any]:
+def _place(cls: type, *args: object, python: str | None = None) -> ActorHandle[Any]:
     actor_class: Any = ray.remote(cls)
+    if python is not None:
+        actor_class = actor_class.options(runtime_env={"py_executable": python})
     handle: ActorHandle[Any] = actor_class.remote(*args)
     return handle

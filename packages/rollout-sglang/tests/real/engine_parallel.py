@@ -1,0 +1,65 @@
+"""Two data-parallel schedulers of one engine. Run by `test_engines.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sglang
+from tiny_sglang import generate, on_its_loop, settings, write_model
+
+from stepscope.engines.protocol import Iterations
+from stepscope.files.sidecar import Artifact
+from stepscope.testing.engine_conformance import a_capture, assert_complete
+from stepscope_sglang import SglangProfiler
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for it where there is one NUMA node
+        engine = sglang.Engine(**settings(write_model(tmp_path_factory.mktemp("model")), dp_size=2))
+    yield engine
+    engine.shutdown()
+
+
+def record(engine: Any, tmp_path: Path, *, requests: int, step: int = 1, **changes: Any) -> list[Artifact]:
+    wanted = msgspec.structs.replace(a_capture(tmp_path, step=step), **changes)
+
+    async def scenario() -> list[Artifact]:
+        profiler = SglangProfiler(engine)
+        assert profiler.world_size == 2
+        await profiler.start(wanted)
+        await generate(engine, requests, 4)
+        artifacts = await profiler.stop()
+        for each in artifacts:
+            assert_complete(each, wanted)
+        return artifacts
+
+    return on_its_loop(engine, scenario())
+
+
+def test_each_data_parallel_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=4)
+    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0, "dp": 0}, 1: {"tp": 0, "dp": 1}}
+
+
+def test_only_the_ranks_that_were_asked_for_are_kept(parallel: Any, tmp_path: Path) -> None:
+    (artifact,) = record(parallel, tmp_path, requests=4, ranks=(1,))
+    assert artifact.rank == 1
+
+
+def test_a_rank_without_a_request_is_named_and_not_left_armed(parallel: Any, tmp_path: Path) -> None:
+    (artifact,) = record(parallel, tmp_path, requests=1, iterations=Iterations(count=2))
+    assert artifact.ignored["files"].startswith("1 of 2 ranks left a file")
+    both = record(parallel, tmp_path, requests=4, step=2)
+    assert {each.rank for each in both} == {0, 1}
+
+
+def test_merging_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=4, merge=True)
+    assert {each.kind for each in artifacts} == {"torch_trace"}
+    assert all("before the other dp and pp ranks" in each.ignored["merge"] for each in artifacts)

@@ -1,0 +1,69 @@
+"""The lines that the README adds to an existing loop, as they stand there. Run by `test_engines.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang
+from tiny_sglang import on_its_loop
+
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.timeline import load_step
+
+README = Path(__file__).parents[4] / "README.md"
+CONFIG = """
+save_path: profile
+steps: [3]
+roles: {rollout: {ranks: all}, "*": {ranks: first}}
+torch: {activities: [cpu]}
+"""
+
+
+def code() -> str:
+    (found,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+        if "sglang" in block
+    ]
+    return str(found)
+
+
+@pytest.fixture
+def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepLayout:
+    """What the README's loop leaves of step 3."""
+
+    def made(model_path: str, **options: object) -> Any:
+        told = {name: getattr(engine.server_args, name) for name in options}
+        assert told == options, "the engine of these tests is built as the README says"
+        return engine
+
+    monkeypatch.setattr(sglang, "Engine", made)
+    monkeypatch.chdir(tmp_path)
+    Path("stepscope.yaml").write_text(CONFIG)
+    names: dict[str, Any] = {}
+    exec(compile(code(), str(README), "exec"), names)
+    on_its_loop(engine, names["training_step"](3, [[1, 2, 3], [4, 5, 6, 7]]))
+    return RunLayout(tmp_path / "profile").steps()[3]
+
+
+def test_its_lines_are_about_ten() -> None:
+    assert len(re.findall(r"# \d", code())) <= 10
+
+
+def test_they_record_the_step_and_say_where_each_turn_went(layout: StepLayout) -> None:
+    timeline = load_step(layout.root)
+    assert timeline.manifest is not None
+    assert timeline.manifest.problems() == []
+    assert len(list(layout.traces.rglob("*.trace.json.gz"))) == 1
+    turns = {index: span for index, span in enumerate(timeline.spans) if span.stage == "turn"}
+    assert len(turns) == 2
+    for index, turn in turns.items():
+        below = {span.stage: span for span in timeline.spans if span.parent == index}
+        assert list(below) == ["queue", "prefill", "decode"]
+        assert turn.attrs is not None
+        assert turn.attrs["output_tokens"] == 64
+        assert turn.start_ns <= below["queue"].start_ns
+        assert timeline.until_ns(below["decode"]) <= timeline.until_ns(turn)
