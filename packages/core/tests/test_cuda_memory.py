@@ -66,7 +66,7 @@ class TestOnADevice(BackendConformance):
         backend = CudaMemoryBackend(ProfileConfig())
         backend.start(a_window())
         self.work()
-        [path] = written(backend.stop(), tmp_path)
+        _, path = written(backend.stop(), tmp_path)
         snapshot = pickle.loads(path.read_bytes())
         assert any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
 
@@ -76,7 +76,12 @@ class TestOnADevice(BackendConformance):
         with pytest.raises(torch.cuda.OutOfMemoryError):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         kinds = [artifact.kind for artifact in backend.stop()]
-        assert kinds == ["cuda_memory_snapshot", "cuda_memory_oom_snapshot"]
+        assert kinds == [
+            "cuda_memory_summary",
+            "cuda_memory_snapshot",
+            "cuda_memory_oom_summary",
+            "cuda_memory_oom_snapshot",
+        ]
 
     def test_a_history_of_other_code_is_left_alone(self) -> None:
         torch.cuda.memory._record_memory_history()

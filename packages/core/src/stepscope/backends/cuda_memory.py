@@ -14,10 +14,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from stepscope.backends.memory_summary import summarise
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import CudaMemoryConfig, ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError
+from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 
 _HISTORY = ProcessLock()
 """The allocator has one history, whoever records it. Beside torch.profiler it may run."""
@@ -112,13 +116,37 @@ class CudaMemoryBackend:
         at_oom, self._at_oom = self._at_oom, None
         if at_oom is not None:
             taken.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
-        return [self._artifact(snapshot, truncated) for truncated, snapshot in taken]
+        made = []
+        for truncated, snapshot in taken:
+            if isinstance(snapshot, dict) and "segments" in snapshot:
+                made.append(self._summary(snapshot, truncated))
+            made.append(self._artifact(snapshot, truncated))
+        return made
 
     def on_oom(self, snapshot: object) -> None:
         """CUDA is out of memory. The first time tells most; later ones are counted."""
         self._ooms += 1
         if self._at_oom is None:
             self._at_oom = snapshot
+
+    def _summary(self, snapshot: dict[str, Any], truncated: str | None) -> PendingArtifact:
+        """For the report, which reads no pickles."""
+        import torch
+
+        kept = [snapshot]
+
+        def write(path: Path) -> None:
+            path.write_bytes(msgspec.json.encode(summarise(kept.pop(), self._config.max_entries)))
+
+        return PendingArtifact(
+            kind=SUMMARY if truncated is None else OOM_SUMMARY,
+            suffix=".json",
+            write=write,
+            compress=True,
+            discard=kept.clear,
+            truncated=truncated,
+            versions={"torch": torch.__version__, "cuda": str(torch.version.cuda)},
+        )
 
     def _artifact(self, snapshot: object, truncated: str | None) -> PendingArtifact:
         import torch

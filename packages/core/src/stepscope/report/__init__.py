@@ -3,6 +3,7 @@
 from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.baseline import Baseline, find_baseline
 from stepscope.report.breakdown import Breakdown, Line, Overlap, break_down
+from stepscope.report.cuda_memory import CudaMemory, Holder, find_holders
 from stepscope.report.devices import (
     DeviceRow,
     MemoryRow,
@@ -41,12 +42,14 @@ __all__ = [
     "Breakdown",
     "Bubble",
     "Cause",
+    "CudaMemory",
     "DeviceRow",
     "Engine",
     "Evidence",
     "Extreme",
     "Health",
     "Hold",
+    "Holder",
     "Idle",
     "Lag",
     "Line",
@@ -76,6 +79,7 @@ __all__ = [
     "check_health",
     "explain_no_device",
     "find_baseline",
+    "find_holders",
     "find_idle",
     "find_long_tail",
     "find_peaks",

@@ -7,6 +7,7 @@ import msgspec
 from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.baseline import Baseline, find_baseline
 from stepscope.report.breakdown import Breakdown, break_down
+from stepscope.report.cuda_memory import CudaMemory, find_holders
 from stepscope.report.devices import TraceTables, tabulate_traces
 from stepscope.report.engine import Engine, Phaseless, find_phaseless, view_engines
 from stepscope.report.health import Health, check_health
@@ -44,6 +45,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that generated and are not among `engines`."""
     traces: TraceTables | None
     """None: they were not read."""
+    cuda_memory: tuple[CudaMemory, ...]
+    """Of snapshots of CUDA's allocator, where the traces were read."""
     health: Health
 
 
@@ -80,5 +83,6 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         engines=found.engines,
         phaseless=find_phaseless(timeline, found.engines),
         traces=found.traces,
+        cuda_memory=find_holders(timeline, () if traces is None else traces.memory),
         health=found.health,
     )

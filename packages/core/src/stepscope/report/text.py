@@ -14,6 +14,7 @@ from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
 from stepscope.report.health_text import say_again, say_ended, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
+from stepscope.report.memory_text import cuda_memory
 from stepscope.report.sections_text import (
     advise,
     engines,
@@ -79,6 +80,7 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
     yield from engines(report.engines, report.phaseless)
     if report.traces is not None:
         yield from traces(report.traces)
+    yield from cuda_memory(report.cuda_memory)
     yield from trust(report.health)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.model import FileProblem
@@ -19,6 +20,9 @@ _SUFFIXES = (".json", ".json.gz")
 _NO_SIDECAR = "no sidecar: nothing says which process wrote it"
 MERGED = "merged_trace"
 """The kind of a file in which an engine repeats the traces of its ranks."""
+
+
+_SNAPSHOTS = ("cuda_memory_snapshot", "cuda_memory_oom_snapshot")
 
 
 class TraceFile(NamedTuple):
@@ -61,6 +65,8 @@ class Found(NamedTuple):
     unread: list[str]
     """Artifacts of this run that no timeline is made of, each with its kind."""
     problems: list[FileProblem]
+    summaries: list[TraceFile]
+    """What is kept of snapshots of CUDA's allocator."""
 
 
 def find_traces(
@@ -71,7 +77,7 @@ def find_traces(
     Args:
         without: Files and folders to leave out, relative to the step's folder.
     """
-    found = Found([], [], [])
+    found = Found([], [], [], [])
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
@@ -127,6 +133,12 @@ def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: R
         return
     if sidecar is not None and sidecar.artifact.kind == MERGED:
         found.unread.append(f"{name}: an engine merged it out of the traces beside it")
+        return
+    if sidecar is not None and sidecar.artifact.kind in (SUMMARY, OOM_SUMMARY):
+        found.summaries.append(TraceFile(path, name, sidecar))
+        return
+    if sidecar is not None and sidecar.artifact.kind in _SNAPSHOTS:
+        found.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")
         return
     reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
     if claim is not None and not claim.read:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from stepscope.report.cuda_memory import CudaMemory
 from stepscope.report.devices import DeviceRow, OperatorRow, TraceTables
 from stepscope.report.figures import count, duration, percents, size
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import listing, percent, section, table
+from stepscope.report.memory_text import (
+    COLUMNS,
+    HELD,
+    HOLDERS,
+    NOTE,
+    holder_cells,
+    memory_cells,
+    name_of,
+    say_memory,
+)
 from stepscope.report.sections_text import say_no_device, short
 
 
@@ -97,6 +108,19 @@ def _device(row: DeviceRow) -> tuple[str | Html, ...]:
         duration(row.busy_ns), percents([row.busy_ns], row.recorded_ns)[0], duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip
+
+
+def cuda_memory(rows: Sequence[CudaMemory]) -> Iterator[Html]:
+    """Nothing where no snapshot was taken."""
+    if not rows:
+        return
+    parts = [table(COLUMNS, [memory_cells(row) for row in rows], "cuda-memory-table")]
+    for row in rows[:HELD]:
+        said = say_memory(row)
+        parts.append(tag("h3", f"Held then: {name_of(row)}"))
+        parts += [tag("p", said, class_="said bad" if row.oom else "note")] if said else []
+        parts.append(table(HOLDERS, holder_cells(row)))
+    yield section("cuda-memory", "CUDA memory at its highest", *parts, note=NOTE)
 
 
 def _memory(found: TraceTables) -> Html:

@@ -54,6 +54,7 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
         yield heat.calls(report.stages, colours)
     if report.traces is not None:
         yield from kernels.kernels(report.traces)
+    yield from kernels.cuda_memory(report.cuda_memory)
     yield trust.health(report.health)
     yield trust.processes(report.health.processes)
     if files:

@@ -10,6 +10,7 @@ import msgspec
 from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
+from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.pool import read_all
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
@@ -54,6 +55,8 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...]
     """Files that are no torch traces, each with what is to be said of it."""
     problems: tuple[FileProblem, ...]
+    memory: tuple[MemoryRecord, ...] = ()
+    """What is kept of snapshots of CUDA's allocator."""
 
 
 def load_traces(
@@ -79,10 +82,18 @@ def load_traces(
     ]
     order = sorted(range(len(activities)), key=lambda at: (placed[at].pid, activities[at].file))
     problems = [*found.problems, *_problems(torch, contents)]
+    memory = []
+    for file in found.summaries:
+        record = read_memory(file, timeline)
+        if isinstance(record, FileProblem):
+            problems.append(record)
+        else:
+            memory.append(record)
     return Traces(
         activities=tuple(activities[at] for at in order),
         unread=(*found.unread, *(f"{name}: no torch trace; stepscope merge shows it" for name in others)),
         problems=tuple(problems),
+        memory=tuple(memory),
     )
 
 

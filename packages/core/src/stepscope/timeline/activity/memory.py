@@ -1,0 +1,55 @@
+"""What is kept of snapshots of CUDA's allocator, as it was in the step."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import msgspec
+
+from stepscope.files.cuda_memory import OOM_SUMMARY, MemorySummary
+from stepscope.timeline.model import FileProblem, Timeline
+from stepscope.timeline.rows import offset_at
+from stepscope.timeline.traces import TraceFile
+
+_LARGEST = 64 << 20
+"""Bytes of a summary that are read: a few hundred kB are usual."""
+
+
+class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One snapshot's summary, and whose it is."""
+
+    file: str
+    """Relative to the step's folder."""
+    process: int
+    """Index in `Timeline.processes`."""
+    stage: str | None
+    """None: of the whole capture."""
+    oom: bool
+    """Taken when CUDA was out of memory."""
+    summary: MemorySummary
+    ahead_ns: int
+    """How far the process' wall clock, which the summary's times are of, was ahead of the owner's."""
+
+
+def read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
+    """The record; or what is wrong with it, to be said of the file."""
+    said = file.sidecar
+    keys = [process.info.key for process in timeline.processes]
+    if said is None or said.process not in keys:
+        return FileProblem(file=file.name, what="it is of no process of this step")
+    try:
+        with gzip.open(file.path) as packed:
+            summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
+    except (OSError, EOFError, zlib.error, ValueError, msgspec.DecodeError) as error:
+        return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
+    index = keys.index(said.process)
+    process = timeline.processes[index]
+    return MemoryRecord(
+        file=file.name,
+        process=index,
+        stage=said.artifact.stage,
+        oom=said.artifact.kind == OOM_SUMMARY,
+        summary=summary,
+        ahead_ns=offset_at(process, process.opened_ns) if process.aligned else 0,
+    )
