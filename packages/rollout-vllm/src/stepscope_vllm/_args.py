@@ -12,7 +12,7 @@ from typing import Any
 from stepscope import ProfileConfig
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
-from stepscope_vllm import _versions
+from stepscope_vllm import _facts, _versions
 
 EXTENSION = "stepscope_vllm.WorkerExtension"
 Value = str | int | float | bool | None
@@ -25,7 +25,7 @@ def engine_args(
 
     Args:
         config: The run's. `torch` and `roles.rollout.engine` say what is recorded; keys of `engine.extra`
-            are fields of vLLM's `ProfilerConfig`.
+            are fields of vLLM's `ProfilerConfig`. With `tool: nsys` the workers open CUDA profiler ranges.
         replica: Number of the replica: each has a folder of its own.
         extension: Whether to name `stepscope_vllm.WorkerExtension` as `worker_extension_cls`, so that every
             capture has its own folder and options and stop is short. False where that argument is taken:
@@ -39,6 +39,7 @@ def engine_args(
         ConfigError: `engine.extra` has what this vLLM's `ProfilerConfig` has not.
     """
     release = installed or _installed()
+    extension = extension and config.tool != "nsys"  # there are no files to point anywhere
     if _by_environment(release):
         return {"worker_extension_cls": EXTENSION} if extension else {}
     found: dict[str, Any] = {"profiler_config": _profiler_config(config, replica, release, extension)}
@@ -48,18 +49,29 @@ def engine_args(
 
 
 def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> dict[str, str]:
-    """Environment variables for the process that builds the engine; empty from vLLM 0.13 on."""
+    """Environment variables for the process that builds the engine; empty from vLLM 0.13 on.
+
+    Raises:
+        ConfigError: `tool` is nsys, and this vLLM opens no CUDA profiler ranges.
+    """
     release = installed or _installed()
     if not _by_environment(release):
         return {}
+    if config.tool == "nsys":
+        if not _has(release, "cuda"):
+            raise ConfigError(
+                "tool", "nsys", f"torch with vLLM {release}{_versions.since('cuda')}", "install that vLLM"
+            )
+        return {_facts.CUDA_VARIABLE: "1"}
     torch = config.torch
-    return {
-        "VLLM_TORCH_PROFILER_DIR": _folder(config, replica),
-        "VLLM_TORCH_PROFILER_WITH_STACK": str(int(torch.with_stack)),
-        "VLLM_TORCH_PROFILER_RECORD_SHAPES": str(int(torch.record_shapes)),
-        "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": str(int(torch.profile_memory)),
-        "VLLM_TORCH_PROFILER_WITH_FLOPS": str(int(torch.with_flops)),
+    options = {
+        "torch_profiler_with_stack": torch.with_stack,
+        "torch_profiler_record_shapes": torch.record_shapes,
+        "torch_profiler_with_memory": torch.profile_memory,
+        "torch_profiler_with_flops": torch.with_flops,
     }
+    named = {_facts.VARIABLES[field]: str(int(value)) for field, value in options.items()}
+    return {_facts.FOLDER_VARIABLE: _folder(config, replica), **named}
 
 
 @contextmanager
@@ -94,16 +106,20 @@ def _profiler_config(
 ) -> dict[str, Value | list[str]]:
     role = _role(config)
     torch, window = config.torch, role.engine.iterations
-    found: dict[str, Value | list[str]] = {
-        "profiler": "torch",
-        "torch_profiler_dir": _folder(config, replica),
-        "torch_profiler_with_stack": torch.with_stack,
-        "torch_profiler_record_shapes": torch.record_shapes,
-        "torch_profiler_with_memory": torch.profile_memory,
-        "torch_profiler_with_flops": torch.with_flops,
-        "torch_profiler_dump_cuda_time_total": False,
-        "ignore_frontend": True,
-    }
+    found: dict[str, Value | list[str]] = (
+        {"profiler": "cuda"}
+        if config.tool == "nsys"
+        else {
+            "profiler": "torch",
+            "torch_profiler_dir": _folder(config, replica),
+            "torch_profiler_with_stack": torch.with_stack,
+            "torch_profiler_record_shapes": torch.record_shapes,
+            "torch_profiler_with_memory": torch.profile_memory,
+            "torch_profiler_with_flops": torch.with_flops,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
+    )
     if not extension and not _has(release, "delay_iterations") and (window.start or window.count):
         # No start takes them, so they are what every capture gets.
         found.update(delay_iterations=window.start, max_iterations=window.count or 0)

@@ -6,6 +6,7 @@ vLLM is never imported here: an engine can only be there when its user has impor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import sys
 import traceback
@@ -111,6 +112,8 @@ class Started(NamedTuple):
     """Whether their names begin with the capture's."""
     aimed: bool
     """Whether they are written to the capture's folder, by `_extension.aim`."""
+    by_others: bool = False
+    """Whether what is recorded is written by a tool above the engine (nsys), and by nobody here."""
 
 
 class Driver:
@@ -224,22 +227,56 @@ class Driver:
         dialect, wanted = self.dialect, capture.iterations
         aimed = await self._aim(capture, name, ranks)
         arguments: dict[str, object] = {}
+        by_others = self.settings.get("profiler") == "cuda"
         if dialect.prefix != "no":
             arguments["profile_prefix"] = name
         if dialect.bounds:
             arguments["delay_iterations"] = wanted.start
             arguments["max_iterations"] = wanted.count or 0
-        await self.call("start_profile", **arguments)
+        if not dialect.guarded and self.frontend_records():
+            raise EngineError(f"start_profile: the AsyncLLM's own profiler records. {_TAKEN}")
+        try:
+            await self.call("start_profile", **arguments)
+        except EngineError:
+            await self._end_frontend()
+            raise
         if aimed:
             return Started(Path(capture.out_dir), named=True, aimed=True)
-        return Started(self.folder, named=dialect.prefix == "every start", aimed=False)
+        named = dialect.prefix == "every start"
+        return Started(self.folder, named=named, aimed=False, by_others=by_others)
 
     async def stop(self) -> None:
-        await self.call("stop_profile")
+        try:
+            if self.frontend_records() is False and not self.dialect.guarded:
+                # Somebody has stopped it: before vLLM 0.31 one more stop_profile ends this very process.
+                await self.call("collective_rpc", "profile", args=(False,))
+            else:
+                await self.call("stop_profile")
+        except EngineError:
+            await self._end_frontend()
+            raise
         if self._aimed:
             self._aimed = False
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
             await self.call("collective_rpc", method)
+
+    def frontend_records(self) -> bool | None:
+        """Whether the AsyncLLM's own profiler of this process records; None where it has none."""
+        found = getattr(self.engine, "profiler", None) if self.asynchronous else None
+        if found is None:
+            return None
+        # A wrapper around a torch.profiler.profile around torch's own, or from the second on.
+        while found is not None and not hasattr(found, "kineto_results"):
+            found = getattr(found, "profiler", None)
+        return found is not None and bool(found.entered) and found.kineto_results is None
+
+    async def _end_frontend(self) -> None:
+        """The engine failed and its AsyncLLM's own profiler records: left so, this process ends in a
+        segmentation fault at its exit.
+        """
+        if self.frontend_records():
+            with contextlib.suppress(Exception):  # it was to end, and nobody gets its file
+                await asyncio.to_thread(self.engine.profiler.stop)
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls the engine where it wants to be called.
@@ -326,15 +363,18 @@ def options_of(capture: EngineCapture) -> dict[str, bool]:
     }
 
 
+_TAKEN = (
+    "Somebody else started its profiler, or a process that ended did. Fix: stop_profile() on the engine "
+    "once, then capture"
+)
+
+
 def _said(error: BaseException) -> str:
     """One line of an engine's error; the types of vLLM's own may not exist where the text is read."""
     text = " ".join(str(error).split())
     hint = ""
     if type(error).__name__ == "ProfilerAlreadyActiveError":
-        hint = (
-            ". Somebody else started its profiler, or a process that ended did. Fix: stop_profile() on the "
-            "engine once, then capture"
-        )
+        hint = f". {_TAKEN}"
     elif "rofiling is not enabled" in text or "rofiler is not enabled" in text:
         hint = ". Fix: build it with `**stepscope_vllm.engine_args(config, replica)`"
     return f"{type(error).__name__}: {text[-400:]}{hint}"

@@ -150,8 +150,18 @@ def _who(worker: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "rank": int(worker.rank),
-        "dp": int(getattr(parallel, "data_parallel_rank", 0) or 0),
+        "dp": _dp(parallel),
     }
+
+
+def _dp(parallel: Any) -> int:
+    """Which of the data-parallel engines this worker is of. For dense models vLLM takes these apart into
+    engines that know of no others (`data_parallel_rank` is 0 in all); what stays is `data_parallel_index`.
+    """
+    for name in ("data_parallel_index", "data_parallel_rank"):
+        if isinstance(found := getattr(parallel, name, None), int):
+            return found
+    return 0
 
 
 def _stem(name: str, who: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _facts, _options, _recording, _versions
+from stepscope_vllm import _facts, _options, _recording, _traces, _versions
 from stepscope_vllm._engines import Layout, Started
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import Dialect
@@ -184,6 +184,8 @@ class _There:
         self.folder = folder
         self.layout = layout
         self.version = version
+        self._frontends: set[str] = set()
+        """Traces of its API server from before the start."""
 
     def facts(self) -> dict[str, Option]:
         found: dict[str, Option] = {"url": self._server.url}
@@ -195,6 +197,7 @@ class _There:
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         body: dict[str, object] = {}
+        self._frontends = await asyncio.to_thread(_traces.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
             body["profile_prefix"] = name
         if self._dialect.bounds:
@@ -217,6 +220,10 @@ class _There:
         return Started(self.folder, named=self._dialect.prefix == "every start", aimed=False)
 
     async def stop(self) -> None:
+        if not self._dialect.guarded:
+            came = await asyncio.to_thread(_traces.of_frontends, self.folder)
+            if came - self._frontends:
+                return  # somebody has stopped it: before vLLM 0.31 one more ends the server
         answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
         self._refuse_failure("stop_profile", answer)
 

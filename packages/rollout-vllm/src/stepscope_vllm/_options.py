@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from stepscope.engines import EngineCapture
@@ -32,6 +33,9 @@ OTHER_THREAD = (
     "the worker lives in this process, where generation is on another thread than the profiler, and torch "
     "reports memory on the profiler's own"
 )
+_BY_NSYS = "nsys records what it was started with"
+_NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
+"""What nsys sets for the processes that it records."""
 FIX = "Fix: build it with **stepscope_vllm.engine_args(config, replica)"
 
 
@@ -44,10 +48,19 @@ def refuse_disabled(settings: Mapping[str, object]) -> None:
             "profiler_config={'profiler': 'torch', 'torch_profiler_dir': '/a/folder', "
             "'torch_profiler_with_stack': False, 'ignore_frontend': True}"
         )
+    if settings["profiler"] == "cuda":
+        if _NSYS_SESSION not in os.environ:
+            raise EngineError(
+                "this engine was built with profiler='cuda', which opens CUDA profiler ranges for Nsight "
+                f"Systems, and nsys did not start this process ({_NSYS_SESSION} is not set). Fix: start the "
+                "process that builds the engine under nsys (stepscope.backends.nsys: runtime_env, command), "
+                "or build it with profiler='torch'"
+            )
+        return
     if settings["profiler"] != "torch":
         raise EngineError(
-            f"this engine was built with profiler={settings['profiler']!r}, whose files are not vLLM's to "
-            "hand over. Fix: profiler='torch', or record it with nsys and without engines="
+            f"this engine was built with profiler={settings['profiler']!r}, whose files nobody has read yet. "
+            "Fix: profiler='torch', or 'cuda' under nsys"
         )
     folder = str(settings.get("torch_profiler_dir") or "")
     if "://" in folder:
@@ -75,6 +88,11 @@ def unable(
     Raises:
         EngineError: `extra` has an option that no vLLM has.
     """
+    if settings.get("profiler") == "cuda":
+        return {option: _BY_NSYS for option in (*_TORCH, *_NEVER, "ranks") if getattr(capture, option)} | {
+            "artifacts": "CUDA profiler ranges were opened and closed: the nsys that started the engine "
+            "writes its report where it was told to"
+        }
     found = _asked(capture, _NEVER)
     if not aimed:
         found.update(_fixed(capture, settings))

@@ -16,10 +16,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout
+from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _facts, _line, _traces
 from stepscope_vllm._engines import Layout, Started
@@ -105,7 +109,7 @@ class Run:
         async with self._desk.turn:
             if self._given_up:
                 return
-            before = await asyncio.to_thread(_traces.listed, self._target.folder)
+            before = await asyncio.to_thread(self._look)
             self._facts = await asyncio.to_thread(self._target.facts)
             self._started = await self._target.start(self.capture, self._name, self._local_ranks())
             self._opened = read_anchor()
@@ -153,10 +157,46 @@ class Run:
 
     # On a thread: disks block.
 
+    def _look(self) -> set[str]:
+        """What is there before the start, the files of this step's earlier captures among it."""
+        folder = self._target.folder
+        if folder is not None:
+            self._bring_home(folder)
+        return _traces.listed(folder) | _traces.listed(Path(self.capture.out_dir))
+
+    def _bring_home(self, folder: Path) -> None:
+        """Moves files of captures that are over: whoever made those was gone when the files came."""
+        run = RunLayout(Path(self.capture.step_dir).parent)
+        named = {name: step for name in _traces.listed(folder) if (step := _traces.step_of(name)) is not None}
+        for step in sorted(set(named.values())):
+            layout = run.step(step)
+            for run_id in {part.run_id for part in read_parts(layout)[0]}:
+                stem = f"step_{step:06d}_{run_id}"
+                mine = {name for name in named if name.startswith(f"{prefix_of(stem)}_")}
+                whole = {
+                    name
+                    for name in mine
+                    if not (_traces.is_trace(name) and _traces.unfinished(folder / name))
+                }
+                if not whole:
+                    continue
+                capture = msgspec.structs.replace(
+                    self.capture,
+                    step=step,
+                    run_id=run_id,
+                    name=stem,
+                    out_dir=str(layout.engine_dir(self.capture.replica)),
+                    step_dir=str(layout.root),
+                    ranks=None,
+                )
+                Run(self._desk, self._target, capture, {})._adopt(whole, folder)
+
     def _collect(self, late_for: Run | None, closed: ClockAnchor, facts: dict[str, Option]) -> list[Artifact]:
         started = self._started
         if started is None:
             raise EngineError("the capture did not begin")
+        if started.by_others:
+            return []
         names = self._names(started, late_for)
         paths = [started.folder / name for name in names if _traces.is_trace(name)]
         if not paths:
@@ -169,16 +209,20 @@ class Run:
             _traces.wait_until_complete(paths)
         except ValueError as error:
             raise EngineError(f"{error}; its worker stopped writing") from error
+        target = Path(self.capture.out_dir)
         if not started.aimed:
-            target = Path(self.capture.out_dir)
             moved = _traces.move(names, started.folder, target, self._name)
             paths = [path for path in moved if _traces.is_trace(path.name)]
+        elif self._target.folder is not None:  # that of the AsyncLLM itself, which nobody can aim
+            own = _traces.of_frontends(self._target.folder) - self._seen[0]
+            _traces.wait_until_complete(self._target.folder / name for name in own)
+            paths += _traces.move(own, self._target.folder, target, self._name)
         return self._publish([_traces.read(path) for path in paths], closed, facts)
 
     def _names(self, started: Started, late_for: Run | None) -> set[str]:
         """The names of this capture's files; late ones of the capture before go where they belong."""
         there, (before, after) = _traces.listed(started.folder), self._seen
-        named = {name for name in there if name.startswith(f"{self._name}_")}
+        named = {name for name in there - before if name.startswith(f"{self._name}_")}
         if started.aimed:
             return named
         if started.named and not any(map(_traces.is_recording, there)):
@@ -209,8 +253,9 @@ class Run:
             **_facts.steady(facts),
             **_facts.between(self._facts, facts),
         }
-        if aside:
-            options["left_aside"] = ", ".join(f"rank {rank}" for _, rank in aside)
+        left = self._left_aside({rank for _, rank in aside}, layout)
+        if left:
+            options["left_aside"] = ", ".join(f"rank {rank}" for rank in left)
         workers = sum(not trace.frontend for trace in traces)
         complete = layout is None or layout.external or workers >= self._expected(layout)
         if not complete and layout is not None:
@@ -234,6 +279,14 @@ class Run:
             )
             for trace, rank in kept
         ]
+
+    def _left_aside(self, removed: set[int], layout: Layout | None) -> list[int]:
+        """Global ranks of this engine that nobody asked for, whether they wrote a file or not."""
+        wanted = self.capture.ranks
+        if wanted is None or layout is None or layout.external:
+            return sorted(removed)
+        first = self.capture.replica * layout.size
+        return sorted(removed | set(range(first, first + layout.size)) - set(wanted))
 
     def _expected(self, layout: Layout) -> int:
         """Workers that write: with our extension, those of ranks that nobody wants do not."""

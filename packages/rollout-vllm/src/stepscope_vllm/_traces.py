@@ -21,6 +21,9 @@ _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
 _STATED = re.compile(rb'"distributedInfo":\s*\{[^{}\[\]]*?"rank":\s*(\d+)[^{}\[\]]*?"world_size":\s*(\d+)')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
+_FRONTEND = ".async_llm."
+_CAPTURE = re.compile(r"step_(\d{6,})_")
+"""What the name of a capture, and so of its files, begins with."""
 _HEAD = 1 << 16
 """Bytes of a trace in which everything but its events stands."""
 _WAIT_S = 10.0
@@ -49,6 +52,17 @@ def listed(folder: Path | None) -> set[str]:
         return {name for name in os.listdir(folder) if is_output(name)}
     except OSError:
         return set()
+
+
+def of_frontends(folder: Path) -> set[str]:
+    """Names of the traces there that API servers and AsyncLLMs wrote of themselves."""
+    return {name for name in listed(folder) if is_trace(name) and _FRONTEND in name}
+
+
+def step_of(name: str) -> int | None:
+    """The step of the capture that a file is named after; None for other names."""
+    found = _CAPTURE.match(name)
+    return None if found is None else int(found[1])
 
 
 def is_output(name: str) -> bool:
@@ -99,12 +113,12 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
     """
     until = time.monotonic() + _WAIT_S
     for path in paths:
-        why = _unfinished(path)
+        why = unfinished(path)
         while why is not None:
             if time.monotonic() > until:
                 raise ValueError(f"{path} is not complete ({why})")
             time.sleep(0.1)
-            why = _unfinished(path)
+            why = unfinished(path)
 
 
 def read(path: Path) -> Trace:
@@ -116,7 +130,7 @@ def read(path: Path) -> Trace:
     number = int(pid[1]) if pid else None
     return Trace(
         path=path,
-        frontend=".async_llm." in path.name,
+        frontend=_FRONTEND in path.name,
         rank=rank,
         world_size=int(stated[2]) if stated else None,
         dp=int(dp[1]) if dp else _dp_of_process(number),
@@ -146,7 +160,7 @@ def _head(path: Path) -> bytes:
         return bytes(file.read(_HEAD))
 
 
-def _unfinished(path: Path) -> str | None:
+def unfinished(path: Path) -> str | None:
     """What is missing at the end of a trace; None when nothing is."""
     from isal import igzip
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from stepscope.errors import EngineError
 
 ADDED = {
+    "cuda": "0.11.1",
     "profiler_config": "0.13.0",
     "profile_prefix": "0.17.0",
     "wait_iterations": "0.18.0",
@@ -28,7 +29,7 @@ ADDED = {
 }
 """Option of a profiler or of a start -> the first release that has it."""
 
-KNOWN = frozenset(ADDED) | {
+KNOWN = frozenset(ADDED) - {"cuda"} | {
     "torch_profiler_with_flops",
     "torch_profiler_with_stack",
     "torch_profiler_record_shapes",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+import stepscope_vllm
 from stepscope import ProfileConfig
 
 os.environ.update(
@@ -41,9 +50,13 @@ RUN_BY = {
     "test_async_llm.py": ("0.27.1", "0.32.0"),
     "test_server.py": ("0.29.0", "0.32.0"),
     "test_ray.py": ("0.32.0",),
+    "test_readme.py": ("0.32.0",),
+    "test_owner.py": ("0.29.0", "0.31.0"),
+    "test_router.py": ("0.31.0",),
+    "test_wheels.py": ("0.31.0",),
 }
-"""Files that build engines in processes of their own, which takes a minute each, and the vLLM that run them.
-The others run on every version.
+"""Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run
+them. The others run on every version.
 """
 
 
@@ -100,6 +113,75 @@ def make_llm(model: str) -> Iterator[Callable[..., Any]]:
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     yield lambda **arguments: LLM(model=model, **SIZES, **arguments)
     patch.undo()
+
+
+@pytest.fixture(scope="module")
+def serve(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[ProfileConfig, int], AbstractContextManager[Served]]:
+    """`with serve(config, replica) as served`: a vLLM server of that replica, gone afterwards."""
+
+    @contextmanager
+    def serving(config: ProfileConfig, replica: int) -> Iterator[Served]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = ["--model", model, "--served-model-name", "tiny", "--max-model-len", "256", "--enforce-eager"]
+        words += ["--kv-cache-memory-bytes", str(64 << 20), "--api-key", "secret"]
+        words += ["--host", "127.0.0.1", "--port", str(port)]
+        arguments = stepscope_vllm.server_args(config, replica)
+        profiler = json.loads(arguments[arguments.index("--profiler-config") + 1])
+        log = tmp_path_factory.mktemp("server") / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        served = Served(f"http://127.0.0.1:{port}", Path(profiler["torch_profiler_dir"]), process)
+        try:
+            _wait_until_healthy(served, log)
+            yield served
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    return serving
+
+
+class Served(NamedTuple):
+    url: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def complete(self, tokens: int = 4) -> None:
+        body = {"model": "tiny", "prompt": "hello world", "max_tokens": tokens, "ignore_eos": True}
+        self.post("/v1/completions", body, key="secret")
+
+    def post(self, path: str, body: object = None, key: str | None = None) -> int:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return int(answer.status)
+
+
+def _wait_until_healthy(served: Served, log: Path) -> None:
+    until = time.monotonic() + 280
+    while time.monotonic() < until and served.process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{served.url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not come up:\n{log.read_text()[-3000:]}")
 
 
 def write_model(folder: Path) -> Path:

@@ -215,10 +215,51 @@ async def test_an_option_of_the_engine_that_differs_is_reported(llm: LLM, tmp_pa
 
 async def test_captures_go_on_after_sleep_and_wake_and_a_cache_reset(llm: LLM, tmp_path: Path) -> None:
     await record(llm, a_capture(tmp_path, step=1))
+    llm.sleep(1)  # vLLM's scheduler sleeps; its worker ignores it on CPUs
+    llm.wake_up()
     llm.reset_prefix_cache()
     llm.collective_rpc("reload_weights")
     later, _ = await record(llm, a_capture(tmp_path, step=2))
     assert len(later) == 1
+
+
+async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own calls, but for the two of the CUDA runtime, which is not here."""
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
+    monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
+    profiler = VllmProfiler(llm, replica=0)
+    monkeypatch.setattr(profiler._driver.config.profiler_config, "profiler", "cuda")
+    own = llm.collective_rpc(_open_ranges)
+    try:
+        with pytest.raises(EngineError, match="nsys did not start this process"):
+            profiler.check()
+        monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+        profiler.check()
+        await profiler.start(msgspec.structs.replace(a_capture(tmp_path), with_stack=True))
+        generate(llm)
+        assert await profiler.stop() == []
+    finally:
+        llm.collective_rpc(lambda worker: setattr(_worker(worker), "profiler", own[0]))
+    assert calls == ["start", "stop"]
+    assert profiler.ignored["with_stack"] == "nsys records what it was started with"
+    assert "nsys that started the engine writes" in profiler.ignored["artifacts"]
+
+
+def _worker(worker: Any) -> Any:
+    return getattr(worker, "worker", worker)
+
+
+def _open_ranges(worker: Any) -> object:
+    """The worker's profiler is vLLM's for CUDA ranges now. Returns the one that it had."""
+    from vllm.profiler.wrapper import CudaProfilerWrapper
+
+    worker = _worker(worker)
+    had = worker.profiler
+    worker.profiler = CudaProfilerWrapper(worker.vllm_config.profiler_config)
+    return had
 
 
 def test_a_run_that_captures_nothing_leaves_nothing(llm: LLM, tmp_path: Path) -> None:

@@ -6,97 +6,31 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import pytest
 import vllm
 
-import stepscope_vllm
 from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope_vllm import VllmServer, _versions
 
+Served: TypeAlias = Any
+"""`conftest.Served`: a file of tests cannot be imported from another."""
+Serve: TypeAlias = Callable[[ProfileConfig, int], AbstractContextManager[Served]]
 BOUNDS = _versions.numbers(vllm.__version__) >= (0, 32)
 
 
-class Served(NamedTuple):
-    url: str
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    def complete(self, tokens: int = 4) -> None:
-        body = {"model": "tiny", "prompt": "hello world", "max_tokens": tokens, "ignore_eos": True}
-        self.post("/v1/completions", body, key="secret")
-
-    def post(self, path: str, body: object = None, key: str | None = None) -> int:
-        data = b"" if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return int(answer.status)
-
-
 @pytest.fixture(scope="module")
-def served(model: str, config: ProfileConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
-    options += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--served-model-name",
-        "tiny",
-        "--api-key",
-        "secret",
-    ]
-    arguments = stepscope_vllm.server_args(config, 0)
-    log = tmp_path_factory.mktemp("server") / "log"
-    module = "vllm.entrypoints.openai.api_server"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--model", model, *options, *arguments],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    profiler = json.loads(arguments[arguments.index("--profiler-config") + 1])
-    found = Served(f"http://127.0.0.1:{port}", Path(profiler["torch_profiler_dir"]), process)
-    try:
-        _wait_until_healthy(found, log)
+def served(serve: Serve, config: ProfileConfig) -> Iterator[Served]:
+    with serve(config, 0) as found:
         yield found
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_until_healthy(served: Served, log: Path) -> None:
-    until = time.monotonic() + 280
-    while time.monotonic() < until and served.process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{served.url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not come up:\n{log.read_text()[-3000:]}")
 
 
 class TestConformance(EngineConformance):

@@ -89,7 +89,9 @@ class EngineProfiler(Protocol):
 
     @property
     def ignored(self) -> Mapping[str, str]:
-        """Options of the latest capture that the engine could not honour: {option: reason}."""
+        """Options of the latest capture that the engine could not honour: {option: reason}. `artifacts` among
+        them says why there are no files although all went well (a tool above the engine writes them).
+        """
         ...
 
 

@@ -172,7 +172,9 @@ class EngineGroup:
         state: State
         reason: str | None
         gone = [artifact.path for artifact in artifacts if not self._there(artifact)]
-        if not artifacts:
+        if not artifacts and "artifacts" in ignored:
+            state, reason = "skipped", ignored["artifacts"]
+        elif not artifacts:
             state, reason = "missing", "the engine stopped and left no file"
         elif gone:
             state, reason = "partial", f"announced and not on disk: {', '.join(gone)}"

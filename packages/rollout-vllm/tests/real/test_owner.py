@@ -1,0 +1,50 @@
+"""A process that owns an AsyncLLM with a profiler of its own survives what others do to that profiler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+
+assert vllm
+BOTH = ["vllm_frontend_trace", "vllm_trace"]
+
+
+@pytest.fixture(scope="module")
+def said(
+    model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """{case: what became of it}, of a process that ended well."""
+    main = Path(__file__).with_name("owner_main.py")
+    folder = tmp_path_factory.mktemp("owner")
+    words = [sys.executable, str(main), model, str(folder / "run"), json.dumps(sizes)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=400)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    assert done.returncode == 0, f"{done.returncode}: {lines}\n{done.stderr[-3000:]}"
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", ["a capture", "a capture after all that"])
+def test_the_process_and_its_workers_leave_a_trace_each(said: dict[str, dict[str, Any]], case: str) -> None:
+    assert (said[case]["state"], said[case]["kinds"]) == ("ok", BOTH)
+
+
+def test_a_stop_that_somebody_else_sent_first_is_not_sent_again(said: dict[str, dict[str, Any]]) -> None:
+    assert said["somebody stops it first"]["state"] == "ok"
+
+
+def test_a_profiler_that_somebody_else_started_is_left_alone(said: dict[str, dict[str, Any]]) -> None:
+    found = said["somebody started it before"]
+    assert found["state"] == "failed"
+    assert "omebody else started" in found["reason"]
+
+
+def test_an_engine_that_is_shut_down_with_a_capture_open_lets_its_process_end(
+    said: dict[str, dict[str, Any]],
+) -> None:
+    assert said["shut down with a capture open"]["state"] in ("failed", "ok")

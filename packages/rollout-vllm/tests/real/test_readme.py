@@ -1,0 +1,168 @@
+"""The lines of the README, as they stand there, on an engine of two workers (tensor parallel 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import vllm
+from vllm import AsyncEngineArgs, SamplingParams
+
+from stepscope import ProfileConfig, capture
+from stepscope.files.layout import RunLayout
+from stepscope.files.parts import read_parts
+from stepscope.files.sidecar import Sidecar
+from stepscope.recording import run
+from stepscope.report.long_tail import find_long_tail
+from stepscope.testing.engine_conformance import a_capture
+from stepscope.timeline import Span, load_step
+from stepscope_vllm import VllmProfiler
+
+T = TypeVar("T")
+README = Path(__file__).parents[4] / "README.md"
+FENCE = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
+
+
+class User:
+    """The README's program, in the event loop that it runs in."""
+
+    def __init__(self, save_path: Path, names: dict[str, Any]) -> None:
+        self.save_path = save_path
+        self.names = names
+        self._loop = asyncio.new_event_loop()
+
+    @property
+    def llm(self) -> Any:
+        return self.names["llm"]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def step(self, step: int) -> None:
+        self.run(self.names["training_step"](step, ["hello world", "good day", "one", "two"]))
+
+    def close(self) -> None:
+        self.llm.shutdown()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    folder = tmp_path_factory.mktemp("user")
+    blocks = FENCE.findall(README.read_text())
+    (lines,) = [text for kind, text in blocks if kind == "python" and "stepscope_vllm" in text]
+    yaml = next(text for kind, text in blocks if kind == "yaml")
+    (folder / "stepscope.yaml").write_text(yaml.replace("/data/profile", str(folder / "profile")))
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each worker: they wait for each other
+        patch.setattr(run, "_configured", None)  # what the lines configure is theirs
+        patch.setattr(vllm, "AsyncEngineArgs", partial(AsyncEngineArgs, tensor_parallel_size=2, **sizes))
+        exec(compile(lines.replace("your/model", model), str(README), "exec"), names)
+        user = User(folder / "profile", names)
+        try:
+            yield user
+        finally:
+            user.close()
+
+
+@pytest.fixture(scope="module")
+def captured(user: User) -> RunLayout:
+    """The run, after steps 1 to 3, of which the configuration selects the second."""
+    for step in (1, 2, 3):
+        user.step(step)
+    return RunLayout(user.save_path)
+
+
+def sidecars(layout: RunLayout, step: int) -> list[Sidecar]:
+    found = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in layout.step(step).sidecars()]
+    return sorted(found, key=lambda sidecar: sidecar.artifact.path)
+
+
+def test_the_selected_step_has_the_trace_of_each_worker_and_no_other_step_is_there(
+    captured: RunLayout,
+) -> None:
+    assert list(captured.steps()) == [2]
+    mine = [each.artifact for each in sidecars(captured, 2) if each.artifact.tool == "vllm"]
+    assert [(each.rank, each.world_size, each.topology) for each in mine] == [
+        (0, 2, {"tp": 0, "pp": 0, "dp": 0}),
+        (1, 2, {"tp": 1, "pp": 0, "dp": 0}),
+    ]
+
+
+def test_each_turn_has_its_request_and_the_engines_times_below_it(captured: RunLayout) -> None:
+    spans = load_step(captured.step(2).root).spans
+    turns = [index for index, span in enumerate(spans) if span.stage == "turn"]
+    assert len(turns) == 4
+    for turn in turns:
+        assert (spans[turn].attrs or {})["request_id"] == spans[turn].trajectory
+        phases = {span.stage: span for span in spans if span.parent == turn}
+        assert list(phases) == ["queue", "prefill", "decode"]
+        assert all(_holds(spans[turn], phase) for phase in phases.values())
+        assert {phase.role for phase in phases.values()} == {"rollout"}
+
+
+def _holds(outer: Span, inner: Span) -> bool:
+    return outer.start_ns <= inner.start_ns <= (inner.end_ns or 0) <= (outer.end_ns or 0)
+
+
+def test_the_long_tail_says_what_the_slow_turns_waited_for(captured: RunLayout) -> None:
+    tail = find_long_tail(load_step(captured.step(2).root))
+    assert tail is not None
+    for slow in tail.worst:
+        by_stage = {wait.stage: wait.wall_ns for wait in slow.waits}
+        engine_ns = sum(by_stage.get(stage, 0) for stage in ("queue", "prefill", "decode"))
+        assert engine_ns > slow.wall_ns / 2
+
+
+@pytest.mark.usefixtures("captured")  # which counts the steps of the run: first
+def test_of_two_ranks_the_one_that_is_asked_for_is_there_and_the_other_is_named(
+    user: User, tmp_path: Path
+) -> None:
+    given = msgspec.structs.replace(a_capture(tmp_path, replica=4), ranks=(0, 8))
+
+    async def record() -> Sidecar:
+        profiler = VllmProfiler(user.llm, replica=4)
+        await profiler.start(given)
+        await generate(user, "ranks")
+        (artifact,) = await profiler.stop()
+        path = Path(given.step_dir) / f"{artifact.path}.meta.json"
+        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
+
+    sidecar = user.run(record())
+    assert (sidecar.artifact.rank, sidecar.artifact.topology) == (8, {"tp": 0, "pp": 0, "dp": 0})
+    assert sidecar.options["left_aside"] == "rank 9"
+
+
+def test_the_next_capture_brings_home_what_came_after_its_own_process_was_gone(
+    user: User, captured: RunLayout
+) -> None:
+    config = ProfileConfig(save_path=user.save_path, steps="0:1000", roles={"rollout": {"ranks": "all"}})
+    with capture(20, workers={}, config=config):
+        pass  # of a driver that is killed: its name is what its engine still writes under
+    (part,) = read_parts(captured.step(20))[0]
+
+    async def record() -> None:
+        await user.llm.start_profile(f"step_000020_{part.run_id}")
+        await generate(user, "gone")
+        await user.llm.stop_profile()
+        async with capture(21, engines=[user.llm], config=config):
+            await generate(user, "next")
+
+    user.run(record())
+    assert [(each.step, each.artifact.rank) for each in sidecars(captured, 20)] == [(20, 0), (20, 1)]
+    assert len(sidecars(captured, 21)) == 2
+
+
+async def generate(user: User, request: str) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    async for _ in user.llm.generate("hello world", sampling, request):
+        pass
