@@ -167,7 +167,8 @@ class Run:
     def _bring_home(self, folder: Path) -> None:
         """Moves files of captures that are over: whoever made those was gone when the files came."""
         run = RunLayout(Path(self.capture.step_dir).parent)
-        named = {name: step for name in _traces.listed(folder) if (step := _traces.step_of(name)) is not None}
+        names = {name for name in _traces.listed(folder) if not _traces.is_recording(name)}
+        named = {name: step for name in names if (step := _traces.step_of(name)) is not None}
         for step in sorted(set(named.values())):
             layout = run.step(step)
             for run_id in {part.run_id for part in read_parts(layout)[0]}:
