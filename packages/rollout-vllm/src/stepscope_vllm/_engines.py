@@ -238,6 +238,8 @@ class Driver:
         try:
             await self.call("start_profile", **arguments)
         except EngineError:
+            if self.frontend_records() is not None:
+                await asyncio.sleep(_LIFE_S)  # its own start may be under way on a thread
             await self._end_frontend()
             raise
         if aimed:
@@ -246,15 +248,17 @@ class Driver:
         return Started(self.folder, named=named, aimed=False, by_others=by_others)
 
     async def stop(self) -> None:
-        try:
-            if self.frontend_records() is False and not self.dialect.guarded:
-                # Somebody has stopped it: before vLLM 0.31 one more stop_profile ends this very process.
-                await self.call("collective_rpc", "profile", args=(False,))
-            else:
-                await self.call("stop_profile")
-        except EngineError:
+        if not self.dialect.guarded and self.frontend_records() is not None:
+            # What stop_profile does, one after the other, and to a profiler that records alone: one stop too
+            # many, or two at once, end this very process.
             await self._end_frontend()
-            raise
+            await self.call("collective_rpc", "profile", args=(False,))
+        else:
+            try:
+                await self.call("stop_profile")
+            except EngineError:
+                await self._end_frontend()
+                raise
         if self._aimed:
             self._aimed = False
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
@@ -271,11 +275,11 @@ class Driver:
         return found is not None and bool(found.entered) and found.kineto_results is None
 
     async def _end_frontend(self) -> None:
-        """The engine failed and its AsyncLLM's own profiler records: left so, this process ends in a
-        segmentation fault at its exit.
+        """Stops the AsyncLLM's own profiler, if it records, also when the engine is dead: left so, this
+        process ends in a segmentation fault at its exit.
         """
         if self.frontend_records():
-            with contextlib.suppress(Exception):  # it was to end, and nobody gets its file
+            with contextlib.suppress(Exception):  # without its file the rest is still worth having
                 await asyncio.to_thread(self.engine.profiler.stop)
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -226,10 +227,11 @@ async def test_captures_go_on_after_sleep_and_wake_and_a_cache_reset(llm: LLM, t
 async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own calls, but for the two of the CUDA runtime, which is not here."""
+    """vLLM's own calls, but for those of CUDA, which is not here."""
     calls: list[str] = []
     monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
     monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
+    monkeypatch.setattr("torch.cuda.nvtx.range", lambda name: nullcontext())
     profiler = VllmProfiler(llm, replica=0)
     monkeypatch.setattr(profiler._driver.config.profiler_config, "profiler", "cuda")
     own = llm.collective_rpc(_open_ranges)
