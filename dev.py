@@ -185,8 +185,10 @@ class EngineEnvironment(Environment):
 
     @property
     def tests(self) -> Path:
-        """The tests that run in it, and nowhere else: they import the engine."""
-        return self.recipe.parent.parent / "real"
+        """The tests that run in it, and nowhere else: they import the engine. A file of its name, or all."""
+        real = self.recipe.parent.parent / "real"
+        own = real / f"test_{self.recipe.name.partition('-')[0]}.py"
+        return own if own.exists() else real
 
     def fingerprint(self) -> str:
         seen = hashlib.sha256(self.under.fingerprint().encode())

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "doctor": {"errors", "config", "recording"},
     "mirror": {"files", "errors"},
     "writers": {"config", "files", "errors", "timeline", "report"},
+    "startup": {"recording"},
     "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "__init__"},
     "__init__": {"config", "errors", "recording"},
     "__main__": {"cli"},

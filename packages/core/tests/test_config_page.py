@@ -27,7 +27,7 @@ def leaves(section: type[msgspec.Struct], at: str = "") -> Iterator[tuple[str, o
         if get_origin(field.type) is dict and inner is not None:
             yield name, ProfileConfig().to_mapping()[name]
             yield from leaves(inner, f"{name}.<role>.")
-        elif inner is None or field.default is None:
+        elif inner is None or field.default is None or get_origin(field.type) is tuple:
             yield name, _plain(field)
         if inner is not None and get_origin(field.type) is not dict and field.name != "steps":
             yield from leaves(inner, f"{name}.")

@@ -22,6 +22,7 @@ from stepscope.cli.merge import merge
 from stepscope.cli.mirror import mirror
 from stepscope.cli.publish import publish
 from stepscope.cli.report import report
+from stepscope.cli.run import run as run_command
 from stepscope.cli.trigger import trigger
 from stepscope.cli.validate import validate
 from stepscope.errors import ConfigError, StepscopeError
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 app.command()(report)
 app.command()(merge)
 app.command()(analyse)

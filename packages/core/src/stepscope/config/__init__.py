@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepscope.config._checks import WRITERS, check_finish, check_save_path, check_tool
+from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
@@ -30,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "ExportConfig",
     "FinishConfig",
+    "InstrumentConfig",
     "IterationsConfig",
     "Mode",
     "NpuConfig",

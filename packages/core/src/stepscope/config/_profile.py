@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.config._instrument import InstrumentConfig, parse_instrument
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
 from stepscope.config._section import Parser, Section, build
@@ -56,6 +57,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         "save_path": _parse_path,
         "steps": parse_steps,
         "roles": parse_roles,
+        "instrument": parse_instrument,
     }
 
     save_path: str = "outputs/profile"
@@ -68,6 +70,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: {"*": RoleConfig()})
     """Role names or globs, first match wins; a role that none matches is not profiled."""
+    instrument: tuple[InstrumentConfig, ...] = ()
+    """Functions of frameworks that one cannot edit, timed in every process of the run."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
     npu: NpuConfig = msgspec.field(default_factory=NpuConfig)
     nsys: NsysConfig = msgspec.field(default_factory=NsysConfig)
@@ -87,6 +91,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             tool: Tool = ...,
             mode: Mode = ...,
             roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
+            instrument: Iterable[InstrumentConfig | Mapping[str, object] | str] = ...,
             torch: TorchConfig | Mapping[str, object] = ...,
             npu: NpuConfig | Mapping[str, object] = ...,
             nsys: NsysConfig | Mapping[str, object] = ...,

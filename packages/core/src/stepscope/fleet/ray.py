@@ -24,6 +24,7 @@ from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
+from stepscope.recording import guard
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.worker import (
@@ -260,11 +261,36 @@ def start_here(instance: object, request: StartRequest, expires_ns: int) -> tupl
     with _turn:
         if time.time_ns() > expires_ns:
             raise EngineError("it came too late: the worker was busy past the deadline")
-        return start_worker(request, instance), _where()
+        answer = start_worker(request, instance)
+        renew_methods(instance)
+        return answer, _where()
 
 
 def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
-    return prepare_worker(request, instance)
+    answer = prepare_worker(request, instance)
+    renew_methods(instance)
+    return answer
+
+
+def renew_methods(instance: object) -> None:
+    """Lets calls from other processes reach methods that were instrumented after the actor was made.
+
+    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had then, each in
+    the closure of what it executes, and never looks at the class again.
+    """
+    try:
+        import ray
+
+        manager: Any = ray._private.worker.global_worker.function_actor_manager
+        for info in list(manager._function_execution_info.values()):
+            method = getattr(info.function, "method", None)
+            now = getattr(type(instance), getattr(info.function, "name", ""), None)
+            if method is now or not hasattr(now, "__stepscope_replaces__"):
+                continue
+            cells = dict(zip(info.function.__code__.co_freevars, info.function.__closure__, strict=True))
+            cells["method"].cell_contents = info.function.method = now
+    except Exception as error:
+        guard.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:

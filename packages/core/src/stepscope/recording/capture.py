@@ -47,6 +47,11 @@ def activate(session: Session) -> None:
         deactivate(session)
 
 
+def opened() -> Capture | None:
+    """The capture of this process that is opening, open or closing."""
+    return _open
+
+
 def deactivate(session: Session) -> None:
     """Switches it off, if it is this session that is on."""
     if runtime.active is session:
@@ -197,6 +202,8 @@ class Capture:
             self._others = Others(workers, engines)
         fleet = None if self._others is None else self._others.fleet
         run.check(self.config, on_ray=fleet is not None)
+        if self.config.instrument:
+            run.instrument(self.config)
         session = Session(
             config=self.config,
             step=self.step,

@@ -56,9 +56,14 @@ def timed(target: object, *, role: str, stage: str | None, attrs: Attrs | None) 
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
         return type(target)(cast(FunctionType, inner))
+    return wrappers.wrap(function(target), role=role, stage=stage, attrs=attrs)
+
+
+def function(target: object) -> FunctionType:
+    """`target`, which is a Python function. Raises `TypeError` for what is none, and says what to do."""
     if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
         raise TypeError(_refusal(target))
-    return wrappers.wrap(target, role=role, stage=stage, attrs=attrs)
+    return target
 
 
 def check(role: object, stage: object, attrs: object) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
 
 from stepscope.errors import ConfigError
-from stepscope.recording import decorator, guard
+from stepscope.recording import decorator, guard, runtime, wrappers
+from stepscope.recording.boundaries import Boundary
+from stepscope.recording.calls import Arguments, Condition
 from stepscope.recording.wrappers import Attrs
 
 _lock = threading.RLock()
@@ -16,63 +21,134 @@ _instruments: dict[tuple[str, str], Instrument] = {}
 """(module, name) -> what is installed there, or waits for the import. Written by this module alone."""
 
 
+class Timing(NamedTuple):
+    """The span that calls of a function are."""
+
+    role: str
+    stage: str | None
+    attrs: Attrs | None
+    condition: Condition
+    """Which calls. Of several timings of one function the first that holds is taken."""
+
+
+class Patched(NamedTuple):
+    """One attribute that was replaced."""
+
+    parent: object
+    attribute: str
+    original: object
+    replacement: object
+    inherited: bool
+
+
 class Instrument:
     """The handle of one instrumented function. Made by `instrument`."""
 
-    def __init__(self, module: str, name: str, role: str, stage: str | None, attrs: Attrs | None) -> None:
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        timings: Sequence[Timing],
+        boundary: Boundary | None = None,
+        origin: str = "",
+    ) -> None:
         self.module = module
         self.name = name
-        self.installed = False
+        self.timings = tuple(timings)
+        self.boundary = boundary
+        self.origin = origin
+        """Words for messages: which preset it is of, if it is of one."""
+        self._patched: list[Patched] = []
+
+    @property
+    def installed(self) -> bool:
         """Whether the function is replaced: not before its module is imported, and not after `remove`."""
-        self._declared = (role, stage, attrs)
+        return bool(self._patched)
 
     def remove(self) -> None:
         """Puts the original back, or cancels the wait for the module. Idempotent."""
         with _lock:
             if _instruments.get((self.module, self.name)) is self:
                 del _instruments[self.module, self.name]
-            if not self.installed:
-                return
-            if inspect.getattr_static(self._parent, self._attribute, None) is not self._replacement:
-                guard.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
-                return
-            if self._inherited:
-                delattr(self._parent, self._attribute)
-            else:
-                setattr(self._parent, self._attribute, self._original)
-            self.installed = False
+            for patched in list(self._patched):
+                if inspect.getattr_static(patched.parent, patched.attribute, None) is not patched.replacement:
+                    guard.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
+                    continue
+                if patched.inherited:
+                    delattr(patched.parent, patched.attribute)
+                else:
+                    setattr(patched.parent, patched.attribute, patched.original)
+                self._patched.remove(patched)
 
     @property
     def _target(self) -> str:
         return f"{self.module}:{self.name}"
 
-    def _install(self, module: ModuleType) -> None:
+    def install(self, module: ModuleType) -> None:
+        """Replaces the function in its module, which is imported.
+
+        Raises:
+            ConfigError: it is not there, or timed already.
+            TypeError: it is no Python function.
+        """
+        parent, attribute = _parent_of(module, self.name)
+        self._replace(parent, attribute)
+
+    def install_on(self, cls: type) -> None:
+        """Replaces the method in the class of a live object that is no longer its module's: a Ray actor's."""
+        *path, attribute = self.name.split(".")
+        theirs = [
+            each
+            for each in cls.__mro__
+            if (each.__module__, each.__qualname__) == (self.module, ".".join(path))
+            and attribute in vars(each)
+        ]
+        for each in theirs:
+            if not hasattr(_plain(vars(each)[attribute]), "__stepscope_replaces__"):
+                self._replace(each, attribute)
+
+    def _replace(self, parent: object, attribute: str) -> None:
         import wrapt  # 54 ms, and few programs come here
 
-        try:
-            self._parent, self._attribute, self._original = wrapt.resolve_path(module, self.name)
-        except AttributeError:
-            raise _missing(module, self.name) from None
-        declared = getattr(getattr(self._original, "__func__", self._original), "__stepscope__", None)
-        if declared is not None:
+        # A lazy module has only what it was asked for; a class is read without calling its descriptors.
+        original = (
+            getattr(parent, attribute)
+            if isinstance(parent, ModuleType)
+            else inspect.getattr_static(parent, attribute)
+        )
+        declared = getattr(_plain(original), "__stepscope__", None)
+        if declared is not None and self.timings:
             fix = f"nothing to do: it is recorded as {declared.role}/{declared.stage}"
             raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
-        role, stage, attrs = self._declared
-        self._replacement = decorator.timed(self._original, role=role, stage=stage, attrs=attrs)
-        self._inherited = self._attribute not in vars(self._parent)
-        wrapt.apply_patch(self._parent, self._attribute, self._replacement)
-        self.installed = True
+        replacement = self._replacement(original)
+        inherited = attribute not in vars(parent)
+        wrapt.apply_patch(parent, attribute, replacement)
+        self._patched.append(Patched(parent, attribute, original, replacement, inherited))
+
+    def _replacement(self, original: object) -> object:
+        if isinstance(original, (classmethod, staticmethod)):
+            inner = cast(FunctionType, self._replacement(original.__func__))
+            return type(original)(inner)
+        made = decorator.function(original)
+        if self.timings:
+            made = _timed(made, self.timings, self._target)
+        if self.boundary is not None:
+            from stepscope.recording import boundaries
+
+            made = boundaries.wrap(made, self.boundary, self._target)
+        vars(made)["__stepscope_replaces__"] = True
+        return made
 
     def _imported(self, module: ModuleType) -> None:
         with _lock:
             if _instruments.get((self.module, self.name)) is not self:
                 return  # removed while it waited
             try:
-                self._install(module)
+                self.install(module)
             except Exception as error:
                 # The import is the user's: it succeeds, whatever we do not find in the module.
                 del _instruments[self.module, self.name]
-                guard.note(f"instrument({self.module!r}, {self.name!r})", error)
+                guard.note(f"instrument({self.module!r}, {self.name!r}){self.origin}", error)
 
 
 def instrument(
@@ -81,7 +157,8 @@ def instrument(
     """Times the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
 
     Whoever fetched it before (`from module import name`) keeps the untimed one. Only this process changes:
-    with Ray, call it in the worker. The same call again returns the same handle.
+    with Ray, call it in the worker, or list it under `instrument` in the configuration. The same call again
+    returns the same handle.
 
     Args:
         module: Dotted name. It is not imported here.
@@ -96,19 +173,29 @@ def instrument(
     STEPSCOPE_DISABLE=1 nothing is ever replaced.
     """
     decorator.check(role, stage, attrs)
-    handle = Instrument(module, name, role, stage, attrs)
+    return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
+
+
+def place(handle: Instrument) -> Instrument:
+    """Installs it, or lets it wait for its module. The one that is there already, if it says the same.
+
+    Raises:
+        ConfigError: as `instrument`.
+        TypeError: as `instrument`.
+    """
     if decorator.DISABLED:
         return handle
+    module, name = handle.module, handle.name
     with _lock:
         known = _instruments.get((module, name))
         if known is not None:
-            if known._declared == handle._declared:
+            if same(known, handle):
                 return known
             allowed = "one role, stage and attrs per function"
             raise ConfigError("instrument()", handle._target, allowed, "remove() the first handle")
         loaded = sys.modules.get(module)
         if loaded is not None:
-            handle._install(loaded)
+            handle.install(loaded)
         else:
             _check_importable(module)
         _instruments[module, name] = handle
@@ -119,14 +206,113 @@ def instrument(
     return handle
 
 
+def same(one: Instrument, other: Instrument) -> bool:
+    """Whether both make the same of the same function."""
+    return (one.timings, one.boundary) == (other.timings, other.boundary)
+
+
+def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
+    """`fn`, timed as the first of `timings` whose condition a call meets."""
+    versions = [
+        (timing.condition, wrappers.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs))
+        for timing in timings
+    ]
+    if versions[0][0].any_call:
+        return versions[0][1]
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(f"{target} is a generator: `where` and `same` tell calls of plain functions apart")
+    arguments = Arguments(fn)
+    for condition, _ in versions:
+        condition.check(arguments, target)
+
+    def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
+        found = (
+            made
+            for condition, made in versions
+            if condition.any_call or condition.holds(arguments, args, kwargs)
+        )
+        return next(found, fn)
+
+    if inspect.iscoroutinefunction(fn):
+
+        @functools.wraps(fn)
+        async def choose_async(*args: Any, **kwargs: Any) -> Any:
+            return await (fn if runtime.active is None else version(args, kwargs))(*args, **kwargs)
+
+        made: Callable[..., Any] = choose_async
+    else:
+
+        @functools.wraps(fn)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (fn if runtime.active is None else version(args, kwargs))(*args, **kwargs)
+
+        made = choose
+    vars(made)["__stepscope__"] = vars(versions[0][1])[
+        "__stepscope__"
+    ]  # the roles of a class are read off it
+    return cast(FunctionType, made)
+
+
+def _plain(member: object) -> object:
+    return getattr(member, "__func__", member)
+
+
+def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
+    """The class or module that holds `name`, and the last part of it."""
+    *path, attribute = name.split(".")
+    parent: object = module
+    for part in path:
+        if not hasattr(parent, part):
+            raise _missing(module, name)
+        parent = _original_class(getattr(parent, part))
+    if not hasattr(parent, attribute):
+        raise _missing(module, name)
+    return parent, attribute
+
+
+def _original_class(found: object) -> object:
+    """What `@ray.remote` hides the class in a module behind; it is this class that travels to the actors."""
+    hidden = getattr(found, "__ray_metadata__", None)
+    return found if hidden is None else hidden.modified_class
+
+
 def _check_importable(module: str) -> None:
-    # Only its package: to find a submodule would import what is above it.
+    absent = absent_part(module)
+    if absent is not None:
+        package, _, below = absent.rpartition(".")
+        fix = (
+            f"correct the name: there is no {below!r} in {package}"
+            if package
+            else f"install {absent!r}, or correct the name"
+        )
+        raise ConfigError("instrument()", module, "a module that can be imported", fix)
+
+
+def absent_part(module: str) -> str | None:
+    """The first part of a dotted module name that cannot be found; None when all can. Imports nothing."""
+    from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
-    package = module.partition(".")[0]
-    if package not in sys.modules and (not package or find_spec(package) is None):
-        fix = f"install {package!r}, or correct the name"
-        raise ConfigError("instrument()", module, "a module that can be imported", fix)
+    first, *rest = module.split(".")
+    if not first:
+        return module
+    spec = None if first in sys.modules else find_spec(first)
+    if spec is None and first not in sys.modules:
+        return first
+    folders = (
+        getattr(sys.modules[first], "__path__", None) if spec is None else spec.submodule_search_locations
+    )
+    dotted = first
+    for part in rest:
+        dotted = f"{dotted}.{part}"
+        if dotted in sys.modules:
+            folders = getattr(sys.modules[dotted], "__path__", None)
+            continue
+        found = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        if found is None:
+            return dotted
+        folders = found.submodule_search_locations
+    return None
 
 
 def _missing(module: ModuleType, name: str) -> ConfigError:
@@ -137,7 +323,7 @@ def _missing(module: ModuleType, name: str) -> ConfigError:
     for part in name.split("."):
         if not hasattr(parent, part):
             break
-        parent, path = getattr(parent, part), f"{path}{part}."
+        parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
     there = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     close = difflib.get_close_matches(name, there, n=1)
     return ConfigError(

@@ -46,6 +46,7 @@ def configure(
     global _configured
     config = resolve(source, None, **settings)
     check(config, on_ray=False)
+    instrument(config)
     _configured = config
     return config
 
@@ -55,6 +56,7 @@ def current() -> ProfileConfig:
     global _configured
     if _configured is None:
         _configured = resolve()
+        instrument(_configured)
         if not _configured.steps:
             guard.warn(
                 "stepscope: `steps` selects nothing, so this run records nothing before it is asked to "
@@ -62,6 +64,22 @@ def current() -> ProfileConfig:
                 'Set steps, for instance configure(steps=[2, "10:50:10"]) or STEPSCOPE_STEPS=2'
             )
     return _configured
+
+
+def start_up() -> None:
+    """Takes the environment's configuration while the program starts, before it imports a framework."""
+    global _configured
+    if _configured is None:
+        _configured = resolve()
+        instrument(_configured, lenient=True)
+
+
+def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
+    """Puts its `instrument` list into effect in this process; `recording.instrumented` says how."""
+    if config.instrument or "stepscope.recording.instrumented" in sys.modules:
+        from stepscope.recording import instrumented
+
+        instrumented.apply(config, lenient=lenient)
 
 
 def check(config: ProfileConfig, *, on_ray: bool) -> None:

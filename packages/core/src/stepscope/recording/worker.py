@@ -69,6 +69,7 @@ _stopped: set[str] = set()
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    instrument_worker(request.config, instance)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
@@ -128,6 +129,7 @@ class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
     """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
+    instrument_worker(config, instance)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     step = config.steps[0].start  # every captured step records the same ranks
     chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
@@ -140,6 +142,17 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     except Exception as error:
         return PrepareAnswer(roles=roles, problem=describe(error))
     return PrepareAnswer(roles=roles)
+
+
+def instrument_worker(config: ProfileConfig, instance: object) -> None:
+    """What `config` lists under `instrument` is timed here from now on, in the class of `instance` too."""
+    if not config.instrument:
+        return
+    from stepscope.recording import instrumented
+
+    instrumented.apply(config, lenient=True)
+    if instance is not None:
+        instrumented.apply_to(instance)
 
 
 def drain_worker(timeout_s: float) -> list[str]:

@@ -1,0 +1,81 @@
+"""`stepscope run`: starts a program, unedited, with the functions of its framework instrumented."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.config import ProfileConfig, check_save_path, check_tool, resolve
+
+STARTUP = Path(__file__).parent.parent / "startup"
+
+
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="The program and its arguments: train.py, torchrun ...")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The configuration; else STEPSCOPE_CONFIG.")] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="A framework whose functions are known: trl, verl...")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps to capture: 2, 10:50:10, every:50.")] = None,
+    save_path: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    print_env: Annotated[
+        bool, typer.Option("--print-env", help="Print the variables as JSON instead, for a Ray runtime_env.")
+    ] = False,
+) -> None:
+    """Starts a program whose training loop nobody edits, and captures its steps.
+
+    Every Python process that it starts, and that those start, is instrumented as the configuration's
+    `instrument` list and the presets say. The program keeps its exit code.
+    """
+    resolved, variables = _resolve(config, preset or [], steps, save_path)
+    if print_env:
+        screen.show(json.dumps(variables, indent=2))
+        raise typer.Exit(Exit.OK)
+    if not command:
+        raise CommandError("there is no program to run. Fix: stepscope run --preset trl train.py", Exit.USAGE)
+    if not resolved.steps:
+        screen.say(
+            "`steps` selects nothing: steps are captured once they are asked for (`stepscope trigger`)"
+        )
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except OSError as error:
+        raise CommandError(f"cannot run {command[0]!r}: {error.strerror}", Exit.USAGE) from None
+
+
+def _resolve(
+    file: Path | None, presets: list[str], steps: str | None, save_path: Path | None
+) -> tuple[ProfileConfig, dict[str, str]]:
+    """The configuration as the program will find it, and the variables that make it so."""
+    variables = {"STEPSCOPE_RUN_ID": os.environ.get("STEPSCOPE_RUN_ID") or os.urandom(4).hex()}
+    if file is not None:
+        variables["STEPSCOPE_CONFIG"] = str(file.absolute())
+    if steps is not None:
+        variables["STEPSCOPE_STEPS"] = steps
+    named = resolve(environ={**os.environ, **variables})
+    # Absolute: workers have a folder of their own.
+    variables["STEPSCOPE_SAVE_PATH"] = str((save_path or Path(named.save_path)).absolute())
+    given = resolve(None, {"STEPSCOPE_INSTRUMENT": ",".join(presets)}).instrument
+    listed = [*named.instrument, *(entry for entry in given if entry not in named.instrument)]
+    if not listed:
+        fix = "name the framework (--preset trl), or list functions under `instrument` in the configuration"
+        raise CommandError(f"there is nothing to instrument. Fix: {fix}", Exit.USAGE)
+    plain = named.replace(instrument=listed).to_mapping()["instrument"]
+    variables["STEPSCOPE_INSTRUMENT"] = json.dumps(plain)
+    config = resolve(environ={**os.environ, **variables})
+    check_tool(config)
+    check_save_path(config, on_ray=False)
+    paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return config, {**variables, "PYTHONPATH": os.pathsep.join(paths)}

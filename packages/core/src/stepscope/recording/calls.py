@@ -1,0 +1,98 @@
+"""What a call of somebody else's function leads to: values by paths from its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import FunctionType
+from typing import NamedTuple
+
+from stepscope.errors import ConfigError
+
+
+class Arguments:
+    """Reads paths such as `self.state.global_step` in the calls of one function."""
+
+    def __init__(self, fn: FunctionType) -> None:
+        signature = inspect.signature(fn)
+        # Without annotations: it may travel with its class by value, and they may not.
+        bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        self._signature = inspect.Signature(bare)
+
+    def check(self, path: str, target: str) -> None:
+        """Raises `ConfigError` for a path that does not begin with an argument."""
+        first = path.partition(".")[0].partition("+")[0]
+        kinds = {parameter.kind for parameter in self._signature.parameters.values()}
+        if first not in self._signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            allowed = f"paths from its arguments: {', '.join(self._signature.parameters) or 'it has none'}"
+            raise ConfigError(f"instrument({target!r})", path, allowed, "begin the path with one of them")
+
+    def read(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """The value at `path`: attributes, or keys of mappings.
+
+        Raises:
+            LookupError: there is none.
+        """
+        bound = self._signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        first, *rest = path.split(".")
+        found: object = bound.arguments
+        for name in (first, *rest):
+            found = _below(found, name)
+        return found
+
+    def number(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
+        """The whole number at `path`, which may end in `+1`.
+
+        Raises:
+            LookupError: there is none.
+        """
+        place, _, more = path.partition("+")
+        found = self.read(place, args, kwargs)
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise LookupError(f"{place} is {found!r}, no whole number")
+        return found + int(more or 0)
+
+
+class Condition(NamedTuple):
+    """Which calls are meant: values that are equal, and values that are one object."""
+
+    where: Mapping[str, object]
+    same: dict[str, str]
+
+    def check(self, arguments: Arguments, target: str) -> None:
+        """Raises `ConfigError` for a path that does not begin with an argument."""
+        for path in (*self.where, *self.same, *self.same.values()):
+            arguments.check(path, target)
+
+    @property
+    def any_call(self) -> bool:
+        """Whether there is nothing to look at: every call is meant."""
+        return not (self.where or self.same)
+
+    def holds(self, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        """Whether this call is meant. Where a path leads nowhere, it is not."""
+        try:
+            return all(
+                _equal(arguments.read(path, args, kwargs), value) for path, value in self.where.items()
+            ) and all(
+                arguments.read(one, args, kwargs) is arguments.read(other, args, kwargs)
+                for one, other in self.same.items()
+            )
+        except Exception:  # the arguments are theirs, and so is what their attributes do
+            return False
+
+
+def _equal(found: object, value: object) -> bool:
+    # By type first: 1 is not true, and a tensor is not compared.
+    return type(found) is type(value) and found == value
+
+
+def _below(owner: object, name: str) -> object:
+    if isinstance(owner, Mapping) and name in owner:
+        found: object = owner[name]
+        return found
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise LookupError(f"no {name!r} in a {type(owner).__name__}") from None

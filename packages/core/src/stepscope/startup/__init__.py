@@ -1,0 +1,1 @@
+"""What `stepscope run` puts before every Python program that it starts: `sitecustomize`, beside this."""

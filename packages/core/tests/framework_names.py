@@ -1,0 +1,105 @@
+"""Names in a package's source, read without importing it: what the presets are held to.
+
+    python packages/core/tests/framework_names.py slime path/to/source https://github.com/... COMMIT
+
+writes what a preset's modules define into `tests/data/frameworks`, for packages that are on no index.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+from stepscope.config.presets import preset_names, read_preset
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+DATA = Path(__file__).parent / "data" / "frameworks"
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
+def _file(source: Path, module: str) -> Path | None:
+    at = source.joinpath(*module.split("."))
+    return next((path for path in (at.with_suffix(".py"), at / "__init__.py") if path.exists()), None)
+
+
+def definition(source: Path, module: str, name: str) -> Function | None:
+    """The function or method `name` of `module` under `source`, imported and inherited ones too."""
+    *classes, function = name.split(".")
+    found = _find(source, module, classes[0] if classes else function)
+    if found is None:
+        return None
+    where, node = found
+    if not classes:
+        return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+    return _method(source, where, node, function) if isinstance(node, ast.ClassDef) else None
+
+
+def arguments(function: Function) -> set[str]:
+    """The names of its parameters."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg, given.kwarg])]
+    return {each.arg for each in every}
+
+
+def _method(source: Path, module: str, node: ast.ClassDef, method: str) -> Function | None:
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == method:
+            return each
+    for base in node.bases:
+        found = _find(source, module, base.id) if isinstance(base, ast.Name) else None
+        if found is not None and isinstance(found[1], ast.ClassDef):
+            inherited = _method(source, found[0], found[1], method)
+            if inherited is not None:
+                return inherited
+    return None
+
+
+def _find(source: Path, module: str, name: str) -> tuple[str, ast.stmt] | None:
+    """Where `name` of `module` is defined, after the imports on the way."""
+    path = _file(source, module)
+    if path is None:
+        return None
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return module, node
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and any(
+            (each.asname or each.name) == name for each in node.names
+        ):
+            original = next(each.name for each in node.names if (each.asname or each.name) == name)
+            return _find(source, _target(path, module, node), original)
+    return None
+
+
+def _target(path: Path, module: str, node: ast.ImportFrom) -> str:
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    above = package[: len(package) - node.level + 1] if node.level else []
+    return ".".join([*above, *((node.module or "").split("."))]).strip(".")
+
+
+def record(preset: str, source: Path, repository: str, commit: str) -> None:
+    """Writes the preset's names that are in `source`."""
+    entries = read_preset(preset).entries
+    names = {f"{entry.module}:{entry.name}" for entry in entries}
+    found = {name: definition(source, *name.split(":")) for name in sorted(names)}
+    there = {name: sorted(arguments(function)) for name, function in found.items() if function is not None}
+    DATA.mkdir(exist_ok=True)
+    data = {"repository": repository, "commit": commit, "arguments": there}
+    (DATA / f"{preset}.json").write_text(json.dumps(data, indent=1) + "\n")
+    for name in sorted(names - set(there)):
+        print(f"not there: {name}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 5 or sys.argv[1] not in preset_names():
+        sys.exit(__doc__)
+    record(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,129 @@
+"""Ray actors whose classes nobody edits: instrumented by the capture they take part in."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture
+from stepscope.files.spans import Line, Span
+from stepscope.recording import instrumented
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+FRAMEWORK = """
+import ray
+
+class Base:
+    def update(self):
+        return self.forward("actor") + 1
+
+    def forward(self, kind):
+        return 1
+
+    @classmethod
+    def kind(cls):
+        return "plain"
+
+class AsyncWorker:
+    async def generate(self):
+        return 2
+
+@ray.remote
+class Decorated(Base):
+    def update(self):
+        return 3
+
+    @staticmethod
+    def score():
+        return 4
+"""
+
+
+@pytest.fixture(scope="module")
+def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The module, and how actors find it too."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "rayframework.py").write_text(FRAMEWORK)
+    sys.path.insert(0, str(folder))
+    paths = ":".join([str(folder), *filter(None, sys.path)])
+    yield importlib.import_module("rayframework"), {"env_vars": {"PYTHONPATH": paths}}
+    sys.path.remove(str(folder))
+    del sys.modules["rayframework"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[ProfileConfig]:
+    entries = [
+        ("Base.update", "actor"),
+        ("Base.kind", "actor"),
+        ("AsyncWorker.generate", "rollout"),
+        ("Decorated.update", "critic"),
+        ("Decorated.score", "reward"),
+    ]
+    listed: list[dict[str, object]] = [
+        {"module": "rayframework", "name": name, "role": role} for name, role in entries
+    ]
+    forward = {"module": "rayframework", "name": "Base.forward", "role": "ref", "where": {"kind": "ref"}}
+    yield ProfileConfig(
+        save_path=tmp_path / "run",
+        steps="every:1",
+        roles={"nobody": {"ranks": "all"}},
+        instrument=[*listed, forward, {**forward, "role": "actor", "where": {}}],
+    )
+    instrumented.apply(ProfileConfig())
+
+
+def spans(config: ProfileConfig, step: int) -> list[tuple[str | None, str]]:
+    files = Path(config.save_path).glob(f"step_{step:06d}/spans/*.jsonl")
+    lines = [line for file in files for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())]
+    return sorted((line.role, line.stage) for line in lines if isinstance(line, Span))
+
+
+def test_actors_that_live_already_are_instrumented_by_the_first_capture(
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+) -> None:
+    module, environment = framework
+    plain = ray.remote(module.Base).options(runtime_env=environment).remote()
+    coroutine = ray.remote(module.AsyncWorker).options(runtime_env=environment).remote()
+    decorated = module.Decorated.options(runtime_env=environment).remote()
+    workers = [plain, coroutine, decorated]
+    calls = [plain.update, plain.kind, coroutine.generate, decorated.update, decorated.score]
+    before = ray.get([call.remote() for call in calls])
+    try:
+        for step in (1, 2):
+            with capture(step, config=config, workers=workers):
+                assert ray.get([call.remote() for call in calls]) == before == [2, "plain", 2, 3, 4]
+            assert spans(config, step) == [
+                ("actor", "forward"),
+                ("actor", "kind"),
+                ("actor", "update"),
+                ("critic", "update"),
+                ("reward", "score"),
+                ("rollout", "generate"),
+            ]
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+def test_a_class_behind_ray_remote_travels_instrumented(
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+) -> None:
+    module, environment = framework
+    module.Decorated.__ray_metadata__.last_export_cluster_and_job = None  # as in a driver that made none yet
+    instrumented.apply(config)
+    actor = module.Decorated.options(runtime_env=environment).remote()
+    try:
+        with capture(3, config=config, workers={"critic": actor}):
+            ray.get(actor.update.remote())
+        assert spans(config, 3) == [("critic", "update")]
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,167 @@
+"""Every preset against the names of the real packages, and what is said where one does not fit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packages.core.tests.framework_names import DATA, arguments, definition
+from stepscope import ProfileConfig
+from stepscope.config import InstrumentConfig
+from stepscope.config.presets import preset_names, read_preset
+from stepscope.errors import ConfigError
+from stepscope.recording import guard, instrumented
+from tests.downloads import wheel
+
+WHEELS = [
+    ("trl", "0.29.0"),
+    ("trl", "1.16.0"),
+    ("verl", "0.7.0"),
+    ("verl", "0.9.1"),
+    ("openrlhf", "0.10.4"),
+    ("openrlhf", "0.11.2"),
+    ("areal", "1.0.4"),
+]
+RECORDED = ["nemo-rl", "slime"]
+"""On no index with their code: the names are recorded from their repositories."""
+NOT_THEIRS = ("transformers", "accelerate")
+"""What TRL builds upon; the tests on a real TRL run through it."""
+
+
+def paths_of(entry: InstrumentConfig) -> set[str]:
+    """The arguments that an entry's paths begin with."""
+    paths = [*entry.where, *entry.same, *entry.same.values(), *entry.workers.values()]
+    return {path.partition(".")[0].partition("+")[0] for path in (*paths, *filter(None, [entry.number]))}
+
+
+def test_every_preset_is_held_to_names() -> None:
+    assert {preset for preset, _ in WHEELS} | set(RECORDED) == set(preset_names())
+
+
+@pytest.mark.parametrize(("preset", "version"), WHEELS)
+def test_every_function_of_a_preset_is_in_the_released_package(preset: str, version: str) -> None:
+    folder = wheel(f"{preset}=={version}")
+    source = next(iter(folder.glob("*.data/purelib")), folder)
+    for entry in read_preset(preset, lambda _: version).entries:
+        if str(entry.module).split(".")[0] not in NOT_THEIRS:
+            found = definition(source, str(entry.module), str(entry.name))
+            assert found is not None, f"{entry.module}:{entry.name}"
+            assert paths_of(entry) <= arguments(found), f"{entry.module}:{entry.name}"
+
+
+@pytest.mark.parametrize("preset", RECORDED)
+def test_every_function_of_a_preset_is_in_the_repository_as_recorded(preset: str) -> None:
+    recorded = json.loads((DATA / f"{preset}.json").read_text())
+    loaded = read_preset(preset)
+    assert recorded["commit"] in loaded.tested
+    for entry in loaded.entries:
+        assert paths_of(entry) <= set(recorded["arguments"][f"{entry.module}:{entry.name}"])
+
+
+def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() -> None:
+    for preset in preset_names():
+        spec = find_spec(preset.replace("-", "_"))
+        for entry in read_preset(preset, instrumented._installed).entries if spec and spec.origin else ():
+            source = Path(str(spec and spec.origin)).parents[1]
+            assert definition(source, str(entry.module), str(entry.name)), f"{entry.module}:{entry.name}"
+
+
+@pytest.fixture
+def stale_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[tuple[Any, list[str]]]:
+    """A trl 9.9 whose GRPOTrainer has another name for one function, and no RLOOTrainer."""
+    package = tmp_path / "modules" / "trl" / "trainer"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    methods = ("_calculate_rewards", "_generate_all", "_generate_and_score_completions", "compute_loss")
+    body = "".join(f"    def {name}(self): return {name!r}\n" for name in methods)
+    body += "    def _get_per_token_logps_and_entropies(self, model, compute_entropy=False): pass\n"
+    (package / "grpo_trainer.py").write_text(f"class GRPOTrainer:\n{body}")
+    info = tmp_path / "modules" / "trl-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    guard.take()
+    before = set(sys.modules)
+    instrumented.apply(ProfileConfig(instrument=["trl"]))
+    trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    yield trainer, list(caplog.messages)
+    instrumented.apply(ProfileConfig())
+    guard.take()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_preset_that_no_longer_fits_names_what_is_missing_and_the_rest_is_timed(
+    stale_trl: tuple[Any, list[str]],
+) -> None:
+    trainer, messages = stale_trl
+    (missing,) = [line for line in messages if "'GRPOTrainer._generate'" in line]
+    assert "of the preset 'trl', written for trl 0.29.0 to 1.16.0 (9.9 is installed here)" in missing
+    assert "did you mean 'GRPOTrainer._generate_all'?" in missing
+    assert "the run goes on" in missing
+    assert any("no 'rloo_trainer' in trl.trainer" in line for line in messages)
+    assert trainer()._calculate_rewards() == "_calculate_rewards"
+    assert hasattr(trainer._calculate_rewards, "__stepscope__")
+
+
+def test_a_preset_of_a_framework_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"instrument\.preset is 'areal'.*pip install areal"):
+        instrumented.apply(ProfileConfig(instrument=["areal"]))
+
+
+def test_a_module_that_is_not_there_is_refused_before_the_run() -> None:
+    entry = {"module": "json.decodr", "name": "JSONDecoder.decode", "role": "env"}
+    with pytest.raises(ConfigError, match=r"json\.decodr.*there is no 'decodr' in json"):
+        instrumented.apply(ProfileConfig(instrument=[entry]))
+    instrumented.apply(ProfileConfig())
+
+
+PROGRAM = """
+import json, loop
+loop.Loop().train(3)
+print(json.dumps({"hidden": __import__("hidden").seen}))
+"""
+LOOP = """
+class Loop:
+    def train(self, steps):
+        for _ in range(steps):
+            self.step()
+    def step(self):
+        self.update()
+    def update(self):
+        pass
+"""
+
+
+def test_stepscope_run_captures_the_steps_of_a_program_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "hidden.py").write_text("seen = False")
+    (tmp_path / "sitecustomize.py").write_text("import hidden; hidden.seen = True")
+    (tmp_path / "stepscope.yaml").write_text(
+        "steps: [1]\nroles: {nobody: {ranks: all}}\ninstrument:\n"
+        "- {module: loop, name: Loop.step, step: around}\n- {module: loop, name: Loop.update, role: actor}\n"
+    )
+    command = ["-m", "stepscope", "run", "--config", "stepscope.yaml", "--save-path", "run", "train.py"]
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {"hidden": True}
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
+    (spans,) = (tmp_path / "run").glob("step_000001/spans/*.jsonl")
+    assert '"stage":"update"' in spans.read_text()
