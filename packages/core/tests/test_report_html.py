@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -8,6 +9,7 @@ import pytest
 
 from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
+from stepscope.files.manifest import Absent
 from stepscope.report import StepReport, report_step
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.report.html.markup import Html, tag, text
@@ -154,6 +156,26 @@ def test_links_are_relative_whatever_a_file_is_called(tmp_path: Path) -> None:
     assert link.startswith("./javascript%3A")
     assert unquote(link.removeprefix("./")) == name
     assert "2.0 MB" in parsed.text["files"]
+
+
+def test_why_a_step_is_not_complete_stands_in_its_head(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path)
+    for reason in ("killed", "out of memory"):
+        folder.processes[0].absent.append(Absent(name=f"actor {reason}", state="missing", reason=reason))
+    head = page_of(folder).partition("<section")[0]
+    assert "Not complete: actor killed: missing: killed, and 1 reason more." in head
+
+
+def test_paper_lacks_nothing_that_is_on_the_page(tmp_path: Path) -> None:
+    folder = rl_step(tmp_path, ranks=2)
+    for process in folder.processes:
+        process.close(2000 * MS)
+    page = page_of(folder)
+    (hidden,) = re.findall(r"([^{};]*)\{ display: none; \}\s*\}\s*</style>", page)
+    tags = Page(page).tags
+    shown = {name for _, attrs in tags for name in (attrs.get("class") or "").split()}
+    assert "hint" in shown, "the advice is on this page"
+    assert not shown & set(re.findall(r"\.([\w-]+)", hidden))
 
 
 def test_what_is_missing_stands_on_the_page_with_its_reason(tmp_path: Path) -> None:

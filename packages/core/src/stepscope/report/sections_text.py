@@ -108,9 +108,11 @@ def say_bubble(tail: LongTail) -> str:
     if bubble is None or not bubble.replicas:
         return ""
     (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
+    replicas = count(bubble.replicas, "replica")
+    idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
     return (
         f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
-        f"{count(bubble.replicas, 'replica')} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)."
+        f"{idle if bubble.idle_ns else f'{replicas} had work all the time'}."
     )
 
 

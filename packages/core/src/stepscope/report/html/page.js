@@ -48,7 +48,7 @@
   let drag = null;
   for (const chart of charts) {
     const hint = document.createElement("p");
-    hint.className = "note hint";
+    hint.className = "note drag";
     hint.textContent = "Drag to zoom, double-click to see all.";
     chart.before(hint);
     const at = (event) => {

@@ -80,12 +80,17 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 
 def _ended(found: Health) -> list[Html]:
-    said = say_ended(found)
-    again = say_again(found)
-    return [
-        *([tag("p", said, class_="said bad")] if said else []),
-        *([tag("p", again, class_="note")] if again else []),
-    ]
+    """What must be known before anything below is read."""
+    ended, again = say_ended(found), say_again(found)
+    reasons = [] if found.complete else list(doubts(found))
+    parts = [tag("p", ended, class_="said bad")] if ended else []
+    if reasons:
+        more = "" if len(reasons) == 1 else f", and {count(len(reasons) - 1, 'reason')} more"
+        link = tag("a", "What is missing", href="#complete")
+        parts.append(tag("p", f"Not complete: {reasons[0]}{more}. ", link, class_="said bad"))
+    if again:
+        parts.append(tag("p", again, class_="note"))
+    return parts
 
 
 def _usual(report: StepReport) -> list[Html]:
