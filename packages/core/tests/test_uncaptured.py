@@ -151,8 +151,8 @@ def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tm
     assert found.cost_ns == report.breakdown.total_ns - 100 * MS
     said = text_of(report)
     assert "5 uncaptured steps near it (45-49) took 100 ms (median; p90 120 ms; 90.0 ms to 120 ms)" in said
-    assert "This one: +30.0 ms, +30.0 %, longer than any of them" in said
-    assert "The step after it took 300 ms" in said
+    assert "This one: +30.0 ms, +30.0 %, longer than any of them. With" in said
+    assert "With opening and closing, the capture cost about 30.0 ms. The step after it took 300 ms" in said
     assert "not-typical" in {each.rule for each in report.advice}
     assert "45-49" in render_step(load_step(RunLayout(tmp_path).step(50).root), report)
     assert to_scalars(report)["uncaptured/p50_seconds"] == 0.1

@@ -33,7 +33,9 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline.excess_ns is None or baseline.cost_ns is None:
         return "Not compared: the capture ended before the step did"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
-    said = f"This one: {by}, {_rank(baseline)}; with opening and closing {signed(baseline.cost_ns)}"
+    said = f"This one: {by}, {_rank(baseline)}"
+    if baseline.cost_ns > 0:
+        said += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
     if len(baseline.steps) < ENOUGH:
         said += ". That is too few to say what is usual"
     if baseline.next_ns is not None:
