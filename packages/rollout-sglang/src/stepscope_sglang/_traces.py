@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -38,8 +39,9 @@ _LONGEST = 64
 """Bytes of the longest text looked for: kept from one chunk for the next."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
-_PREFILL = re.compile(rb'"name": "step\[(?:EXTEND|MIXED|SPLIT_PREFILL)')
-_DECODE = re.compile(rb'"name": "step\[DECODE')
+_STEP = b'"name": "step['
+_PREFILL, _DECODE = (b"EXTEND", b"MIXED", b"SPLIT_PREFILL"), b"DECODE"
+"""What follows `_STEP`."""
 
 
 class TraceName(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +82,7 @@ def read(path: Path) -> Content:
     from isal import igzip
 
     head, tail, complete = b"", b"", False
-    prefills = decodes = 0
+    steps: Counter[Stage] = Counter()
     try:
         with igzip.open(path, "rb") as file:  # type: ignore[no-untyped-call]  # isal has no types here
             while chunk := file.read(_CHUNK):
@@ -88,12 +90,10 @@ def read(path: Path) -> Content:
                     head += chunk[:_HEAD]
                 text = tail + chunk
                 # An event's name that ends in the part kept for the next chunk is counted there.
-                limit = len(text) - _LONGEST
-                prefills += sum(found.start() < limit for found in _PREFILL.finditer(text))
-                decodes += sum(found.start() < limit for found in _DECODE.finditer(text))
-                tail = text[limit:] if limit > 0 else text
-            prefills += len(_PREFILL.findall(tail))
-            decodes += len(_DECODE.findall(tail))
+                limit = max(0, len(text) - _LONGEST)
+                steps += _steps(text, limit)
+                tail = text[limit:]
+            steps += _steps(tail, len(tail))
             complete = tail.rstrip().endswith(b"}")
     except (EOFError, OSError, zlib.error, igzip.BadGzipFile):  # cut off, or being written now
         complete = False
@@ -102,9 +102,23 @@ def read(path: Path) -> Content:
         complete=complete,
         rank=int(distributed[1]) if distributed else None,
         pid=int(pid[1]) if pid else None,
-        prefills=prefills,
-        decodes=decodes,
+        prefills=steps["prefill"],
+        decodes=steps["decode"],
     )
+
+
+def _steps(text: bytes, limit: int) -> Counter[Stage]:
+    """The forward passes whose names begin before `limit`. `find`: a pattern costs as much as unpacking."""
+    found: Counter[Stage] = Counter()
+    at = text.find(_STEP)
+    while 0 <= at < limit:
+        word = at + len(_STEP)
+        if text.startswith(_DECODE, word):
+            found["decode"] += 1
+        elif text.startswith(_PREFILL, word):
+            found["prefill"] += 1
+        at = text.find(_STEP, word)
+    return found
 
 
 def rank_of(name: TraceName, content: Content, facts: EngineFacts, replica: int) -> int | None:
