@@ -186,6 +186,15 @@ def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: P
     assert found["vllm-2"].under == dev.DEV
 
 
+def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None:
+    (recipes / "vllm-1.10").mkdir()
+    (recipes / "vllm-1.9").mkdir()
+    assert dev.newest("vllm").folder.name == ".venv-vllm-2"
+    (recipes / "vllm-10").mkdir()
+    assert dev.newest("vllm").folder.name == ".venv-vllm-10"
+    assert dev.newest("torch") is dev.DEV
+
+
 def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

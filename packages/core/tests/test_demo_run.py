@@ -16,7 +16,7 @@ import torch
 
 from stepscope.demo import run
 from stepscope.demo.run import DemoResult, run_demo
-from stepscope.demo.trainer import ACTORS, GROUP, REPLICAS
+from stepscope.demo.trainer import ACTORS, GROUP, REPLICAS, Choice, choices
 from stepscope.errors import ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout
 from stepscope.timeline import Span, Timeline, load_step
@@ -97,6 +97,12 @@ def test_every_trajectory_is_recorded_with_its_reward(timeline: Timeline) -> Non
 def test_lengths_have_a_long_tail(timeline: Timeline) -> None:
     turns = Counter(span.trajectory for span in timeline.spans if span.stage == "turn")
     assert max(turns.values()) > 2 * sorted(turns.values())[len(turns) // 2]
+
+
+def test_engines_are_named_with_the_pythons_that_they_run_on() -> None:
+    assert choices("vllm") == [Choice("vllm", None)]
+    both = choices("vllm=/a/bin/python,sglang=/b/bin/python")
+    assert both == [Choice("vllm", "/a/bin/python"), Choice("sglang", "/b/bin/python")]
 
 
 @pytest.mark.parametrize("name", ["torch", "ray"])

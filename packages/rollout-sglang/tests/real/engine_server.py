@@ -6,87 +6,32 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
-from tiny_sglang import settings, write_model
+from live_server import Live, live_server, post
 
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
 from stepscope_sglang import SglangServer, request_facts
 
-_UP_S = 240
-
 
 @pytest.fixture(scope="session")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """(URL, process group)."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    options = settings(write_model(folder / "model"), host="127.0.0.1", port=port, skip_server_warmup=True)
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *_words(options)],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_for(url, process, folder / "log")
-        yield url, process.pid
-    finally:
-        with suppress(ProcessLookupError):  # one test has ended it
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_server(tmp_path_factory.mktemp("server")) as live:
+        yield live
 
 
 @pytest.fixture
-def server(running: tuple[str, int]) -> str:
-    return running[0]
-
-
-def _words(options: dict[str, Any]) -> list[str]:
-    """As `--max-total-tokens 4096 --sleep-on-idle`."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    return [
-        word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])
-    ]
-
-
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _UP_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)  # a server has no event for being up
-        else:
-            return
-    raise TimeoutError(log.read_text()[-3000:])
-
-
-def post(url: str, tokens: int) -> dict[str, Any]:
-    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
-    request = urllib.request.Request(
-        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return cast(dict[str, Any], json.loads(reply.read()))
+def server(live: Live) -> str:
+    return live.url
 
 
 class TestSglangServer(EngineConformance):
@@ -210,12 +155,11 @@ async def test_two_servers_of_one_replica_keep_their_files_apart(server: str, tm
     assert artifact.rank is None, "nothing says which of the two comes first"
 
 
-async def test_a_server_that_dies_fails_its_capture_at_once(running: tuple[str, int], tmp_path: Path) -> None:
+async def test_a_server_that_dies_fails_its_capture_at_once(live: Live, tmp_path: Path) -> None:
     """The last one: nobody starts it again."""
-    server, group = running
-    profiler = SglangServer(server)
+    profiler = SglangServer(live.url)
     await profiler.start(a_capture(tmp_path))
-    await asyncio.to_thread(post, server, 3)
-    os.killpg(group, signal.SIGKILL)
+    await asyncio.to_thread(post, live.url, 3)
+    os.killpg(live.group, signal.SIGKILL)
     with pytest.raises(EngineError, match="/stop_profile: "):
         await asyncio.wait_for(profiler.stop(), 30)
