@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepscope.timeline.readers.blocks import BLOCK, Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements, raw_batch
+from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements, raw_elements
 
 CUT = "cut off: its list of events does not end"
 HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
@@ -32,7 +32,7 @@ def read(path: Path, content: bytes) -> tuple[list[str], dict[str, int | None]]:
     """Names of the events that were read, and what was noted."""
     path.write_bytes(content)
     trace = ChromeTrace(path)
-    found = [json.loads(b"[%b]" % batch.text) for batch in trace.events()]
+    found = [[json.loads(bytes(raw)) for raw in some] for some in trace.texts(raw_elements)]
     names = [each.get("name") for events in found for each in events]
     return names, trace.notes.counts
 
@@ -121,7 +121,7 @@ def test_members_of_a_gzip_are_one_text(tmp_path: Path) -> None:
 def test_a_folder_and_an_absent_file_are_noted(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.json"):
         trace = ChromeTrace(path)
-        assert list(trace.events()) == []
+        assert list(trace.texts(raw_elements)) == []
         assert "cannot be read" in "".join(trace.notes.counts)
 
 
@@ -160,9 +160,9 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
         text[chance.randrange(len(text))] = chance.randrange(256)
 
     def elements(blocks: list[bytes]) -> tuple[list[bytes], bytes | None]:
-        reader = Elements(Notes(), raw_batch)
-        found = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch.elements]
-        found += [bytes(raw) for batch in reader.end() for raw in batch.elements]
+        reader = Elements(Notes(), raw_elements)
+        found = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch]
+        found += [bytes(raw) for batch in reader.end() for raw in batch]
         return found, reader.trailer
 
     blocks, at = [], 0
@@ -180,5 +180,5 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
 def test_no_bytes_at_all_make_it_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(HEAD.encode() + content)
-    assert all(batch.elements for batch in ChromeTrace(path).events())
+    assert all(ChromeTrace(path).texts(raw_elements))
     ChromeTrace(path).fields()

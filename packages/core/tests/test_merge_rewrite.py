@@ -14,9 +14,10 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.model import Process, ProcessClock
 from stepscope.timeline.place import Place
+from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import Notes
-from stepscope.timeline.readers.elements import plain_batch
-from stepscope.timeline.rewrite import Cut, Rewriter
+from stepscope.timeline.readers.elements import raw_elements
+from stepscope.timeline.rewrite import Rewriter
 from stepscope.timeline.rows import Axis, Row
 from stepscope.timeline.tracks import Tracks
 
@@ -62,6 +63,7 @@ times = st.one_of(
     st.builds("{}.{:03}".format, st.integers(4_443_469_000_000, 4_443_471_000_000), st.integers(0, 999)),
     st.sampled_from(["0", "-5", "1e9", "5.5", "1234567.25e1", '"77"', "1745556530409554.9"]),
 )
+WHOLE = Cut(None, None)
 SHIFTS = [0, 7, 1_000, 5_000_000, 3 * SECOND_NS, -SECOND_NS, 7_889_238 * SECOND_NS]
 
 
@@ -120,24 +122,30 @@ class Rewritten(NamedTuple):
     names: list[str]
 
 
-def rewritten(events: list[str], cut: Cut, shift_ns: int, drift_ns: int | None) -> Rewritten:
+def rewritten(
+    batches: list[list[str]],
+    shift_ns: int,
+    drift_ns: int | None,
+    *,
+    cut: Cut = WHOLE,
+    thoroughly: bool = False,
+) -> Rewritten:
     clock = None if drift_ns is None else process(drift_ns)
     row = Row(info=INFO, process=None, clock=clock, pid=4242)
     tracks, notes = Tracks([4242]), Notes()
     base_ns = AXIS.base_ns + shift_ns
-    rewriter = Rewriter(row, Place(row, base_ns, AXIS), FlowIds(3, 8), tracks, AXIS, cut, notes)
-    text = rewriter.rewrite(plain_batch(",\n".join(events).encode()))
-    found: list[Event] = json.loads(b"[%b]" % text, parse_float=Decimal)
+    rewriter = Rewriter(row, Place(row, base_ns, AXIS), FlowIds(3, 8), tracks, cut, notes)
+    found: list[Event] = []
+    for events in batches:
+        array = f"[{f',{chr(10)}'.join(events)}]".encode()
+        text = rewriter.thoroughly(raw_elements(array)) if thoroughly else rewriter.rewrite(array)
+        found += json.loads(b"".join((b"[", text, b"]")), parse_float=Decimal)
     return Rewritten(found, notes.counts, rewriter.written, sorted(map(str, tracks.take_unnamed())))
 
 
-THOROUGH = Cut(-(10**30), None)
-"""Leaves nothing out, and makes every event go the thorough way."""
-
-
 def assert_both_ways_agree(events: list[str], shift_ns: int, drift_ns: int | None) -> None:
-    quick = rewritten(events, Cut(None, None), shift_ns, drift_ns)
-    thorough = rewritten(events, THOROUGH, shift_ns, drift_ns)
+    quick = rewritten([events], shift_ns, drift_ns)
+    thorough = rewritten([events], shift_ns, drift_ns, thoroughly=True)
     assert quick._replace(events=[]) == thorough._replace(events=[])
     assert [canonical(event) for event in quick.events] == [canonical(event) for event in thorough.events]
 
@@ -187,7 +195,7 @@ def test_what_kineto_writes_goes_the_quick_way(
 
     monkeypatch.setattr(Rewriter, "_one", refuse)
     if not (layout is COMPACT and shift_ns % 1000):
-        found = rewritten(events, Cut(None, None), shift_ns, None).events
+        found = rewritten([events], shift_ns, None).events
         assert {event["pid"] for event in found} == {4242}
         assert len({event["tid"] for event in found}) == 4
 
@@ -199,7 +207,67 @@ def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
     for kind in kinds:
         events = [written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", "id": "9"})] * 3
         events.append(written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", **kind}))
-        found = rewritten(events, Cut(None, None), 3 * SECOND_NS, None).events
+        found = rewritten([events], 3 * SECOND_NS, None).events
         before = json.loads(events[-1], parse_float=Decimal)
         assert (found[-1]["name"], found[-1]["args"]) == (before["name"], before["args"])
         assert (found[-1]["pid"], len(found)) == (4242, 4)
+
+
+def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
+    """Each of these stands in a batch of its own behind one that was learned from."""
+    odd: list[Event] = [
+        {"pid": "0", "tid": "4242"},
+        {"pid": "4242", "tid": "7"},
+        {"pid": "77", "tid": "78"},
+        {"ph": "s", "id": "12345678901234"},
+        {"ph": "s", "id": '"0x10"'},
+        {"ts": "443.5"},
+        {"ts": "44434695904.46"},
+        {"ts": "4443469590446.2204"},
+        {"args": '{"pid": 0, "tid": 7}'},
+        {"args": '{"id": 5}'},
+        {"args": '{"ts": 4443469590446.220}'},
+        {"ph": "C"},
+        {"ph": "M"},
+    ]
+    usual = [
+        {},
+        {"pid": "0", "tid": "7"},
+        {"ph": "s", "id": "57452"},
+        {"ph": "f", "id": "57452", "pid": "0", "tid": "7"},
+    ]
+    for layout in (KINETO, OLDER):
+        learned = [written(layout, **{**PLAIN, **kind}) for kind in usual] * 20
+        batches = [learned]
+        for kind in odd:
+            batches += [[*learned, written(layout, **{**PLAIN, **kind}), *learned], learned]
+        for shift_ns in SHIFTS:
+            quick = rewritten(batches, shift_ns, None)
+            thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+            assert quick._replace(events=[]) == thorough._replace(events=[])
+            assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+def test_a_selection_of_time_leaves_whole_batches_to_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = [written(KINETO, **PLAIN)] * 50
+    cut = Cut(4443469590446_000, 4443469590447_000)
+    monkeypatch.setattr(Rewriter, "_one", None)
+    assert len(rewritten([inside], 0, None, cut=cut).events) == 50
+
+
+def test_metadata_that_a_writer_gives_again_and_again_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}'
+    label = '{"ph": "M", "name": "process_labels", "pid": 9, "tid": 0, "args": {"labels": "MTIA 9"}}'
+    looked_at: list[object] = []
+    look = Rewriter._metadata
+
+    def looking(self: Rewriter, fields: dict[str, Any]) -> bool:
+        looked_at.append(fields)
+        return look(self, fields)
+
+    monkeypatch.setattr(Rewriter, "_metadata", looking)
+    found = rewritten([[name, label] * 100], 0, None).events
+    assert [event["args"]["name"] for event in found] == ["t"] + ["MTIA 9 t"] * 99
+    assert len(looked_at) < 5

@@ -9,8 +9,8 @@ import msgspec
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.lanes import Interval, pack
 from stepscope.timeline.model import Span, Timeline
+from stepscope.timeline.quick import Cut
 from stepscope.timeline.requests import requests
-from stepscope.timeline.rewrite import Cut
 from stepscope.timeline.rows import Axis, Row, Rows
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.tracks import Event, Tracks, microseconds

@@ -17,12 +17,12 @@ from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
 from stepscope.timeline.perfetto.write import PerfettoFile, perfetto_file
 from stepscope.timeline.place import Place
+from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope.timeline.readers.elements import plain_batch
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.recordings import Drawing, Recorded
-from stepscope.timeline.rewrite import Cut, Rewriter
+from stepscope.timeline.rewrite import Rewriter, Text
 from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
@@ -235,8 +235,8 @@ class _Merge:
     ) -> None:
         file = ChromeTrace(trace.path)
         place = Place(row, fields.base_ns, self.axis)
-        rewriter = Rewriter(row, place, self._ids(number), self._tracks, self.axis, self._cut, file.notes)
-        texts = map(rewriter.rewrite, file.events(self._on_read, plain_batch))
+        rewriter = Rewriter(row, place, self._ids(number), self._tracks, self._cut, file.notes)
+        texts = file.texts(rewriter.rewrite, self._on_read)
         self._write_texts(out, trace, texts, rewriter, lambda: [row], limit)
         self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
         self._note(trace, file.notes)
@@ -260,7 +260,7 @@ class _Merge:
         self,
         out: Output,
         trace: TraceFile,
-        texts: Iterable[bytes],
+        texts: Iterable[Text],
         counts: Rewriter | Drawing,
         rows: Callable[[], list[Row]],
         limit: int | None,

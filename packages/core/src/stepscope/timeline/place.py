@@ -52,11 +52,14 @@ class Place:
         below = _EXACT.subtract(exact, Decimal(whole))
         return position, "" if not below else format(below, "f").partition(".")[2]
 
+    @property
+    def believed(self) -> tuple[int, int | None]:
+        """The first and the last position that are times of this step; None: any later one is."""
+        return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
+
     def _believed(self, position: int) -> bool:
-        first, last = (
-            (0, position) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
-        )
-        return first <= position <= last
+        first, last = self.believed
+        return first <= position and (last is None or position <= last)
 
     def _shift(self, ts_ns: int) -> int:
         if self._row.shift_ns is None:

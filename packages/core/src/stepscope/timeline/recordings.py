@@ -14,6 +14,7 @@ from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.clocks.align import align_owner
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.place import Place
+from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.contract import (
     Counter,
@@ -26,7 +27,7 @@ from stepscope.timeline.readers.contract import (
     Track,
 )
 from stepscope.timeline.readers.installed import reason
-from stepscope.timeline.rewrite import NOT_THEN, Cut
+from stepscope.timeline.rewrite import NOT_THEN
 from stepscope.timeline.rows import Axis, Row, Rows
 from stepscope.timeline.tracks import Event as Json
 from stepscope.timeline.tracks import Tracks, microseconds

@@ -56,13 +56,19 @@ class Tracks:
         """A file names this track itself."""
         self._unnamed.pop((row.pid, tid), None)
 
-    def describe(self, row: Row, pid: str, field: str, value: str) -> None:
-        """What a file says of one of its pids: `labels` ("CPU", "GPU 0"), or `name`, which counts less."""
+    def describe(self, row: Row, pid: str, field: str, value: str) -> bool:
+        """What a file says of one of its pids: `labels` ("CPU", "GPU 0"), or `name`, which counts less.
+
+        Returns:
+            Whether that is news.
+        """
         key = (row.pid, pid)
+        before = self._labels.get(key)
         if field == "labels":
             self._labels[key] = "" if value == "CPU" else value
         elif self._first.setdefault(row.pid, pid) != pid:
             self._labels.setdefault(key, value)
+        return self._labels.get(key) != before
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
         """A thread's name, with the device's before it: the row is the whole process."""

@@ -28,7 +28,7 @@ class TimelineFile:
         head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
         self._put(msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n')
 
-    def events(self, text: bytes) -> None:
+    def events(self, text: bytes | memoryview) -> None:
         """Events as JSON, with commas between them."""
         if text:
             self._put(self._between)
@@ -52,7 +52,7 @@ class TimelineFile:
         self._put(b'\n],"stepscope":' + msgspec.json.encode(metadata) + b"}\n")
         self._out(self._gzip.flush())
 
-    def _put(self, text: bytes) -> None:
+    def _put(self, text: bytes | memoryview) -> None:
         self._out(self._gzip.compress(text))
 
     def _out(self, data: bytes) -> None:

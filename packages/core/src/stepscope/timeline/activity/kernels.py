@@ -141,7 +141,6 @@ class _Reading:
 
     def parse(self, text: bytes) -> list[_Event]:
         """Raises DecodeError for what is no JSON; events of another shape are counted, and left out."""
-        text = b"[%b]" % text
         try:
             found: list[_Event] = _decode(text)
         except msgspec.ValidationError:

@@ -106,14 +106,15 @@ class PerfettoFile:
     def objects(self, events: list[dict[str, object]]) -> None:
         self.events(b",\n".join(map(msgspec.json.encode, events)))
 
-    def events(self, text: bytes) -> None:
+    def events(self, text: bytes | memoryview) -> None:
         """Events as JSON, with commas between them."""
         if not text:
             return
+        array = b"".join((b"[", text, b"]"))
         try:
-            events = _events(b"[%b]" % text)
+            events = _events(array)
         except (msgspec.ValidationError, RecursionError):  # one has a field of a type that makes no sense
-            events = list(self._one_by_one(text))
+            events = list(self._one_by_one(array))
         for event in events:
             try:
                 self._take(event)
@@ -139,8 +140,8 @@ class PerfettoFile:
     def close(self) -> None:
         self._spill.close()
 
-    def _one_by_one(self, text: bytes) -> Iterator[_Event]:
-        for raw in msgspec.json.decode(b"[%b]" % text, type=list[msgspec.Raw]):
+    def _one_by_one(self, array: bytes) -> Iterator[_Event]:
+        for raw in msgspec.json.decode(array, type=list[msgspec.Raw]):
             for candidate in (bytes(raw), _with_plain_args(raw)):
                 try:
                     yield _event(candidate)

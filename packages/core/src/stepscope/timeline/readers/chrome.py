@@ -8,6 +8,7 @@ Absolute unix time in ns = `ts` (us) * 1000 + `baseTimeNanoseconds` (Kineto from
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -15,11 +16,14 @@ from typing import TypeVar
 import msgspec
 
 from stepscope.timeline.readers.blocks import Notes, read_blocks
-from stepscope.timeline.readers.elements import LONGEST, TOKEN, Batch, Elements, mend, raw_batch
+from stepscope.timeline.readers.elements import EVENT, LONGEST, TOKEN, Elements, mend, raw_elements
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
+_NOTHING = b" \t\r\n,}\0"
+_LAST_BLOCKS = 8
+"""So many blocks from the end hold what stands behind the events, or all has to be read."""
 
 _T = TypeVar("_T")
 
@@ -67,19 +71,36 @@ class ChromeTrace:
         """Reads up to the events; through the whole file where the base is not before them."""
         found: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
-        silent = ChromeTrace(self.path)  # the reading that counts is the one of `events`
-        for batch in silent._scan(found, raw_batch, None):
-            first = first or batch.elements[:1]
-            if "baseTimeNanoseconds" in found:
-                break
+        silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
+        for batch in silent._scan(found, raw_elements, None):
+            first = batch[:1]
+            if "baseTimeNanoseconds" not in found and not silent._behind(found):
+                for _ in silent._scan(found, raw_elements, None):
+                    pass
+            break
         return _typed(found, first)
 
-    def events(
-        self,
-        on_read: Callable[[int], None] | None = None,
-        parse: Callable[[bytes], Batch] = raw_batch,
-    ) -> Iterator[Batch]:
-        """All events that can be read, in the file's order."""
+    def _behind(self, found: dict[str, msgspec.Raw]) -> bool:
+        """Takes the fields behind the events from the file's end. False: they are not to be seen there."""
+        blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
+        text = b"".join(blocks)
+        start = EVENT.search(text)
+        if start is None:
+            return False
+        elements = Elements(Notes(), raw_elements)
+        for _ in (*elements.feed(text[start.start() :]), *elements.end()):
+            pass
+        trailer, known = elements.trailer, len(found)
+        if trailer is None:
+            return False
+        self._close(trailer, found)
+        # What ended there may also have been an object that looks like an event, inside of an event.
+        return len(found) > known or not trailer.strip(_NOTHING)
+
+    def texts(
+        self, parse: Callable[[bytes], _T], on_read: Callable[[int], None] | None = None
+    ) -> Iterator[_T]:
+        """What `parse` makes of the events that can be read, in the file's order; see `Elements`."""
         yield from self._scan({}, parse, on_read)
 
     def read(
@@ -123,7 +144,7 @@ class ChromeTrace:
     def _close(self, trailer: bytes | None, found: dict[str, msgspec.Raw]) -> None:
         if trailer is None:
             self.notes.file("cut off: its list of events does not end")
-        elif trailer.strip(b" \t\r\n,}\0"):
+        elif trailer.strip(_NOTHING):
             found.update(_object(b"{" + trailer.lstrip(b" \t\r\n,")))
 
 
@@ -131,8 +152,8 @@ def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
     """Each event of a Chrome trace as JSON, for readers of formats that are nearly one."""
     trace = ChromeTrace(path)
     trace.notes = notes
-    for batch in trace.events():
-        yield from batch.elements
+    for some in trace.texts(raw_elements):
+        yield from some
 
 
 def _array(text: bytes) -> tuple[int, int] | None:
