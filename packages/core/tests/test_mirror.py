@@ -281,6 +281,16 @@ def test_the_command_takes_the_runs_own_mirror_and_copies_its_record(
     assert (tmp_path / "store" / "step_000001" / "notes.txt").read_text() == "mine"
 
 
+def test_what_out_of_memory_errors_left_is_copied_too(tmp_path: Path, url: str) -> None:
+    a_step(tmp_path / "run", files=0)
+    left = tmp_path / "run" / "oom" / "actor_1.pickle"
+    left.parent.mkdir()
+    left.write_bytes(b"snapshot")
+    for _ in range(2):
+        assert run(["mirror", str(tmp_path / "run"), "--to", url]) == 0
+    assert (tmp_path / "store" / "oom" / "actor_1.pickle").read_bytes() == b"snapshot"
+
+
 def test_two_runs_in_one_mirror_keep_their_records_apart(tmp_path: Path, url: str) -> None:
     for name, run_id in (("one", "aaaaaaaa"), ("two", "bbbbbbbb")):
         a_step(tmp_path / name)

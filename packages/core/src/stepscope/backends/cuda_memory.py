@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from stepscope.backends import cuda_oom
 from stepscope.backends.memory_summary import summarise
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
@@ -28,11 +29,6 @@ _HISTORY = ProcessLock()
 os.register_at_fork(after_in_child=_HISTORY.forget)
 
 _NOTHING = nullcontext()
-_observed = False
-_recording: CudaMemoryBackend | None = None
-"""Whose window is open: the observer of out-of-memory errors cannot be detached from torch. One writer: this
-module.
-"""
 
 
 class CudaMemoryBackend:
@@ -68,7 +64,6 @@ class CudaMemoryBackend:
         pass
 
     def start(self, window: Window) -> None:
-        global _recording
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
         self.check()
@@ -76,6 +71,7 @@ class CudaMemoryBackend:
 
         _HISTORY.acquire(f"the CUDA memory history of step {window.step}")
         try:
+            cuda_oom.suspend()
             if torch._C._cuda_isHistoryEnabled():
                 raise ProfilerBusyError(
                     "the CUDA memory history is recorded by other code. Fix: end that with "
@@ -85,11 +81,15 @@ class CudaMemoryBackend:
             torch.cuda.memory._record_memory_history(**options)
         except BaseException as error:
             _HISTORY.release()
+            cuda_oom.resume()
             if isinstance(error, Exception) and not isinstance(error, BackendError):
                 raise BackendError(f"the CUDA memory history did not start: {error}") from error
             raise
-        self._ignored = _observe() if self._config.on_oom else {}
-        self._window, _recording, self._at_oom, self._ooms = window, self, None, 0
+        self._window, self._at_oom, self._ooms, self._ignored = window, None, 0, {}
+        if self._config.on_oom:
+            cuda_oom.in_window(self.on_oom)
+            reason = cuda_oom.attach()
+            self._ignored = {} if reason is None else {"cuda_memory.on_oom": reason}
 
     def advance(self) -> None:
         pass
@@ -99,11 +99,10 @@ class CudaMemoryBackend:
 
     def stop(self) -> list[PendingArtifact]:
         """The snapshot is taken here, since ending the history drops it; files are written later."""
-        global _recording
         window, self._window = self._window, None
         if window is None or _HISTORY.holder is None:
             return []  # not started; or the child of a fork, where the history is the parent's
-        _recording = None
+        cuda_oom.in_window(None)
         import torch
 
         try:
@@ -113,6 +112,7 @@ class CudaMemoryBackend:
         finally:
             torch.cuda.memory._record_memory_history(None)
             _HISTORY.release()
+            cuda_oom.resume()
         at_oom, self._at_oom = self._at_oom, None
         if at_oom is not None:
             taken.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
@@ -190,32 +190,3 @@ def history_options(config: CudaMemoryConfig) -> dict[str, object]:
     if "clear_history" not in known:
         del options["clear_history"]
     return options
-
-
-def _observe() -> dict[str, str]:
-    """Watches for out-of-memory errors, once per process. Returns what is ignored where torch has no such
-    observer.
-    """
-    global _observed
-    import torch
-
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        return {"cuda_memory.on_oom": f"torch {torch.__version__} has no observer of out-of-memory errors"}
-    if not _observed:
-        attach(_out_of_memory)
-        _observed = True
-    return {}
-
-
-def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
-    """Called by torch before it raises. Whatever happens here, the user's error must come through."""
-    recording = _recording
-    if recording is None:
-        return
-    import torch
-
-    try:
-        recording.on_oom(torch.cuda.memory._snapshot())
-    except Exception:
-        recording.on_oom({"error": "the snapshot failed: there was no memory for it"})

@@ -14,8 +14,9 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run
 from stepscope.files.late import Waiting, take_in, waiting
-from stepscope.files.layout import StepLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart, State
+from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.report.baseline import comparable
@@ -59,11 +60,13 @@ def ls(
         raise CommandError("--collect goes with --pending: stepscope ls RUN --pending --collect")
     if pending:
         _show_pending(run, json=json, collect=collect)
-    rows = [row for step, layout in find_run(run).items() for row in rows_of(step, layout)]
+    shortages = read_out_of_memory(RunLayout(run))
+    steps = RunLayout(run).steps() if shortages else find_run(run)
+    rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
     if json:
         screen.show_json(rows)
     else:
-        screen.show(*_render(run, rows))
+        screen.show(*_render(run, rows), *_out_of_memory(shortages))
     sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
 
@@ -154,6 +157,24 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     if problems:
         yield listing("Problems", problems)
+
+
+def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]:
+    if shortages:
+        columns = ("when", "process", ">step", ">device", ">asked", ">free", "snapshot in oom/")
+        yield table("CUDA out of memory", columns, map(_shortage, shortages))
+
+
+def _shortage(found: OutOfMemory) -> tuple[str, ...]:
+    return (
+        moment(found.at_ns),
+        found.process.key,
+        "-" if found.step is None else str(found.step),
+        str(found.device),
+        size(found.asked_bytes),
+        size(found.free_bytes),
+        found.snapshot or f"none: {found.why_none}",
+    )
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:

@@ -101,6 +101,11 @@ class CudaMemoryConfig(Section, frozen=True, kw_only=True):
     """Frames kept with each allocation; `all` adds C++ frames."""
     on_oom: bool = True
     """Write a snapshot when CUDA runs out of memory during a capture."""
+    oom_any_step: Literal["off", "snapshot", "history"] = "off"
+    """Also in between captures, and with every tool. `snapshot`: of what is allocated then; costs nothing
+    before. `history`: with the allocator's history, which is then always on."""
+    oom_snapshots: AtLeastOne = 8
+    """Most that a run keeps in `oom/`."""
 
 
 class NsysConfig(Section, frozen=True, kw_only=True):

@@ -46,6 +46,17 @@ class RunLayout:
         """A line for each captured step that was removed to keep the newest."""
         return self.root / "removed.txt"
 
+    @property
+    def oom(self) -> Path:
+        """Snapshots and records of CUDA's out-of-memory errors."""
+        return self.root / "oom"
+
+    def oom_record(self, process: ProcessInfo, run_id: str, number: int) -> Path:
+        return self.oom / f"{_process_name(process)}_{run_id}_{number}.json"
+
+    def oom_snapshot(self, process: ProcessInfo, run_id: str, number: int) -> Path:
+        return self.oom / f"{_process_name(process)}_{run_id}_{number}.pickle"
+
     def tensorboard(self, run_id: str) -> Path:
         """The curves of a run, for `tensorboard --logdir`."""
         return self.root / "tensorboard" / safe(run_id)

@@ -137,12 +137,20 @@ class _Work:
 
 
 def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
-    """Copies `run.json` and its like; another run's `run.json` in the store stays, as it would in a folder.
+    """Copies `run.json` and its like, and `oom/`; another run's `run.json` stays, as it would in a folder.
 
     Returns:
         What failed, and why.
     """
     failed = {}
+    held = None
+    for file in sorted(run.oom.glob("[!.]*")):
+        try:
+            held = store.listing(run.oom.name) if held is None else held
+            if held.get(file.name, {}).get("size") != file.stat().st_size:
+                store.put(file, f"{run.oom.name}/{file.name}", md5_of(file))
+        except Exception as error:
+            failed[f"{run.oom.name}/{file.name}"] = _say(error)
     for file in run.runs():
         try:
             mine, name = file.read_bytes(), file.name

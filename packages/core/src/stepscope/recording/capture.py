@@ -132,6 +132,10 @@ class Capture:
         self, step: int, workers: object, engines: object, config: ProfileConfig, role: str, rank: int | None
     ) -> None:
         self.step = step
+        if config.cuda_memory.oom_any_step != "off":
+            from stepscope.recording import out_of_memory
+
+            out_of_memory.watch(config, identify(role, rank=rank), run.run_id(), step)
         self._told = workers is not None
         workers = None if untold.none_meant(workers) else workers
         asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)

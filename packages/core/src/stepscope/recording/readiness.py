@@ -30,7 +30,7 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
         untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
     mine, outcomes, engines_problems = await asyncio.gather(
-        asyncio.to_thread(prepare_worker, PrepareRequest(config=config, role=role)),
+        asyncio.to_thread(prepare_worker, PrepareRequest(config=config, run_id=run.run_id(), role=role)),
         _workers(others, config),
         asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
     )
@@ -56,7 +56,7 @@ async def _workers(others: Others, config: ProfileConfig) -> Sequence[WorkerOutc
     if others.fleet is None:
         return []
     deadline_s = max(config.budget.fanout_seconds, STARTING_S)
-    return await others.fleet.prepare(PrepareRequest(config=config), deadline_s)
+    return await others.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
 
 
 async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:

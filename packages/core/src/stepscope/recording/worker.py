@@ -94,6 +94,7 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         owner=False,
         spans_only=request.spans_only,
     )
+    _watch_memory(request.config, process, request.run_id, request.step)
     finish.promise_in_worker(session)
     session.open()
     capture.activate(session)
@@ -114,6 +115,7 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Makes a worker ready for captures to come. Fields as in `StartRequest`."""
 
     config: ProfileConfig
+    run_id: str
     role: str | None = None
     position: int | None = None
     world_size: int | None = None
@@ -131,6 +133,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     config = request.config
     instrument_worker(config, instance)
     process, roles = _who(instance, request.role, request.position, request.world_size)
+    _watch_memory(config, process, request.run_id, None)
     step = config.steps[0].start  # every captured step records the same ranks
     chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
     if not library_loaded(config.tool) or not (chosen.record or config.mode == "discrete"):
@@ -153,6 +156,13 @@ def instrument_worker(config: ProfileConfig, instance: object) -> None:
     instrumented.apply(config, lenient=True)
     if instance is not None:
         instrumented.apply_to(instance)
+
+
+def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
+    if config.cuda_memory.oom_any_step != "off":
+        from stepscope.recording import out_of_memory
+
+        out_of_memory.watch(config, process, run_id, step)
 
 
 def drain_worker(timeout_s: float) -> list[str]:

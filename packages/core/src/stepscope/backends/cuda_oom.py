@@ -1,0 +1,158 @@
+"""CUDA's out-of-memory errors, as they are about to be raised; the allocator's history in between captures.
+
+torch calls an observer in the thread that asked for memory, before it raises, and has no way to detach one.
+So one is attached per process, which asks whoever is interested at that moment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+POLL_S = 0.5
+"""Between two looks whether this process uses CUDA by now. Attaching makes a context where there is none."""
+
+
+class Shortage(NamedTuple):
+    """What torch says when memory runs out."""
+
+    device: int
+    asked_bytes: int
+    limit_bytes: int
+    free_bytes: int
+
+
+_attached = False
+_window: Callable[[Any], None] | None = None
+"""Of the `cuda_memory` window that is open: it gets the snapshot first. Set by `in_window`."""
+_between: Callable[[Shortage, Any, bool], None] | None = None
+"""Gets it otherwise. Set by `watch`."""
+_history: dict[str, object] | None = None
+"""Options of the history that is kept in between; None: none is. Set by `watch`."""
+_running = False
+"""Whether that history is on."""
+_waiting: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+def attach() -> str | None:
+    """Attaches the observer, once per process. Returns why that is not possible."""
+    global _attached
+    import torch
+
+    call = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if call is None:
+        return f"torch {torch.__version__} has no observer of out-of-memory errors"
+    if not _attached:
+        call(_out_of_memory)
+        _attached = True
+    return None
+
+
+def in_window(taker: Callable[[Any], None] | None) -> None:
+    """While a window records, `taker` gets the snapshots; None when it is over."""
+    global _window
+    _window = taker
+
+
+def watch(taker: Callable[[Shortage, Any, bool], None], history: dict[str, object] | None) -> None:
+    """Calls `taker(shortage, snapshot, with history)` at each shortage outside windows, from now on.
+
+    Where the process does not use CUDA yet, a thread waits for that.
+
+    Args:
+        history: Options of `torch.cuda.memory._record_memory_history`, which then is on in between windows.
+    """
+    global _between, _history, _waiting
+    _between, _history = taker, history
+    with _lock:
+        if _waiting is not None:
+            return
+        if uses_cuda():
+            _begin()
+            return
+        _waiting = threading.Thread(target=_wait, name="stepscope-oom", daemon=True)
+        _waiting.start()
+
+
+def unwatch() -> None:
+    global _between, _history
+    suspend()
+    _between = _history = None
+
+
+def uses_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)  # None while torch is being imported
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+def suspend() -> None:
+    """Ends the history in between: a window is about to record its own."""
+    global _running
+    if _running:
+        import torch
+
+        torch.cuda.memory._record_memory_history(None)
+        _running = False
+
+
+def resume() -> None:
+    """Begins it again, where one is wanted and nobody else records one."""
+    global _running
+    if _history is None or _running or not _attached:
+        return
+    import torch
+
+    if not torch._C._cuda_isHistoryEnabled():
+        options: Any = _history
+        torch.cuda.memory._record_memory_history(**options)
+        _running = True
+
+
+def _wait() -> None:
+    global _waiting
+    never = threading.Event()
+    while _between is not None and not uses_cuda():
+        never.wait(POLL_S)
+    with _lock:
+        _waiting = None
+        if _between is not None:
+            _begin()
+
+
+def _begin() -> None:
+    if attach() is None and _window is None:
+        resume()
+
+
+def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
+    """Called by torch before it raises. Whatever happens here, the user's error must come through."""
+    window, between = _window, _between
+    if window is None and between is None:
+        return
+    try:
+        import torch
+
+        try:
+            snapshot: object = torch.cuda.memory._snapshot()
+        except Exception:
+            snapshot = {"error": "the snapshot failed: there was no memory for it"}
+        if window is not None:
+            window(snapshot)
+        elif between is not None:
+            between(Shortage(device, asked, limit, free), snapshot, _running)
+    except BaseException:  # noqa: S110  # torch would raise ours in place of its own
+        pass
+
+
+def _in_child() -> None:
+    # CUDA does not survive a fork, and the thread is not here.
+    global _waiting, _running, _window, _between, _history
+    _waiting, _running, _window, _between, _history = None, False, None, None, None
+
+
+os.register_at_fork(after_in_child=_in_child)

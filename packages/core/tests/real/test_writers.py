@@ -1,0 +1,243 @@
+"""The real TensorBoard, W&B, MLflow and OpenTelemetry hold the figures of a step, read back from each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import mlflow
+import pytest
+import wandb
+from mlflow.tracking import MlflowClient
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from stepscope import ProfileConfig, capture, on_report, profile_step, span, trajectory
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Expectation
+from stepscope.files.parts import fold, read_parts
+from stepscope.files.scalars import StepScalars, read_scalars
+from stepscope.recording import export, finish
+from stepscope.report import report_step, to_scalars
+from stepscope.timeline import Timeline, load_step
+from stepscope.writers.otel import send
+from stepscope.writers.protocol import ReportedStep
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # they call what others deprecate
+assert mlflow.__version__
+assert wandb.__version__
+
+
+@profile_step(role="actor")
+def update_policy() -> int:
+    return sum(range(200_000))
+
+
+def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> RunLayout:
+    """A run whose captured steps were given to these."""
+    config = ProfileConfig.from_mapping(
+        {
+            "save_path": str(folder / "run"),
+            "steps": ["every:1"],
+            "roles": {"nobody": {"ranks": "all"}},
+            "finish": {"report_to": report_to, "timeout_s": 300},
+        }
+    )
+    for step in steps:
+        with (
+            capture(step, config=config),
+            trajectory("t0", policy_version=1),
+            span("rollout", role="rollout"),
+        ):
+            update_policy()
+    assert not export.exporter().drain(60)
+    assert not finish._commands.drain(300)
+    assert not finish._hooks.drain(60)
+    return RunLayout(config.save_path)
+
+
+def run_id(run: RunLayout) -> str:
+    (owner,) = read_parts(next(iter(run.steps().values())))[0]
+    return owner.run_id
+
+
+def scalars(run: RunLayout, step: int = 2) -> dict[str, float]:
+    """As a report made here has them."""
+    values = to_scalars(report_step(load_step(run.step(step).root)))
+    assert read_scalars(run.step(step), run_id(run)).values == values
+    assert values["stage/actor/update_policy_seconds"] > 0
+    return values
+
+
+def said(run: RunLayout, step: int = 2) -> Expectation:
+    parts = fold(read_parts(run.step(step))[0]).processes
+    return next(item for part in parts for item in part.expected if item.name == "scalars")
+
+
+def test_tensorboard_draws_a_curve_over_the_captured_steps(tmp_path: Path) -> None:
+    run = recorded(tmp_path, ["tensorboard"], range(2, 4))
+    assert said(run).state == "ok"
+    events = EventAccumulator(str(run.tensorboard(run_id(run))))
+    events.Reload()
+    wanted = {step: scalars(run, step) for step in (2, 3)}
+    assert set(events.Tags()["scalars"]) == set(wanted[2])
+    for name in wanted[2]:
+        points = {point.step: point.value for point in events.Scalars(name)}
+        assert points == {step: pytest.approx(wanted[step][name], rel=1e-6) for step in (2, 3)}
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Those of a `.wandb` file: LevelDB's log format, its header of 7 bytes counted with the first block."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768  # the rest of a block is too short for a record
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # full, or the last of several
+            yield whole
+            whole = b""
+
+
+def test_wandb_has_a_run_of_its_own_offline_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = recorded(tmp_path, ["wandb"])
+    assert said(run).state == "ok", said(run).reason
+    (file,) = run.root.glob("wandb/offline-run-*/*.wandb")
+    assert f"stepscope-{run_id(run)}" in file.name
+    logged = {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for data in records(file.read_bytes())
+        for item in wandb_internal_pb2.Record.FromString(data).history.item
+    }
+    wanted = {f"stepscope/{name}": value for name, value in scalars(run).items()}
+    assert {name: logged[name] for name in wanted} == pytest.approx(wanted)
+    assert logged["stepscope/step"] == 2
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a run of its own", "the training's run"])
+def test_mlflow_has_them_in_its_own_or_the_trainings_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    if not own:
+        training = client.create_run(client.create_experiment("training")).info.run_id
+        monkeypatch.setenv("MLFLOW_RUN_ID", training)
+    run = recorded(tmp_path, ["mlflow"], range(2, 4))
+    assert said(run, 3).state == "ok", said(run, 3).reason
+    name = "stepscope" if own else "training"
+    experiment = client.get_experiment_by_name(name)
+    (found,) = client.search_runs([experiment.experiment_id])
+    for metric in scalars(run):
+        history = client.get_metric_history(found.info.run_id, f"stepscope/{metric}")
+        assert {point.step: point.value for point in history} == {
+            step: pytest.approx(scalars(run, step)[metric]) for step in (2, 3)
+        }
+
+
+def a_reported_step(run: RunLayout) -> tuple[ReportedStep, Timeline]:
+    timeline = load_step(run.step(2).root)
+    report = report_step(timeline)
+    return ReportedStep(run=run, report=report, timeline=timeline, scalars=to_scalars(report)), timeline
+
+
+def test_a_step_is_one_trace_with_its_spans_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, timeline = a_reported_step(recorded(tmp_path, []))
+    sent: list[dict[str, tuple[object, ...]]] = []
+    for _ in range(2):
+        exporter = InMemorySpanExporter()
+        monkeypatch.setattr(exporter, "shutdown", lambda: None)  # it would forget them
+        send(step, exporter)
+        spans = {each.name: each for each in exporter.get_finished_spans()}
+        assert list(spans) == ["step 2", "trajectory", "rollout", "update_policy"]
+        root, begun, rollout, update = spans.values()
+        assert (root.start_time, root.end_time) == (timeline.window.start_ns, timeline.window.end_ns)
+        assert root.attributes["stepscope.step/wall_seconds"] == step.scalars["step/wall_seconds"]
+        assert root.attributes["stepscope.spans_left_out"] == 0
+        assert root.parent is None
+        assert begun.parent.span_id == root.context.span_id
+        assert rollout.parent.span_id == begun.context.span_id
+        assert update.parent.span_id == rollout.context.span_id
+        assert update.attributes["stepscope.trajectory"] == "t0"
+        assert {each.context.trace_id for each in spans.values()} == {root.context.trace_id}
+        for each, was in zip((begun, rollout, update), timeline.spans, strict=True):
+            assert (each.start_time, each.end_time) == (was.start_ns, was.end_ns)
+        sent.append({name: (each.context, each.start_time) for name, each in spans.items()})
+    assert sent[0] == sent[1], "sent again, it is the same trace"
+
+
+@contextmanager
+def a_collector(status: int = 200) -> Iterator[tuple[str, list[bytes]]]:
+    """An OTLP collector over HTTP that keeps what it is sent."""
+    taken: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", taken
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_opentelemetry_is_sent_to_the_collector_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_collector() as (endpoint, taken):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        run = recorded(tmp_path, ["otel"])
+    assert said(run).state == "ok", said(run).reason
+    request = ExportTraceServiceRequest.FromString(taken[0])
+    names = [span.name for each in request.resource_spans for one in each.scope_spans for span in one.spans]
+    assert sorted(names) == ["rollout", "step 2", "trajectory", "update_policy"]
+
+
+def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[StepScalars] = []
+    on_report(heard.append)
+    try:
+        with a_collector(status=400) as (endpoint, _):
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+            run = recorded(tmp_path, ["otel", "tensorboard"])
+    finally:
+        finish.report_hooks.clear()
+    assert said(run).state == "failed"
+    assert str(said(run).reason).startswith("otel: OSError: the collector did not take the spans")
+    assert list(run.tensorboard(run_id(run)).iterdir())
+    assert [each.values for each in heard] == [scalars(run)]
+
+
+def test_a_run_that_is_over_is_published_by_hand(tmp_path: Path) -> None:
+    run = recorded(tmp_path, [])
+    command = [sys.executable, "-m", "stepscope", "publish", str(run.root), "--to", "tensorboard"]
+    subprocess.run(command, check=True, env=dict(os.environ))
+    events = EventAccumulator(str(run.tensorboard(run_id(run))))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(scalars(run))
