@@ -25,6 +25,8 @@ from stepscope_vllm import _extension, _facts, _line, _versions
 from stepscope_vllm._versions import Dialect
 
 _KINDS = {"AsyncLLM", "LLM"}
+_FRONTEND_S = 60.0
+"""For the trace of an AsyncLLM itself; a loop that has ended would never do it."""
 _LIFE_S = 0.5
 """How often an engine that does not answer is asked whether it is alive."""
 
@@ -276,11 +278,13 @@ class Driver:
 
     async def _end_frontend(self) -> None:
         """Stops the AsyncLLM's own profiler, if it records, also when the engine is dead: left so, this
-        process ends in a segmentation fault at its exit.
+        process ends in a segmentation fault at its exit. It ends in one as well when a torch.profiler is
+        stopped on another thread than it was started on: the one that vLLM has it started on is of its loop.
         """
         if self.frontend_records():
+            work = self._begin(partial(asyncio.to_thread, self.engine.profiler.stop))
             with contextlib.suppress(Exception):  # without its file the rest is still worth having
-                await asyncio.to_thread(self.engine.profiler.stop)
+                await asyncio.wait_for(work, _FRONTEND_S)
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls the engine where it wants to be called.
