@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stepscope.files.manifest import OwnCost
 from stepscope.report import StepReport, find_long_tail, report_step, time_stages
 from stepscope.report.figures import duration, middle, moment, percents, plain
+from stepscope.report.health_text import worst_first
 from stepscope.report.html import render_step
 from stepscope.report.sections_text import trajectories
 from stepscope.report.text import render
@@ -80,6 +82,29 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
     for said in (" ".join(printed(report).split()), render_step(timeline, report)):
         assert "rollout 1: nothing says when they read prompts" in said
         assert "their stages are generate_batch. Call them `prefill` and `decode`" in said
+
+
+def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    actors = [
+        folder.process("actor", rank, host="host-b" if rank == 61 else "host-a",
+                       cost=OwnCost(stop_ns=9 * MS if rank == 62 else 0))
+        for rank in range(64)
+    ]  # fmt: skip
+    driver.measures(actors[61], 0, uncertainty_ns=3 * MS)
+    actors[60].dropped = 5
+    for process in folder.processes:
+        if process is not actors[63]:
+            process.close(10 * MS)
+    timeline = load_step(folder.write())
+    report = report_step(timeline)
+    ordered, said = worst_first(report.health.processes, 24)
+    assert [row.name for row in ordered[:6]] == [
+        "trainer", "actor 60", "actor 63", "actor 61", "actor 62", "actor 0"
+    ]  # fmt: skip
+    assert said in render_step(timeline, report)
+    assert worst_first(report.health.processes, 100) == (report.health.processes, "")
 
 
 def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_incomplete(

@@ -34,7 +34,32 @@ def trust(health: Health) -> Iterator[RenderableType]:
         yield listing("Not recorded, on purpose", health.skipped)
 
 
+FIRST = "First those that something is wrong with, then the least sure clock, and who took longest to record."
+
+
+def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
+    """In an order in which the first `shown` ones say most, and what is to be said of that. As they are where
+    all are shown.
+    """
+    if len(processes) <= shown:
+        return processes, ""
+    vaguest = max(processes, key=lambda process: process.clock.uncertainty_ns or 0)
+    others = [process for process in processes if not process.owner]
+    slowest = max(others or processes, key=lambda process: _profiling_ns(process))
+
+    def place(process: ProcessRow) -> tuple[bool, bool, bool]:
+        wrong = process.clock.uncertainty_ns is None or not process.closed or bool(process.dropped)
+        return not process.owner, not wrong, process not in (vaguest, slowest)
+
+    return sorted(processes, key=place), FIRST
+
+
+def _profiling_ns(process: ProcessRow) -> int:
+    return 0 if process.cost is None else process.cost.start_ns + process.cost.stop_ns
+
+
 def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
+    ordered, first = worst_first(processes, 2 * LISTED)
     rows = [
         (
             process.name, process.host, f"{process.spans:,}", clock(process),
@@ -42,13 +67,13 @@ def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
                 process.cost.start_ns, process.cost.stop_ns, process.cost.export_ns, process.cost.spans_ns,
             ))),
         )
-        for process in processes[:2 * LISTED]
+        for process in ordered[:2 * LISTED]
     ]  # fmt: skip
     note = (
         "open and close: what profiling cost; the owner's are the line `profiler`. export: in the background."
     )
     if len(processes) > len(rows):
-        note = f"{count(len(processes) - len(rows), 'process')} more in --json. {note}"
+        note = f"{count(len(processes) - len(rows), 'process')} more in --json. {first} {note}"
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
     return table("Processes", columns, rows, note)
 

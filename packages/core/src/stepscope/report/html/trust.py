@@ -9,9 +9,17 @@ import msgspec
 
 from stepscope.report.figures import duration, size
 from stepscope.report.health import Health, ProcessRow
-from stepscope.report.health_text import clock, clock_notes, doubts, say_complete, say_other, say_span
+from stepscope.report.health_text import (
+    clock,
+    clock_notes,
+    doubts,
+    say_complete,
+    say_other,
+    say_span,
+    worst_first,
+)
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import listing, section, table
+from stepscope.report.html.page import ROWS, listing, section, table
 
 
 class StepFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +65,9 @@ def processes(rows: Sequence[ProcessRow]) -> Html:
         "what profiling cost; the owner's are the line profiler. export: in the background. in spans: inside "
         "the stages' time."
     )
-    return section("processes", "Processes", table(columns, [_process(row) for row in rows]), note=note)
+    ordered, first = worst_first(rows, ROWS)
+    shown = table(columns, [_process(row) for row in ordered])
+    return section("processes", "Processes", shown, note=f"{first} {note}" if first else note)
 
 
 def _process(row: ProcessRow) -> tuple[str | Html, ...]:
