@@ -529,6 +529,16 @@ def bench(arguments: list[str]) -> bool:
     return all(passed)
 
 
+def chaos(arguments: list[str]) -> bool:
+    """a small trainer on Ray to which something happens in every other step: [--rounds 100] [--seed N]"""
+    return run(DEV.ready(), "packages/core/tests/chaos/run.py", *arguments)
+
+
+def soak(arguments: list[str]) -> bool:
+    """the demo's loop for an hour, a capture each third step: does anything grow? [--minutes 60]"""
+    return run(DEV.ready(), "packages/core/tests/chaos/soak.py", *arguments)
+
+
 def setup(arguments: list[str]) -> bool:
     """make or update the environment and stop there. --fresh: from nothing"""
     if "--fresh" in arguments and DEV.folder.exists():
@@ -570,7 +580,7 @@ def one_version(texts: "dict[Path, str]") -> str:
 
 
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
-    command.__name__: command for command in (demo, test, check, bench, setup, bump)
+    command.__name__: command for command in (demo, test, chaos, soak, check, bench, setup, bump)
 }
 
 

@@ -19,7 +19,8 @@ import pytest
 import stepscope
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
-from stepscope.recording import spans
+from stepscope.files.values import MAX_TEXT
+from stepscope.recording import context, spans
 from stepscope.recording.clock import read_anchor
 from stepscope.recording.context import Carrier, Place, Scope, attach, carrier
 from stepscope.recording.spans import PlacedSpan, SpanLog
@@ -203,7 +204,7 @@ def test_a_long_text_is_cut(log: SpanLog) -> None:
     with spans.new(log, "prompt", None, {"text": "x" * 10_000}):
         pass
     (line,) = closed(log)
-    assert line.attrs == {"text": "x" * spans.MAX_TEXT + "..."}
+    assert line.attrs == {"text": "x" * MAX_TEXT + "..."}
 
 
 def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -463,3 +464,50 @@ def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: p
     assert log.dropped == 1
     assert log.failed is not None
     assert "No space left" in log.failed
+
+
+# What users put into spans.
+
+
+class BrokenText:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_numbers_of_numpy_stay_numbers(log: SpanLog) -> None:
+    numpy = pytest.importorskip("numpy")
+    with spans.new(log, "update") as span:
+        span.set(loss=numpy.float64(1.5), tokens=numpy.int64(7), mean=numpy.float32(0.5))
+    (line,) = closed(log)
+    assert line.attrs == {"loss": 1.5, "tokens": 7, "mean": 0.5}
+
+
+def test_what_is_set_is_what_it_was_then(log: SpanLog) -> None:
+    numpy = pytest.importorskip("numpy")
+    total = numpy.zeros(())
+    with spans.new(log, "update") as span:
+        span.set(loss=total)
+        total += 5
+    (line,) = closed(log)
+    assert line.attrs == {"loss": 0.0}
+
+
+def test_one_span_that_cannot_be_written_costs_no_other(log: SpanLog) -> None:
+    with spans.new(log, "odd", None, {"value": BrokenText()}):  # type: ignore[dict-item]  # users do this
+        pass
+    with spans.new(log, 7, 5):  # type: ignore[arg-type]  # and this
+        pass
+    with spans.new(log, "fine"):
+        pass
+    odd, numbers, fine = closed(log)
+    assert odd.attrs == {"value": "<BrokenText>"}
+    assert (numbers.stage, numbers.role, fine.stage) == ("7", "5", "fine")
+
+
+def test_a_step_that_is_no_int_is_recorded_as_one_or_not_at_all() -> None:
+    numpy = pytest.importorskip("numpy")
+    with context.trajectory("t", step=numpy.int64(4)) as four, context.turn("x"):  # type: ignore[arg-type]
+        assert type(four.step) is int
+        assert context.inherited(context.current.get()) == (None, 4, None, "t", None)

@@ -25,6 +25,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError, StepscopeError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _submit(
     loop: asyncio.AbstractEventLoop | None, fn: Callable[..., Any], instance: object, args: tuple[object, ...]
 ) -> Future[object]:
     coroutine = inspect.iscoroutinefunction(fn)
-    work = fn(instance, *args) if coroutine else asyncio.to_thread(fn, instance, *args)
+    work = fn(instance, *args) if coroutine else own_thread(fn, instance, *args)
     return asyncio.run_coroutine_threadsafe(work, loop or _private_loop())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from stepscope.engines.actor_call import ActorLine, present
+from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
 """(engine, replica) -> its profiler. Called in the actor; an `EngineFactory` is one."""
 
-_CHECK_S = 60.0
+_CHECK_S = 300.0
+"""An actor may still be loading its model."""
 _GRACE_S = 2.0
 """How long a start waits for a stop that is still at work."""
 
@@ -85,7 +87,7 @@ class RayRollout:
         return self._ignored
 
     def check(self) -> None:
-        """Builds the profiler in the actor and runs its check there. Blocks for up to 60 s.
+        """Builds the profiler in the actor and runs its check there. Blocks for up to 300 s.
 
         Raises:
             EngineError: what is wrong, and the fix.
@@ -169,7 +171,7 @@ _taken_back: deque[str] = deque(maxlen=1000)
 
 async def check(instance: object, place: Place) -> None:
     seat = await _seat(instance, place)
-    await asyncio.to_thread(seat.profiler.check)
+    await own_thread(seat.profiler.check)
 
 
 async def start(
@@ -211,7 +213,7 @@ def _seen(stopping: asyncio.Future[list[Artifact]]) -> None:
 async def _seat(instance: object, place: Place) -> Seat:
     factory = place.engine
     if isinstance(factory, str):
-        factory = await asyncio.to_thread(load_engine, factory)  # imports the adapter
+        factory = await own_thread(load_engine, factory)  # imports the adapter
     engine = _find(instance, place.attribute, factory)
     seat = _seats.get(_key(place))
     if seat is None or (seat.engine is not engine and seat.token is None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -20,6 +19,7 @@ from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo
+from stepscope.files.temporary import temporary
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -187,13 +187,17 @@ class Recording:
         folder = Path(self.capture.out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{safe(self.capture.name)}_{safe(self._process.host)}_pid{self._process.pid}"
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as hidden:
-            file = Path(hidden, stem + pending.suffix)
+        hidden = temporary(folder / stem)
+        hidden.mkdir(mode=0o700)
+        try:
+            file = hidden / (stem + pending.suffix)
             pending.write(file)
             if pending.compress:
                 file = _compress(file)
             final = _free(folder, stem, file.name.removeprefix(stem))
             file.rename(final)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
         return publish(
             final,
             self.capture,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from stepscope.files.temporary import temporary
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -15,13 +18,13 @@ def write_atomic(path: Path, data: bytes) -> None:
         OSError: the disk or the folder does not let us; nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile.mkstemp: importing it would be a tenth of what `import stepscope` may take.
-    name = path.with_name(f".{path.name[:80]}.{os.urandom(6).hex()}")
+    name = temporary(path)
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(name, path)
     except BaseException:
-        name.unlink()
+        with suppress(OSError):  # its folder may be gone: the error that matters is the first
+            name.unlink()
         raise

@@ -80,6 +80,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Owner only: the other processes' clocks against this one's."""
     absent: tuple[Absent, ...] = ()
     """Owner only: who was to take part and wrote no part of their own."""
+    began: dict[str, str] = {}
+    """Owner only: {`ProcessInfo.key`: name} of the workers that began, each of which writes a part."""
     error: str | None = None
     """`ExceptionType: message` of the user's exception that ended the capture."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,10 +10,14 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart, State
+from stepscope.files.manifest import Absent, Manifest, ProcessPart, State
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
 """From what does not count to the worst."""
+_LOST = (
+    "it began, and its part of the manifest is not in this folder, or cannot be read: a disk that is full or "
+    "that its host does not share, a file that was removed or damaged"
+)
 
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
@@ -39,6 +43,8 @@ def _part(path: Path) -> ProcessPart | str:
 def fold(parts: Sequence[ProcessPart]) -> Manifest:
     """The manifest of one run's parts of one step: the owner first, then by role, rank, host and pid.
 
+    Who began, by the owner's word, and has no part here is missing.
+
     Raises:
         RecordError: there is no part at all, or they are of several runs or steps.
     """
@@ -47,8 +53,19 @@ def fold(parts: Sequence[ProcessPart]) -> Manifest:
         found = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
         raise RecordError(f"a manifest is folded from the parts of one run and one step; got {found}")
     ((run_id, step),) = captures
-    processes = tuple(sorted(parts, key=_order))
+    processes = tuple(sorted(_with_lost(parts), key=_order))
     return Manifest(run_id=run_id, step=step, state=worst(_states(processes)), processes=processes)
+
+
+def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
+    here = {part.process.key for part in parts}
+    for part in parts:
+        said = {absent.process for absent in part.absent}
+        lost = {key: name for key, name in part.began.items() if key not in here and key not in said}
+        absent = tuple(
+            Absent(name=name, state="missing", reason=_LOST, process=key) for key, name in lost.items()
+        )
+        yield msgspec.structs.replace(part, absent=part.absent + absent) if absent else part
 
 
 def worst(states: Iterable[State]) -> State:

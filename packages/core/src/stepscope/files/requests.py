@@ -7,6 +7,7 @@ names that become part of a path are hex digits, and nothing in it is a path, a 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -85,8 +86,7 @@ def read_requests(path: Path) -> list[Request]:
         RecordError: it is too large, half-written, or holds anything but requests.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = _read(path)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -97,6 +97,17 @@ def read_requests(path: Path) -> list[Request]:
         return msgspec.json.decode(data, type=Control).requests
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> bytes:
+    """Its first MAX_BYTES + 1 bytes. Never blocks: a named pipe or a device in its place is refused."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise RecordError(f"{path} is no regular file")
+        return os.read(handle, MAX_BYTES + 1)
+    finally:
+        os.close(handle)
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
@@ -148,5 +159,8 @@ def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
             file.write(f"{step}\n")
         return step
     except FileExistsError:
-        text = path.read_text(encoding="ascii", errors="replace").strip()
+        try:
+            text = _read(path).decode("ascii", errors="replace").strip()
+        except RecordError:
+            return step
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else step

@@ -2,6 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 AttrValue: TypeAlias = str | int | float | bool | None
+
+MAX_TEXT = 500
+"""Characters kept of a text attribute."""
+_PLAIN = {int, float, bool, type(None)}
+
+
+def settled(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
+    """`attrs` as they are now: what their owner changes later does not change what is recorded."""
+    return {str(key): settled_value(value) for key, value in attrs.items()}
+
+
+def settled_value(value: object) -> AttrValue:
+    """`value` if JSON has it; a scalar of numpy or torch as a number; the rest as text, cut at MAX_TEXT."""
+    if type(value) in _PLAIN:
+        return value  # type: ignore[return-value]  # by the line above
+    try:
+        return _number(value) if not isinstance(value, str) else _cut(value)
+    except Exception:  # its own __str__, or __float__, is the user's
+        return f"<{type(value).__name__}>"
+
+
+def whole(value: object) -> int | None:
+    """`value` as an int (numpy's and torch's too); None where it is none."""
+    if value is None or type(value) is int:
+        return value
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]  # whatever the user has
+    except Exception:
+        return None
+
+
+def _number(value: object) -> AttrValue:
+    if isinstance(value, int):
+        return int(value)  # an IntEnum, say
+    if isinstance(value, float):
+        return float(value)  # numpy.float64
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        item = value.item()
+        return item if type(item) in _PLAIN else _cut(str(item))
+    return _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
@@ -299,7 +300,7 @@ def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where
 
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
-    return await asyncio.to_thread(drain_worker, timeout_s)
+    return await own_thread(drain_worker, timeout_s)
 
 
 def _where() -> Where:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from stepscope.config import ProfileConfig
-from stepscope.errors import CaptureError, CaptureOpenError, ConfigError
+from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout
 from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown, uncaptured, untold
 from stepscope.recording.identity import identify
@@ -140,6 +140,7 @@ class Capture:
         workers = None if untold.none_meant(workers) else workers
         asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if asked is None else asked
+        self._asked_for = asked is not None
         self.selected = self.config.selects(step)
         self.result = CaptureResult(step=step)
         self._state: Literal["new", "opening", "open", "closing", "closed"] = "new"
@@ -159,8 +160,8 @@ class Capture:
             self._uncaptured = uncaptured.begin()
             return self
         self._refuse_to_block_a_loop()
-        session = self._claim()
         try:
+            session = self._claim()
             with session.ledger.opening():
                 session.open_files()
                 if self._others is not None:
@@ -170,7 +171,9 @@ class Capture:
                 self._begin(session)
         except BaseException as error:
             self._roll_back(error)
-            raise
+            if self._is_for_the_user(error):
+                raise
+            guard.note("opening a capture", error)
         return self
 
     async def aopen(self) -> Self:
@@ -178,22 +181,33 @@ class Capture:
         if not self.selected:
             self._uncaptured = uncaptured.begin()
             return self
-        import asyncio
-
+        from stepscope.engines.own_thread import own_thread
         from stepscope.recording import loop
 
-        session = self._claim()
         try:
+            session = self._claim()
             with session.ledger.opening():
-                await asyncio.to_thread(session.open_files)
+                await own_thread(session.open_files)
                 if self._others is not None:
                     await self._start_others(self._others, session)
                 self._begin(session)
         except BaseException as error:
             reason = f"opening failed: {describe(error)}"
             await loop.uninterrupted(self._close_async(reason, discard=reason))
-            raise
+            if self._is_for_the_user(error):
+                raise
+            guard.note("opening a capture", error)
         return self
+
+    def _is_for_the_user(self, error: BaseException) -> bool:
+        """Whether an error of opening goes up: a slip in what was passed, a cancellation, a Ctrl-C.
+
+        Trouble of ours or of the disk does not stop a run; nor does a configuration that nobody wrote into it
+        (a request's).
+        """
+        if isinstance(error, ConfigError) and self._asked_for:
+            return False
+        return isinstance(error, StepscopeError) or not isinstance(error, Exception)
 
     def _claim(self) -> Session:
         """Takes this process for this capture. Raises before anything is written or started."""
@@ -361,7 +375,10 @@ class Capture:
             else:
                 finish.withdraw(session, discard)
             session.ledger.write()
-            self.result.fold()
+            try:
+                self.result.fold()
+            except OSError as failure:  # hooks and the command are still owed theirs
+                guard.note("writing the manifest", failure)
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
             self._retain(session)
@@ -369,7 +386,7 @@ class Capture:
                 uncaptured.captured(session)
                 self._hand_over(session)
         except Exception as failure:
-            guard.note("writing the manifest", failure)
+            guard.note("ending a capture", failure)
         finally:
             self._state = "closed"
             if _open is self:

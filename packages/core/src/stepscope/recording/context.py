@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from stepscope.files.values import AttrValue
+from stepscope.files.values import AttrValue, whole
 from stepscope.recording import runtime
 
 if TYPE_CHECKING:
@@ -326,6 +326,7 @@ def trajectory(
     Without a capture only the id is kept, so that a capture opened meanwhile still names what it sees.
     """
     session = runtime.active
+    step, policy_version = whole(step), whole(policy_version)
     if session is None:
         return Place(step=step, policy_version=policy_version, trajectory=str(trajectory_id))
     return session.placed_span(
@@ -342,8 +343,8 @@ def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
     """One model or tool call round inside a trajectory: a span of stage `turn`. Plain or async `with`."""
     session = runtime.active
     if session is None:
-        return Place(turn=index)
-    return session.placed_span("turn", "agent_loop", attrs, turn=index)
+        return Place(turn=whole(index))
+    return session.placed_span("turn", "agent_loop", attrs, turn=whole(index))
 
 
 def span(
@@ -368,7 +369,7 @@ def span(
         return _OFF
     if step is None and policy_version is None:
         return session.span(stage, role, attrs)
-    return session.placed_span(stage, role, attrs, step=step, policy_version=policy_version)
+    return session.placed_span(stage, role, attrs, step=whole(step), policy_version=whole(policy_version))
 
 
 class _Off(Scope):

@@ -18,6 +18,7 @@ from stepscope.engines import (
     load_engine,
     recognise,
 )
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError, RecordError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
@@ -235,7 +236,7 @@ class EngineGroup:
 
 
 async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
-    await asyncio.to_thread(profiler.check)  # it may block
+    await own_thread(profiler.check)  # it may block
     await profiler.start(capture)
 
 

@@ -26,6 +26,7 @@ import msgspec
 from stepscope.backends.protocol import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.temporary import temporary
 from stepscope.recording import guard
 
 BLOCK = 8 << 20
@@ -182,15 +183,15 @@ class Exporter:
 
 def _export(job: _Job) -> tuple[ExportResult, int]:
     """The result, and the step that its sidecar names."""
-    import shutil  # with tempfile 7 ms, paid in this thread
-    import tempfile
+    import shutil
 
     began = time.monotonic_ns()
     stall_ns = 0
     folder: Path | None = None
     try:
         job.target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".export-", dir=job.target.parent))  # mode 0700
+        folder = temporary(job.target)
+        folder.mkdir(mode=0o700)
         file = folder / job.target.name
         writing = time.monotonic_ns()
         try:

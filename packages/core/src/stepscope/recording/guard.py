@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may note something in the middle of a note
 _noted: dict[str, tuple[str, int]] = {}
 """Place -> (first failure, how often). One writer: `note`."""
 
@@ -46,6 +46,14 @@ def take() -> dict[str, str]:
         taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
         _noted.clear()
     return taken
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _raises() -> bool:

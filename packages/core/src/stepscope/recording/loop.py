@@ -15,11 +15,31 @@ T = TypeVar("T")
 _loop: asyncio.AbstractEventLoop | None = None
 """Runs on a thread of its own. Writers: `run`, and `forget` in a forked child."""
 _lock = threading.Lock()
+_UNDO_S = 5.0
+"""How long an interrupted caller waits for its work to be cancelled."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` on the private loop and waits. The loop's thread is a daemon: atexit may call this too."""
-    return asyncio.run_coroutine_threadsafe(work, _running()).result()
+    """Runs `work` on the private loop and waits. The loop's thread is a daemon: atexit may call this too.
+
+    Interrupted (Ctrl-C), `work` is cancelled, and over when this raises: what undoes it must not overtake it.
+    """
+    over = threading.Event()
+
+    async def tracked() -> T:
+        try:
+            return await work
+        finally:
+            over.set()
+
+    future = asyncio.run_coroutine_threadsafe(tracked(), _running())
+    try:
+        return future.result()
+    except BaseException:
+        if not future.done():
+            future.cancel()
+            over.wait(_UNDO_S)
+        raise
 
 
 def forget() -> None:

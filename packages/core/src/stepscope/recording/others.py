@@ -53,7 +53,9 @@ class Others:
 
     async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
         if self.fleet is not None:
-            _enter(ledger, await self.fleet.start(request, deadline_s))
+            outcomes = await self.fleet.start(request, deadline_s)
+            ledger.update(began={each.process: each.name for each in outcomes if each.process is not None})
+            _enter(ledger, outcomes)
 
     async def _stop_workers(self, ledger: Ledger, request: StopRequest, deadline_s: float) -> None:
         if self.fleet is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineProfiler
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError
 from stepscope.recording import identity, run, untold, wrappers
 from stepscope.recording.fleet_port import WorkerOutcome
@@ -18,7 +19,7 @@ from stepscope.recording.spans import describe
 from stepscope.recording.worker import PrepareRequest, prepare_worker
 
 STARTING_S = 300.0
-"""How long a worker may take to answer before the run: it may still be loading its model."""
+"""How long a worker or an engine may take to answer before the run: it may still be loading its model."""
 
 
 async def make_ready(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
@@ -30,7 +31,7 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
         untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
     mine, outcomes, engines_problems = await asyncio.gather(
-        asyncio.to_thread(prepare_worker, PrepareRequest(config=config, run_id=run.run_id(), role=role)),
+        own_thread(prepare_worker, PrepareRequest(config=config, run_id=run.run_id(), role=role)),
         _workers(others, config),
         asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
     )
@@ -60,10 +61,11 @@ async def _workers(others: Others, config: ProfileConfig) -> Sequence[WorkerOutc
 
 
 async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:
+    deadline_s = max(config.budget.fanout_seconds, STARTING_S)
     try:
-        await within(asyncio.to_thread(engine.check), config.budget.fanout_seconds)
+        await within(own_thread(engine.check), deadline_s)
     except asyncio.TimeoutError:
-        return [f"replica {engine.replica}: no answer within {config.budget.fanout_seconds:g} s"]
+        return [f"replica {engine.replica}: no answer within {deadline_s:g} s"]
     except Exception as error:
         return [f"replica {engine.replica}: {describe(error)}"]
     return []

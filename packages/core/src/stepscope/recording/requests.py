@@ -222,9 +222,8 @@ class Listener:
                 with self._lock:
                     self._look()
                     self._write()
-            except Exception as error:
+            except Exception as error:  # a disk that is full now may have room at the next look
                 guard.note("polling for requests", error)
-                return
 
     def _look(self) -> None:
         """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""

@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import RunLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import NOT_CLOSED, Absent, Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
-from stepscope.files.values import AttrValue
+from stepscope.files.temporary import remove_abandoned
+from stepscope.files.values import AttrValue, settled
 from stepscope.recording import clock, control, export, guard, schedule, spans
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
@@ -80,7 +82,7 @@ class Session:
             roles=roles,
         )
         numbers = itertools.count(1)
-        number = next(n for n in numbers if not self.layout.part_of(process, run_id, n).exists())
+        number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
         """The how-manieth capture of this step here."""
         self.ledger = Ledger(self.layout.part_of(process, run_id, number), part)
@@ -117,6 +119,8 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             export.exporter().drain(self.config.budget.export_seconds)
         began = time.monotonic_ns()
+        if self.owner:
+            _tidy(self.config.save_path, self.layout)
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
         self._say_unreachable_ranks()
         reason = self._no_profiler()
@@ -265,6 +269,7 @@ class Session:
 
     def span(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
         """A span of this capture; enter it once."""
+        attrs = settled(attrs) if attrs else None
         windows = self._windows
         if windows is None:
             return spans.new(self.log, stage, role, attrs)
@@ -274,6 +279,7 @@ class Session:
         self, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]
     ) -> Span:
         """A span that says more of its place: step, policy_version, trajectory, turn."""
+        attrs = settled(attrs) if attrs else None
         windows = self._windows
         if windows is None:
             return PlacedSpan(self.log, stage, role, attrs, **place)
@@ -315,6 +321,24 @@ class Session:
         """One mini-batch is done: walks the profiler's schedule."""
         if self._windows is not None:
             self._windows.advance()
+
+
+_tidied: dict[str, StepLayout] = {}
+"""Output folder -> the step captured last. One writer: `_tidy`."""
+
+
+def _tidy(save_path: str, step: StepLayout) -> None:
+    """Removes what killed processes were writing: once in the whole folder, then in the last step."""
+    last = _tidied.get(save_path)
+    remove_abandoned(Path(save_path) if last is None else last.root)
+    _tidied[save_path] = step
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder that may not be read, or is gone from its server
+        return False
 
 
 def _forked(count: int) -> Absent:

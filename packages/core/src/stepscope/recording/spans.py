@@ -25,7 +25,7 @@ from stepscope.files import spans as lines
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
-from stepscope.files.values import AttrValue
+from stepscope.files.values import MAX_TEXT, AttrValue, settled, settled_value
 from stepscope.recording import context, guard
 from stepscope.recording.context import Scope, current
 
@@ -40,8 +40,6 @@ FLUSH_NS = 10_000_000
 """A flush stops after this long, so that a burst of spans is written after it and not during it: at most 5 %
 of the GIL.
 """
-MAX_TEXT = 500
-"""Characters kept of a text attribute."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -108,7 +106,8 @@ class Span(Scope):
 
     def set(self, **attrs: AttrValue) -> None:
         """Adds attributes; later values win."""
-        self.attrs = {**self.attrs, **attrs} if self.attrs else attrs
+        new = settled(attrs)
+        self.attrs = {**self.attrs, **new} if self.attrs else new
 
     def add(
         self,
@@ -264,12 +263,17 @@ class SpanLog:
         Raises:
             OSError: the file cannot be created.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        header = lines.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
-        self._append(_encode(header) + b"\n")
-        self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
-        self._thread.start()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            header = lines.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
+            self._append(_encode(header) + b"\n")
+        except OSError as error:
+            self.failed = describe(error)
+            raise
+        finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
+            self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
+            self._thread.start()
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
         """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
@@ -284,13 +288,24 @@ class SpanLog:
             if self._fd >= 0:
                 end = lines.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(_encode(end) + b"\n")
-                os.close(self._fd)
+                self.failed = self.failed or self._lost()
         except OSError as error:
             self.failed = describe(error)
             guard.note("writing the end of the spans", error)
         finally:
+            if self._fd >= 0:
+                os.close(self._fd)
             self._fd = -1
             self._writing.release()
+
+    def _lost(self) -> str | None:
+        """Why nobody will find what was written; None when it lies where it should."""
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return None
+        except OSError:
+            pass
+        return "the file was removed or replaced while it was written"
 
     def _run(self) -> None:
         while not self._stop.wait(FLUSH_S):
@@ -313,9 +328,17 @@ class SpanLog:
             if span.id > self.limit:
                 self.dropped += over
                 continue
+            try:
+                batch.append(_encoded(span, end_ns))
+            except Exception as error:  # one span is lost, and not all that come after it
+                self.dropped += over
+                guard.note("encoding a span", error)
+                continue
             finished += over
-            batch.append(_encoded(span, end_ns))
         if not batch:
+            return
+        if self._fd < 0:  # it could not be opened: that was said
+            self.dropped += finished
             return
         try:
             self._append(b"".join(batch))
@@ -341,12 +364,18 @@ class SpanLog:
 def _encoded(span: Span, end_ns: int | None) -> bytes:
     try:
         return _encode(_line(span, end_ns)) + b"\n"
-    except (ValueError, TypeError, OverflowError):
-        # Attributes are the user's: an int beyond 64 bits, a lone surrogate. The span is kept, they are shown
-        # as text.
-        span.attrs = {str(k): ascii(v)[:MAX_TEXT] for k, v in (span.attrs or {}).items()}
-        span.stage = ascii(span.stage)[1:-1]
+    except Exception:
+        # What a span says is the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The
+        # span is kept, and they are shown as text.
+        span.attrs = {_ascii(key): _ascii(settled_value(value)) for key, value in (span.attrs or {}).items()}
+        span.stage = _ascii(span.stage)
+        span.role = None if span.role is None else _ascii(span.role)
         return _encode(_line(span, end_ns)) + b"\n"
+
+
+def _ascii(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return ascii(text)[1:-1][:MAX_TEXT]
 
 
 def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
@@ -354,9 +383,9 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
     log, said = span.log, context.inherited(span)
     parent, link = _above(span)
     step = None if said.step == log.step else said.step
-    role = said.role or log.process.role
+    role, stage = str(said.role or log.process.role), str(span.stage)
     log.roles.add(role)
-    attrs = {key: _short(value) for key, value in span.attrs.items()} if span.attrs else None
+    attrs = settled(span.attrs) if span.attrs else None
     # Two calls, spelled out: building the second from the first would double the cost of a line.
     if end_ns is None:
         return lines.Open(
@@ -364,7 +393,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
             parent=parent,
             link=link,
             role=role,
-            stage=span.stage,
+            stage=stage,
             start_ns=span.start_ns,
             step=step,
             policy_version=said.policy_version,
@@ -378,7 +407,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
         parent=parent,
         link=link,
         role=role,
-        stage=span.stage,
+        stage=stage,
         start_ns=span.start_ns,
         step=step,
         policy_version=said.policy_version,
@@ -402,14 +431,6 @@ def _above(span: Span) -> tuple[int | None, SpanLink | None]:
             return None, link
         scope = scope.parent
     return None, None
-
-
-def _short(value: object) -> AttrValue:
-    """`value` if JSON has it, else its text; a text cut at MAX_TEXT."""
-    if value is None or isinstance(value, int | float):
-        return value
-    text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
 
 
 _cost_ns: int | None = None

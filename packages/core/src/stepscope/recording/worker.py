@@ -94,10 +94,14 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         owner=False,
         spans_only=request.spans_only,
     )
-    _watch_memory(request.config, process, request.run_id, request.step)
-    finish.promise_in_worker(session)
-    session.open()
-    capture.activate(session)
+    try:
+        _watch_memory(request.config, process, request.run_id, request.step)
+        finish.promise_in_worker(session)
+        session.open()
+        capture.activate(session)
+    except BaseException as error:
+        session.close(discard=f"opening failed: {describe(error)}")
+        raise
     return StartAnswer(process=process, recorded=session.decision.record, why=session.decision.reason)
 
 

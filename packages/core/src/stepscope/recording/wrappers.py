@@ -20,7 +20,7 @@ from itertools import islice
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
-from stepscope.files.values import AttrValue
+from stepscope.files.values import AttrValue, settled
 from stepscope.recording import guard, runtime
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Declared:
         compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
         try:
             found = compute(*args, **kwargs)
-            return None if found is None else dict(found)
+            return None if found is None else settled(found)
         except Exception as failure:
             guard.note(f"the attrs of {self.role}/{self.stage}", failure)
             return None

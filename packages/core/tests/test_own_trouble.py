@@ -1,0 +1,248 @@
+"""Trouble of our own, or of the disk, costs a recording and never the step: one fact each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, request_capture, span
+from stepscope.engines.own_thread import own_thread
+from stepscope.errors import ConfigError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.files.requests import Control, Request, read_requests
+from stepscope.files.temporary import remove_abandoned, temporary
+from stepscope.recording import control, loop, requests, runtime
+from stepscope.recording.worker import StartRequest, start_worker
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(
+        save_path=str(tmp_path / "run"), steps="every:1", roles={"rollout": {"ranks": "all"}}
+    )
+
+
+@pytest.fixture
+def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trouble is logged, as in a run: under pytest it is raised."""
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+
+def fail(error: Exception) -> Callable[..., object]:
+    def failing(*args: object, **kwargs: object) -> object:
+        raise error
+
+    return failing
+
+
+# Opening.
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), RuntimeError("can't start new thread")])
+@pytest.mark.usefixtures("in_production")
+def test_a_capture_that_cannot_open_leaves_the_step_alone(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(control, "Watchdog", fail(error))
+    ran = []
+    with capture(1, config=config) as cap:
+        ran.append(runtime.active)
+    assert ran == [None]
+    monkeypatch.undo()
+    assert f"{type(error).__name__}" in str(cap.result.manifest())
+    with capture(2, config=config) as cap:
+        pass
+    assert cap.result.problems() == []
+
+
+@pytest.mark.usefixtures("in_production")
+async def test_the_same_in_asynchronous_code(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "Watchdog", fail(OSError(116, "Stale file handle")))
+    async with capture(1, config=config):
+        assert runtime.active is None
+
+
+def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "Watchdog", fail(RuntimeError("can't start new thread")))
+    request = StartRequest(capture_id="1", run_id="r", step=1, config=config, role="env")
+    with pytest.raises(RuntimeError):
+        start_worker(request)
+    assert runtime.active is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "stepscope-spans"]
+
+
+async def test_blocking_calls_of_the_users_do_not_hold_up_a_capture(config: ProfileConfig) -> None:
+    release = threading.Event()
+    tools = [asyncio.get_running_loop().run_in_executor(None, release.wait) for _ in range(40)]
+    async with capture(1, config=config):
+        assert not any(tool.done() for tool in tools)
+    release.set()
+    await asyncio.gather(*tools)
+
+
+async def test_a_thread_of_ours_hands_back_what_it_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await own_thread(lambda: 1 / 0)
+
+
+def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = []
+
+    async def work() -> None:
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            happened.append("cancelled")
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(work())
+    assert happened == ["cancelled"]
+
+
+# The disk.
+
+
+def test_spans_whose_file_is_gone_are_failed(config: ProfileConfig) -> None:
+    with capture(1, config=config) as cap:
+        shutil.rmtree(RunLayout(config.save_path).step(1).spans)
+    assert "spans: failed: the file was removed or replaced" in str(cap.result.problems())
+
+
+@pytest.mark.usefixtures("in_production")
+def test_spans_without_a_file_are_counted_and_do_not_pile_up(config: ProfileConfig) -> None:
+    folder = RunLayout(config.save_path).step(1).spans
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")
+    with capture(1, config=config) as cap:
+        for _ in range(10):
+            with span("lost"):
+                pass
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    (part,) = manifest.processes
+    assert (part.spans, part.dropped) == (0, 10)
+    assert "File exists" in str(cap.result.problems())
+
+
+@pytest.mark.usefixtures("in_production")
+def test_hooks_are_called_though_the_manifest_cannot_be_written(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.replace(finish={"command": "true"})
+    monkeypatch.setattr("stepscope.recording.result.write_manifest", fail(OSError(28, "No space left")))
+    with capture(1, config=config) as cap:
+        pass
+    monkeypatch.undo()
+    until = time.monotonic() + 20
+    while "has not run yet" in str(cap.result.manifest()):
+        assert time.monotonic() < until
+        os.sched_yield()
+
+
+def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config: ProfileConfig) -> None:
+    folder = RunLayout(config.save_path).step(1).traces / "actor"
+    folder.mkdir(parents=True)
+    code = "import sys; from pathlib import Path; from stepscope.files.temporary import temporary\n"
+    code += "p = temporary(Path(sys.argv[1])); p.mkdir(); (p / 'half').touch(); print(p, end='')"
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "trace.json")], capture_output=True, text=True, check=True
+    )
+    living = temporary(folder / "mine")
+    living.mkdir()
+    foreign = folder / f".trace.json.00000000-1-{'0' * 12}"  # of another machine, on a disk that is shared
+    foreign.touch()
+    assert Path(made.stdout).is_dir()
+    with capture(2, config=config):
+        pass
+    assert sorted(folder.iterdir()) == sorted([living, foreign])
+    assert remove_abandoned(folder) == []
+
+
+# Requests.
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+def test_what_lies_in_the_place_of_the_requests_holds_up_nobody(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "control.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RecordError):
+        read_requests(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_listener_that_failed_once_goes_on(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config.replace(steps=[], control={"poll_seconds": 0.01})
+    layout = RunLayout(config.save_path)
+    layout.root.mkdir(parents=True)
+    failed = threading.Event()
+
+    def full(*args: object) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(requests, "write_listening", full)
+    capture(0, config=config)
+    assert failed.wait(10)
+    monkeypatch.undo()
+    until = time.monotonic() + 10
+    while not list(layout.listeners.glob("*.json")):
+        assert time.monotonic() < until
+        os.sched_yield()
+
+
+@pytest.mark.usefixtures("in_production")
+def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.replace(steps=[])
+    request_capture("7", save_path=config.save_path)
+    monkeypatch.setattr(
+        "stepscope.recording.run.check", fail(ConfigError("save_path", "x", "a folder", "mend it"))
+    )
+    with capture(7, config=config) as cap:
+        assert runtime.active is None
+    assert cap.selected
+
+
+def test_hostile_requests_are_data(tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    good = Request(id="0" * 8, steps="next", created_ns=0, expires_ns=1)
+    path.write_bytes(msgspec.json.encode(Control(requests=[good])))
+    assert read_requests(path) == [good]
+
+
+# Who began and left no word.
+
+
+def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -> None:
+    with capture(1, config=config) as cap:
+        session = runtime.active
+        assert session is not None
+        session.ledger.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
+    manifest = msgspec.json.decode(
+        (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest
+    )
+    assert manifest.state == "missing"
+    assert "env[0] Actor(Env, 1234): missing: it began" in str(manifest.problems())
