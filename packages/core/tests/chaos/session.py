@@ -28,9 +28,8 @@ from truth import Gone, findings, temporary_files
 
 from stepscope import Capture, ProfileConfig, capture, prepare
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest import NOT_RUN, Manifest
 from stepscope.recording import runtime
-from stepscope.recording.ledger import NOT_RUN
 from stepscope.recording.result import CaptureResult
 
 DEADLINE_S = 3

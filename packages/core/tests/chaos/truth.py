@@ -13,10 +13,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import NOT_RUN, Expectation, Manifest, ProcessPart
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import End, Header, Line
-from stepscope.recording.ledger import NOT_RUN
 from stepscope.timeline import load_step
 
 TEMPORARY = re.compile(r"^\.(?!recordings$).*")

@@ -37,6 +37,11 @@ async def give_up() -> None:
     here = asyncio.get_running_loop()
     mine = {each for each in _late if each.get_loop() is here}
     for each in tuple(_late):
-        each.get_loop().call_soon_threadsafe(each.cancel) if each not in mine else each.cancel()
+        if each in mine:
+            each.cancel()
+        elif each.get_loop().is_closed():
+            _late.discard(each)  # its loop was closed under it: it will never end
+        else:
+            each.get_loop().call_soon_threadsafe(each.cancel)
     if mine:
         await asyncio.wait(mine, timeout=_GRACE_S)
