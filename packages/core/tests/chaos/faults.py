@@ -1,4 +1,7 @@
-"""What is done to a step: each fault strikes at one moment of it, and is taken back behind it."""
+"""What is done to a step: each fault strikes at one moment of it, and is taken back behind it.
+
+Just above 400 lines: one function a fault.
+"""
 
 from __future__ import annotations
 
