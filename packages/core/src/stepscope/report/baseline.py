@@ -14,6 +14,8 @@ from stepscope.timeline import Timeline
 
 ENOUGH = 5
 """With fewer uncaptured steps nothing is said of what is usual."""
+UNDISTURBED = 3
+"""So many that do not follow a capture are enough to leave out those that do."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +25,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: tuple[int, ...]
     """Their numbers. The first one after a capture, during which traces may have been written, is among them
-    only where there are fewer than `ENOUGH` others."""
+    only where there are fewer than `UNDISTURBED` others."""
     min_ns: int
     p50_ns: int
     """The median."""
@@ -66,7 +68,7 @@ def find_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
     """Without the first ones after a capture, where enough others are left."""
     apart = [each for each in near if not each.first]
-    return apart if len(apart) >= ENOUGH else near
+    return apart if len(apart) >= UNDISTURBED else near
 
 
 def _whole(timeline: Timeline) -> bool:
