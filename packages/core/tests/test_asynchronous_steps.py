@@ -164,6 +164,15 @@ def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
     )
 
 
+def test_a_slow_trajectory_says_which_step_it_is_for(stale: RunLayout) -> None:
+    tail = report(stale, 7).long_tail
+    assert tail is not None
+    assert {(each.trajectory, each.consumed_by, each.policy_version) for each in tail.worst} == {
+        ("t7", None, 6), ("t8", 8, 6),
+    }  # fmt: skip
+    assert "t8, for step 8" in under(stale, 7)
+
+
 def test_the_timeline_marks_what_is_consumed(stale: RunLayout) -> None:
     path = stale.step(7).root
     merge_step(path)

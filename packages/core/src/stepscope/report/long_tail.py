@@ -52,6 +52,10 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """It was never seen to end."""
     start_ns: int | None
     """After the capture opened. None: its process is unaligned."""
+    consumed_by: int | None
+    """The step that consumes it, where that is another one."""
+    policy_version: int | None
+    """Of the weights it was begun with, where it says so."""
     waits: tuple[Wait, ...]
     """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
 
@@ -222,5 +226,7 @@ def _slow(timeline: Timeline, root: int, members: Mapping[str, list[int]]) -> Sl
         wall_ns=until_ns - span.start_ns,
         open=span.end_ns is None,
         start_ns=timeline.since_opening_ns(span),
+        consumed_by=None if span.step == timeline.step else span.step,
+        policy_version=span.policy_version,
         waits=tuple(waits),
     )

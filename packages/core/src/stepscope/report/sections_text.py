@@ -14,7 +14,7 @@ from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow
 from stepscope.report.engine import Engine, Phaseless
 from stepscope.report.figures import count, duration, percents, plain, size
 from stepscope.report.idle import Idle
-from stepscope.report.long_tail import LongTail
+from stepscope.report.long_tail import LongTail, SlowTrajectory
 from stepscope.report.staleness import Staleness, StaleTrajectory
 from stepscope.report.tables import LISTED, listing, table
 
@@ -100,6 +100,11 @@ def say_held(tail: LongTail) -> str:
         f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end"
         f"{''.join(more)}."
     )
+
+
+def name_slow(slow: SlowTrajectory) -> str:
+    """`t7`, or `t7, for step 9`."""
+    return slow.trajectory + ("" if slow.consumed_by is None else f", for step {slow.consumed_by}")
 
 
 def say_bubble(tail: LongTail) -> str:

@@ -19,6 +19,7 @@ from stepscope.report.sections_text import (
     advise,
     engines,
     idle,
+    name_slow,
     say_bubble,
     say_held,
     say_others,
@@ -220,7 +221,7 @@ def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
 def _slow(slow: SlowTrajectory) -> tuple[str, str, str, str]:
     took = duration(slow.wall_ns) + (" (open)" if slow.open else "")
     waits = ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
-    return slow.trajectory, took, duration(slow.start_ns), waits
+    return name_slow(slow), took, duration(slow.start_ns), waits
 
 
 def _whose(extreme: Extreme) -> str:

@@ -9,7 +9,14 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread
-from stepscope.report.sections_text import say_bubble, say_held, say_others, say_staleness, stale_cells
+from stepscope.report.sections_text import (
+    name_slow,
+    say_bubble,
+    say_held,
+    say_others,
+    say_staleness,
+    stale_cells,
+)
 from stepscope.report.staleness import Staleness
 
 
@@ -77,7 +84,7 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
 
 def _slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
     return (
-        slow.trajectory,
+        name_slow(slow),
         duration(slow.wall_ns) + (" (open)" if slow.open else ""),
         duration(slow.start_ns),
         _waits(slow, longest_ns, colours),
