@@ -182,7 +182,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
     folder.process("trainer", owner=True).close(10 * MS)
     report = report_step(load_step(folder.write()))
     assert report.baseline is None
-    assert "No uncaptured step is known beside it: open capture(step) for each step" in text_of(report)
+    assert "loops that open capture(step) for every step have some" in text_of(report)
 
 
 def test_a_real_run_is_compared(tmp_path: Path) -> None:

@@ -15,10 +15,7 @@ RUNS = 4
 def say_usual(baseline: Baseline | None) -> str:
     """What uncaptured steps take: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
     if baseline is None:
-        return (
-            "No uncaptured step is known beside it: open capture(step) for each step, also for those that "
-            "`steps` does not select"
-        )
+        return "No uncaptured step is known beside it: loops that open capture(step) for every step have some"
     steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({_numbers(baseline.steps)})"
     if len(baseline.steps) == 1:
         return f"{steps} took {duration(baseline.p50_ns)}"

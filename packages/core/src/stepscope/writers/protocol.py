@@ -19,7 +19,7 @@ class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
     report: StepReport
     timeline: Timeline
     scalars: dict[str, float]
-    """Seconds by name, as `stepscope.report.to_scalars` names them."""
+    """Numbers by name, as `stepscope.report.to_scalars` makes them."""
 
 
 class ReportWriter(Protocol):
