@@ -22,6 +22,8 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
 
+_LONGER = 1 << 16
+"""Bytes more than asked for that are cut off again."""
 PROFILE_ID = "bench"
 """In the files' names, as SGLang's merger wants to see it."""
 _PERIOD_S = 7_889_238
@@ -86,9 +88,8 @@ class Template:
     def trace(self, rank: int, size: int, chance: random.Random) -> Iterator[bytes]:
         """The text of a rank's trace, of about `size` bytes, in pieces."""
         own = {tid: b"%d" % (self.pid(rank) + number) for tid, number in self._threads.items()}
-        events = re.sub(
-            rb'("[pt]id": )(\d+)', lambda found: found[1] + own.get(found[2], found[2]), self._events
-        )
+        enough = self._events if size > len(self._events) else self._events[: size + _LONGER]
+        events = re.sub(rb'("[pt]id": )(\d+)', lambda found: found[1] + own.get(found[2], found[2]), enough)
         begun_s = chance.randrange(4)
         yield self._head
         for turn in count():
@@ -159,7 +160,10 @@ def build_of_files(root: Path, traces: list[Path]) -> Path:
 
 
 def _at_the_step(trace: bytes) -> bytes:
-    """As it is, but for the base, if it has one: its events happen when the step does."""
+    """As it is, but for the base, if it has one: its events happen when the step does.
+
+    A base is a number of whole seconds, as Kineto's are.
+    """
     first = re.search(rb'"ph": "X".*?"ts": (\d+)', trace, re.DOTALL)
-    base = b"%d" % (OPENED_NS - (0 if first is None else int(first[1]) * 1000))
+    base = b"%d" % (OPENED_NS // 10**9 * 10**9 - (0 if first is None else int(first[1]) // 10**6 * 10**9))
     return re.sub(rb'(?<="baseTimeNanoseconds": )\d+', base, trace)

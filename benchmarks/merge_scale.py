@@ -52,7 +52,7 @@ def main() -> None:
     options.add_argument("--full", action="store_true", help="10 GB as well")
     chosen = options.parse_args()
     header("merging steps of all sizes", "stepscope", "torch", "isal", "msgspec")
-    template = Template(record(60 if chosen.quick else 400))
+    template = Template(record(20 if chosen.quick else 100))
     rows, costs, peaks = [], [], []
     for ranks, megabytes in QUICK if chosen.quick else STEPS + FULL * chosen.full:
         cpu_s, took_s, peak, size = measured(template, ranks, megabytes)

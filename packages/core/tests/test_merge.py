@@ -5,12 +5,16 @@ Above 400 lines in one file, because all of it reads timelines with the same few
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, Selection, merge_step
 from stepscope.timeline.rewrite import NOT_THEN
 from stepscope.timeline.rows import MARGIN_NS
+from stepscope.timeline.write import TimelineFile
 
 MS = 1_000_000
 BASE_NS = OPENED_NS - 7_889_238_000_000_000 // 2
@@ -430,6 +435,37 @@ def test_the_file_of_before_stays_when_a_merge_is_interrupted(tmp_path: Path) ->
         merge_step(path, on_read=interrupt)
     assert (path / "timeline.json.gz").read_bytes() == before
     assert not list(path.glob(".timeline*"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stepscope-merge")]
+
+
+def test_a_disk_that_is_full_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, actor = two(tmp_path)
+    trace(folder, actor, [kernel("gemm", MS)])
+    path = folder.write()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TimelineFile, "_out", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_step(path)
+    assert not list(path.glob(".timeline*"))
+
+
+def test_one_core_gets_no_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, actor = two(tmp_path)
+    trace(folder, actor, [kernel("gemm", MS)])
+    path = folder.write()
+    merge_step(path, to=tmp_path / "two.json.gz")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", None)
+    merge_step(path, to=tmp_path / "one.json.gz")
+    one, two_threads = (
+        gzip.decompress((tmp_path / f"{name}.json.gz").read_bytes()) for name in ("one", "two")
+    )
+    assert one == two_threads
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
