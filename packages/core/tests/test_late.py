@@ -92,6 +92,21 @@ async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_
     assert "Nothing is waited for" in capsys.readouterr().out
 
 
+async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(config: ProfileConfig) -> None:
+    engine = FakeEngine()
+    engine.fails_to_start = 0
+    profiler = Slow(engine)
+    await captured(config, 1, profiler)
+    assert "worker 0 cannot start" in (item(config, 1).reason or "")
+    assert not still_waiting(config)
+    profiler.let_go.set()
+    assert profiler.going_on is not None
+    await profiler.going_on
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert "worker 0 cannot start" in (item(config, 1).reason or "")
+
+
 async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(
     config: ProfileConfig,
 ) -> None:

@@ -149,25 +149,28 @@ class EngineGroup:
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
+        # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
+        started = self._ledger.state(label) != "failed"
         stopping = asyncio.ensure_future(profiler.stop())
         try:
             await asyncio.wait({stopping}, timeout=deadline_s)
-            if not stopping.done():
-                reason = f"timeout: stop did not return within {deadline_s:g} s; {STILL_AWAITED}"
-                self._ledger.fail(label, reason)
-                late_stops.add(stopping, partial(self._came_late, label))
-                return
         except asyncio.CancelledError:
             stopping.cancel()
             raise
-        try:
-            artifacts = stopping.result()
-        except (Exception, asyncio.CancelledError) as error:
-            self._ledger.fail(label, _why("stop", error, deadline_s))
-            return
-        if self._ledger.state(label) == "failed":
-            return  # it had not started: stopping it was to leave nothing behind
-        self._enter(label, artifacts, dict(profiler.ignored))
+        if not stopping.done():
+            late_stops.add(stopping, partial(self._came_late, label) if started else _heard)
+        if not started:
+            _heard(stopping)
+        elif not stopping.done():
+            reason = f"timeout: stop did not return within {deadline_s:g} s; {STILL_AWAITED}"
+            self._ledger.fail(label, reason)
+        else:
+            try:
+                artifacts = stopping.result()
+            except (Exception, asyncio.CancelledError) as error:
+                self._ledger.fail(label, _why("stop", error, deadline_s))
+            else:
+                self._enter(label, artifacts, dict(profiler.ignored))
 
     def _enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
         state: State
@@ -233,6 +236,12 @@ class EngineGroup:
             ranks=None if isinstance(role.ranks, str) else role.ranks,
             extra=role.engine.extra,
         )
+
+
+def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
+    """So that asyncio does not complain about an error that nobody asks for."""
+    if stopped.done() and not stopped.cancelled():
+        stopped.exception()
 
 
 async def _checked_start(profiler: EngineProfiler, capture: EngineCapture) -> None:
