@@ -58,7 +58,7 @@ class Bench:
         self.sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
 
     def close(self) -> None:
-        # By itself vLLM ends its engine after multiprocessing has waited for it, which it does for ever, where
+        # By itself vLLM ends its engine after multiprocessing has waited for it, which it does for ever where
         # something else (the temporary folder here) was to be tidied up at exit before vLLM was imported.
         self.llm.llm_engine.engine_core.shutdown()
 

@@ -152,3 +152,20 @@ def test_checking_the_tool_does_not_import_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+def test_what_others_end_by_a_finalizer_at_exit_still_ends_before_python_waits_for_it(tmp_path: Path) -> None:
+    """vLLM's engine is a child process that only a finalizer ends, and multiprocessing waits for children."""
+    program = (
+        "from pathlib import Path\n"
+        "from stepscope.config import ProfileConfig, check_save_path\n"
+        f"check_save_path(ProfileConfig(save_path={str(tmp_path / 'new')!r}), on_ray=False)\n"
+        "import multiprocessing, weakref\n"
+        "class Engine: pass\n"
+        "fork = multiprocessing.get_context('fork')\n"
+        "over = fork.Event()\n"
+        "fork.Process(target=over.wait).start()\n"
+        "engine = Engine()\n"
+        "weakref.finalize(engine, over.set)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

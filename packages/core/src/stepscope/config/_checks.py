@@ -125,7 +125,8 @@ def _try_to_write(folder: Path) -> None:
 
     `folder` itself is not made: processes that check it at the same time would remove it under one another.
     """
-    import tempfile  # 8 ms, once per run
+    import shutil  # with tempfile 8 ms, once per run
+    import tempfile
 
     there = _nearest(folder)
     if not there.is_dir():
@@ -133,8 +134,13 @@ def _try_to_write(folder: Path) -> None:
     if there == folder:
         _write(there)
     else:
-        with tempfile.TemporaryDirectory(prefix=".stepscope-", dir=there) as passing:
+        # Not TemporaryDirectory: its finalizer would put those of the whole process behind multiprocessing's
+        # wait for its children at exit, if that is imported later; one of these ends a vLLM engine.
+        passing = tempfile.mkdtemp(prefix=".stepscope-", dir=there)
+        try:
             _write(passing)
+        finally:
+            shutil.rmtree(passing, ignore_errors=True)
 
 
 def _write(folder: str | os.PathLike[str]) -> None:
