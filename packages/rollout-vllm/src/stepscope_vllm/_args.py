@@ -93,7 +93,14 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
 def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
     """Arguments for `vllm serve`, beside your own. As `engine_args`, without the extension: no route of a
     server in production reaches it.
+
+    Raises:
+        ConfigError: as there; or `tool` is nsys, whose ranges nobody has opened in a server yet.
     """
+    if config.tool == "nsys":
+        raise ConfigError(
+            "tool", "nsys", "torch, for a server", "serve it from a configuration of its own with tool: torch"
+        )
     found = []
     for name, value in engine_args(config, replica, extension=False, installed=installed).items():
         text = json.dumps(value) if isinstance(value, Mapping) else str(value)

@@ -1,0 +1,45 @@
+"""What an engine is built with, for releases that need not be installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import stepscope_vllm
+from stepscope import ProfileConfig
+from stepscope.errors import ConfigError
+
+
+def a_config(tmp_path: Path, tool: str) -> ProfileConfig:
+    return ProfileConfig.from_mapping({"save_path": str(tmp_path), "steps": [1], "tool": tool})
+
+
+def test_with_nsys_the_workers_are_to_open_cuda_ranges_and_write_nothing(tmp_path: Path) -> None:
+    config = a_config(tmp_path, "nsys")
+    assert stepscope_vllm.engine_args(config, installed="0.32.0") == {"profiler_config": {"profiler": "cuda"}}
+    assert stepscope_vllm.engine_env(config, installed="0.12.0") == {"VLLM_TORCH_CUDA_PROFILE": "1"}
+
+
+def test_a_release_without_cuda_ranges_names_the_one_that_has_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM 0\.11\.1 has it"):
+        stepscope_vllm.engine_env(a_config(tmp_path, "nsys"), installed="0.10.2")
+
+
+def test_a_server_is_not_served_for_nsys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="for a server"):
+        stepscope_vllm.server_args(a_config(tmp_path, "nsys"), installed="0.32.0")
+
+
+def test_the_environment_of_an_old_release_is_set_around_building_and_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope_vllm._args._installed", lambda: "0.12.0")
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_WITH_STACK", "yours")
+    with pytest.raises(RuntimeError), stepscope_vllm.engine_environment(a_config(tmp_path, "torch"), 3):
+        assert os.environ["VLLM_TORCH_PROFILER_DIR"] == str(tmp_path / ".vllm" / "replica3")
+        assert os.environ["VLLM_TORCH_PROFILER_WITH_STACK"] == "0"
+        raise RuntimeError("building failed")
+    assert "VLLM_TORCH_PROFILER_DIR" not in os.environ
+    assert os.environ["VLLM_TORCH_PROFILER_WITH_STACK"] == "yours"
