@@ -172,7 +172,7 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"Steps": [2]}, r"did you mean 'steps'\?"),
         ({"with_stack": True}, r"there is no 'with_stack'; did you mean 'torch.with_stack'\?"),
         ({"ranks": "all"}, r"there is no 'ranks'; did you mean 'roles.<role>.ranks'\?"),
-        ({"mirror": {"url": "s3://bucket"}}, "there is no 'mirror'; leave it out"),
+        ({"mirror": {"url": "s3://bucket"}}, "there is no 'mirror'; did you mean 'finish.mirror'"),
         ({1: 2}, "there is no '1'"),
     ],
 )

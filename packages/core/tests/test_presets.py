@@ -16,6 +16,7 @@ import pytest
 
 from packages.core.tests.framework_names import DATA, arguments, definition
 from stepscope import ProfileConfig
+from stepscope.cli import app as main
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
@@ -165,3 +166,31 @@ def test_stepscope_run_captures_the_steps_of_a_program_that_knows_nothing_of_it(
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000001"]
     (spans,) = (tmp_path / "run").glob("step_000001/spans/*.jsonl")
     assert '"stage":"update"' in spans.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--preset", "verll", "x.py"], "did you mean 'verl'?"),
+        (["x.py"], "there is nothing to instrument"),
+        (["--preset", "trl"], "there is no program to run"),
+        (["--preset", "trl", "--steps", "-1", "x.py"], "steps"),
+        (["--preset", "trl", "no-such-program"], "cannot run 'no-such-program'"),
+    ],
+)
+def test_stepscope_run_says_what_is_wrong_before_it_starts_anything(
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["run", "--save-path", str(tmp_path / "run"), *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_stepscope_run_prints_the_variables_that_a_cluster_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["run", "--preset", "verl", "--steps", "2", "--print-env"]) == 0
+    variables = json.loads(capsys.readouterr().out)
+    config = ProfileConfig.from_env({name: text for name, text in variables.items() if name[:5] == "STEPS"})
+    assert config == ProfileConfig(steps=[2], instrument=["verl"], save_path=tmp_path / "outputs" / "profile")
+    assert (Path(variables["PYTHONPATH"].split(os.pathsep)[0]) / "sitecustomize.py").exists()

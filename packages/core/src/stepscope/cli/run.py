@@ -38,7 +38,7 @@ def run(
     """
     resolved, variables = _resolve(config, preset or [], steps, save_path)
     if print_env:
-        screen.show(json.dumps(variables, indent=2))
+        screen.show_json(variables)
         raise typer.Exit(Exit.OK)
     if not command:
         raise CommandError("there is no program to run. Fix: stepscope run --preset trl train.py", Exit.USAGE)
