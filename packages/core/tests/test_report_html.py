@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from rich.console import Console
 
 from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
@@ -14,6 +16,7 @@ from stepscope.report import StepReport, report_step
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.timecharts import ticks
+from stepscope.report.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 
@@ -164,6 +167,9 @@ def test_why_a_step_is_not_complete_stands_in_its_head(tmp_path: Path) -> None:
         folder.processes[0].absent.append(Absent(name=f"actor {reason}", state="missing", reason=reason))
     head = page_of(folder).partition("<section")[0]
     assert "Not complete: actor killed: missing: killed, and 1 reason more." in head
+    text = StringIO()
+    Console(file=text, width=200).print(render(report_of(folder)))
+    assert text.getvalue().splitlines()[1] == "Not complete: actor killed: missing: killed, and 1 reason more"
 
 
 def test_paper_lacks_nothing_that_is_on_the_page(tmp_path: Path) -> None:

@@ -93,7 +93,11 @@ def unaligned(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="unaligned",
         kind="alarm",
-        what=f"{count(len(names), 'process')} are in no wall time: their clocks were not measured",
+        what=(
+            "1 process is in no wall time: its clock was not measured"
+            if len(names) == 1
+            else f"{count(len(names), 'process')} are in no wall time: their clocks were not measured"
+        ),
         because=(f"unaligned: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}",),
         do="give these processes to capture(workers=...), which measures their clocks",
         saves_ns=None,

@@ -118,6 +118,15 @@ def say_ended(health: Health) -> str:
     return f"The capture ended with {plain(health.user_error)}: what follows is up to there"
 
 
+def say_incomplete(health: Health) -> str:
+    """The first reason why the step is not complete, and how many more there are. Empty where it is."""
+    reasons = [] if health.complete else list(doubts(health))
+    if not reasons:
+        return ""
+    more = "" if len(reasons) == 1 else f", and {count(len(reasons) - 1, 'reason')} more"
+    return f"Not complete: {reasons[0]}{more}"
+
+
 def doubts(health: Health) -> Iterator[str]:
     """Why the step is not complete, a line for each reason. None where it is."""
     reasons = list(_reasons(health))

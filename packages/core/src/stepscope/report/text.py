@@ -12,7 +12,7 @@ from stepscope.report.accounting import Label
 from stepscope.report.baseline_text import say_beside, say_usual
 from stepscope.report.breakdown import Breakdown
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
-from stepscope.report.health_text import say_again, say_ended, trust
+from stepscope.report.health_text import say_again, say_ended, say_incomplete, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
 from stepscope.report.memory_text import cuda_memory
 from stepscope.report.sections_text import (
@@ -90,7 +90,8 @@ def _head(report: StepReport) -> Text:
     took = f"{duration(window_ns)} ({duration(total_ns)} with opening and closing the capture)"
     said = f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"
     usual = (say_usual(report.baseline), say_beside(report.baseline))
-    for remark in filter(None, (say_ended(report.health), say_again(report.health), *usual)):
+    health = report.health
+    for remark in filter(None, (say_ended(health), plain(say_incomplete(health)), say_again(health), *usual)):
         said += f"\n{remark}"
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:

@@ -10,7 +10,7 @@ from stepscope.report.diff_text import percentage
 from stepscope.report.figures import count, duration, moment, percents
 from stepscope.report.gantt import draw_gantt
 from stepscope.report.health import Health
-from stepscope.report.health_text import doubts, say_again, say_ended
+from stepscope.report.health_text import doubts, say_again, say_ended, say_incomplete
 from stepscope.report.html import account, engine, heat, idle, kernels, tail, timecharts, todo, trust
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag
@@ -82,12 +82,11 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 def _ended(found: Health) -> list[Html]:
     """What must be known before anything below is read."""
     ended, again = say_ended(found), say_again(found)
-    reasons = [] if found.complete else list(doubts(found))
+    incomplete = say_incomplete(found)
     parts = [tag("p", ended, class_="said bad")] if ended else []
-    if reasons:
-        more = "" if len(reasons) == 1 else f", and {count(len(reasons) - 1, 'reason')} more"
+    if incomplete:
         link = tag("a", "What is missing", href="#complete")
-        parts.append(tag("p", f"Not complete: {reasons[0]}{more}. ", link, class_="said bad"))
+        parts.append(tag("p", f"{incomplete}. ", link, class_="said bad"))
     if again:
         parts.append(tag("p", again, class_="note"))
     return parts
