@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 _OLDEST_WITH_ALL = (0, 5, 23)
 """The others run what says how an engine of their version behaves."""
 _LAYOUTS = (0, 5, 20)
-"""Run on request: each file starts several schedulers."""
+"""Run on request: it starts several schedulers."""
 
 VERSION = tuple(int(part) for part in sglang.__version__.split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
@@ -30,7 +30,7 @@ if VERSION >= _OLDEST_WITH_ALL:
     GROUPS[0] += ["engine_contract.py", "engine_readme.py"]
     GROUPS += [["engine_server.py"], ["engine_ray.py"]]
 if VERSION == _LAYOUTS:
-    GROUPS += [["engine_parallel.py"], ["engine_disaggregated.py"]]
+    GROUPS += [["engine_parallel.py"]]
 
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
