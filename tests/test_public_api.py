@@ -27,6 +27,7 @@ PUBLIC = {
     "on_report",
     "prepare",
     "profile_step",
+    "redact",
     "request_capture",
     "span",
     "trajectory",

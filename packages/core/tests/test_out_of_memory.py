@@ -195,7 +195,7 @@ def test_with_history_the_allocator_records_between_captures_and_windows_have_th
         backend.start(a_window())  # not refused as the history of other code
         runs_out(cuda)
         kinds = [artifact.kind for artifact in backend.stop()]
-        assert kinds == ["cuda_memory_snapshot", "cuda_memory_oom_snapshot"]
+        assert {"cuda_memory_snapshot", "cuda_memory_oom_snapshot"} <= set(kinds)
         assert kept(config) == []
         assert cuda.history is not None, "on again after the window"
         runs_out(cuda)

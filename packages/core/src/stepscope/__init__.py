@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 from stepscope.recording.context import attach, carrier, span, trajectory, turn
 from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import advance, consume, flush, on_artifact, on_capture, on_report
+from stepscope.recording.hooks import (
+    advance,
+    consume,
+    flush,
+    on_artifact,
+    on_capture,
+    on_report,
+    redact,
+)
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
@@ -38,6 +46,7 @@ __all__ = [
     "on_report",
     "prepare",
     "profile_step",
+    "redact",
     "request_capture",
     "span",
     "trajectory",

@@ -14,7 +14,7 @@ import msgspec
 from stepscope.config._instrument import InstrumentConfig, parse_instrument
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
-from stepscope.config._section import Parser, Section, build
+from stepscope.config._section import Parser, Section, build, items_of
 from stepscope.config._sections import (
     BudgetConfig,
     ControlConfig,
@@ -45,6 +45,14 @@ def _parse_path(value: object, field: str) -> str:
     return os.path.expanduser(path)
 
 
+def _parse_patterns(value: object, field: str) -> tuple[str, ...]:
+    items = items_of(value)
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        fix = 'write ["prompt*", "*_token"]; a function is registered with stepscope.redact'
+        raise ConfigError(field, value, "a list of names or globs of attributes", fix)
+    return tuple(dict.fromkeys(map(str, items)))
+
+
 class ProfileConfig(Section, frozen=True, kw_only=True):
     """How a run is profiled. Checked when it is made; a wrong value is a `ConfigError`.
 
@@ -58,6 +66,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         "steps": parse_steps,
         "roles": parse_roles,
         "instrument": parse_instrument,
+        "redact": _parse_patterns,
     }
 
     save_path: str = "outputs/profile"
@@ -70,6 +79,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: {"*": RoleConfig()})
     """Role names or globs, first match wins; a role that none matches is not profiled."""
+    redact: tuple[str, ...] = ()
+    """Names or globs of span attributes whose values are not written; `error` is the text of an exception."""
     instrument: tuple[InstrumentConfig, ...] = ()
     """Functions of frameworks that one cannot edit, timed in every process of the run."""
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
@@ -91,6 +102,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             tool: Tool = ...,
             mode: Mode = ...,
             roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
+            redact: str | Iterable[str] = ...,
             instrument: Iterable[InstrumentConfig | Mapping[str, object] | str] = ...,
             torch: TorchConfig | Mapping[str, object] = ...,
             npu: NpuConfig | Mapping[str, object] = ...,

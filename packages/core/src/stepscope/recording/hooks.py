@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
+    from stepscope.files.values import AttrValue
     from stepscope.recording.result import CaptureResult
 
     ArtifactHook = TypeVar("ArtifactHook", bound=Callable[[Path, Sidecar], object])
     CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
+    RedactHook = TypeVar("RedactHook", bound=Callable[[str, AttrValue], AttrValue])
     ReportHook = TypeVar("ReportHook", bound=Callable[[StepScalars], object])
 
 
@@ -111,6 +113,22 @@ def on_report(hook: ReportHook) -> ReportHook:
     _refuse_uncallable(hook, "on_report")
     if hook not in finish.report_hooks:
         finish.report_hooks.append(hook)
+    return hook
+
+
+def redact(hook: RedactHook) -> RedactHook:
+    """Calls `hook(key, value)` for each attribute of a span before it is written, and writes what it returns.
+
+    A function, or a decorator of one; the last one counts, in the process that registers it. An exception's
+    text is the attribute `error`. Where it raises, `[redacted]` is written. It runs on the writing thread.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording import attributes
+
+    _refuse_uncallable(hook, "redact")
+    attributes.hook = hook
     return hook
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,7 @@ from stepscope.config import ProfileConfig, StepRange, check_tool
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
+    MAX_REQUESTS,
     Answer,
     Listening,
     Request,
@@ -204,7 +206,7 @@ class Listener:
                 self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
             ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
         else:
-            ranges = ProfileConfig.from_mapping({"steps": request.steps}).steps
+            ranges = _ranges(request.steps)
         if any(step in each for each in ranges):
             return time.time_ns() <= request.expires_ns or bool(answer.steps)
         over = all(each.stop is not None and each.stop <= step for each in ranges)
@@ -274,6 +276,12 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
+
+
+@lru_cache(maxsize=MAX_REQUESTS)
+def _ranges(steps: str) -> tuple[StepRange, ...]:
+    """What a request asks for; read once, since one for a far step stands at every step until then."""
+    return ProfileConfig.from_mapping({"steps": steps}).steps
 
 
 def _just(step: int) -> StepRange:

@@ -25,7 +25,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
 from stepscope.files.temporary import remove_abandoned
 from stepscope.files.values import AttrValue, settled
-from stepscope.recording import clock, control, export, guard, schedule, spans
+from stepscope.recording import attributes, clock, control, export, guard, schedule, spans
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
 from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
@@ -92,6 +92,7 @@ class Session:
             step=step,
             run_id=run_id,
             limit=config.budget.spans,
+            redact=config.redact,
         )
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
@@ -205,7 +206,7 @@ class Session:
                 return
             self._closed = True
             ended = self._end(discard=discard)
-            self.ledger.update(closed=ended, error=error)
+            self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
             self._close_spans(ended)
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))

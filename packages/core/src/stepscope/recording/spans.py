@@ -26,7 +26,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import MAX_TEXT, AttrValue, settled, settled_value
-from stepscope.recording import context, guard
+from stepscope.recording import attributes, context, guard
 from stepscope.recording.context import Scope, current
 
 if TYPE_CHECKING:
@@ -233,11 +233,21 @@ def describe(error: BaseException) -> str:
 class SpanLog:
     """The span file of one process for one capture, and the thread that writes it."""
 
-    def __init__(self, path: Path, *, process: ProcessInfo, step: int, run_id: str, limit: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        process: ProcessInfo,
+        step: int,
+        run_id: str,
+        limit: int,
+        redact: tuple[str, ...] = (),
+    ) -> None:
         self.path = path
         self.process = process
         self.step = step
         self.limit = limit
+        self.redact = redact
         self.ids = itertools.count(1)
         self.roles: set[str] = set()
         """Of all spans so far. One writer: who writes their lines."""
@@ -385,7 +395,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
     step = None if said.step == log.step else said.step
     role, stage = str(said.role or log.process.role), str(span.stage)
     log.roles.add(role)
-    attrs = settled(span.attrs) if span.attrs else None
+    attrs = attributes.written(span.attrs, log.redact) if span.attrs else None
     # Two calls, spelled out: building the second from the first would double the cost of a line.
     if end_ns is None:
         return lines.Open(
@@ -416,7 +426,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
         thread=span.thread,
         attrs=attrs,
         dur_ns=end_ns - span.start_ns,
-        error=span.error,
+        error=attributes.error_of(span.error, log.redact),
     )
 
 

@@ -1,0 +1,73 @@
+"""What listening for captures on demand costs: at the beginning of each step, and in the thread in between.
+
+A step that nobody selects or asks for, with `control.requests` on and off, interleaved; with no
+`control.json`, and with one that holds a request for a far step. Then one look of the thread, which comes
+every `control.poll_seconds`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+from _measure import arguments, header, interleaved, median_over, table, verdict
+
+from stepscope import ProfileConfig, capture, request_capture
+from stepscope.recording import requests
+
+OFF, ON = "off", "on"
+
+
+def steps(config: ProfileConfig, count: int) -> Callable[[], float]:
+    def run() -> float:
+        began = time.process_time_ns()
+        for step in range(count):
+            with capture(step, config=config):
+                pass
+        return (time.process_time_ns() - began) / count / 1000
+
+    return run
+
+
+def look(listener: requests.Listener, count: int) -> float:
+    """CPU us of one turn of the thread that finds nothing new."""
+    began = time.process_time_ns()
+    for _ in range(count):
+        listener._look()
+        listener._write()
+    return (time.process_time_ns() - began) / count / 1000
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    header("captures on demand: listening", "stepscope")
+    count, rounds = (200, 5) if quick else (2000, 15)
+    rows = []
+    folder = tempfile.mkdtemp()
+    on = ProfileConfig(save_path=folder, control={"poll_seconds": 3600})
+    sides = {OFF: steps(on.replace(control={"requests": False}), count), ON: steps(on, count)}
+    costs: list[float] = []
+    try:
+        for what in ("no request", "a request for step 1,000,000"):
+            if costs:
+                request_capture("1000000", save_path=folder)
+            found = interleaved(sides, rounds)
+            costs.append(median_over(found, ON, OFF))
+            rows.append([what, *(f"{statistics.median(found[side]):.1f}" for side in (OFF, ON))])
+            rows[-1].append(f"{costs[-1]:.1f}")
+        listener = requests._listener
+        assert listener is not None
+        turn = look(listener, count)
+    finally:
+        shutil.rmtree(folder)
+    table(["CPU us for a step that is not captured", OFF, ON, "difference"], rows)
+    share = turn / (ProfileConfig().control.poll_seconds * 1e6)
+    print(f"  one look of the thread: {turn:.1f} us, every 2 s: {share:.6%} of a core\n")
+    verdict("listening adds to a step", max(costs), 50, " us")
+
+
+if __name__ == "__main__":
+    main()
