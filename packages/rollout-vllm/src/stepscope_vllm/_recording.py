@@ -190,7 +190,8 @@ class Run:
                     step_dir=str(layout.root),
                     ranks=None,
                 )
-                Run(self._desk, self._target, capture, {})._adopt(whole, folder)
+                with contextlib.suppress(OSError, EngineError):  # they stay there, and this capture begins
+                    Run(self._desk, self._target, capture, {})._adopt(whole, folder)
 
     def _collect(self, late_for: Run | None, closed: ClockAnchor, facts: dict[str, Option]) -> list[Artifact]:
         started = self._started
