@@ -13,6 +13,7 @@ import pytest
 
 # No test is timed: a busy machine is not a defect.
 hypothesis.settings.register_profile("stepscope", deadline=None)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000)  # on request: hours
 hypothesis.settings.load_profile("stepscope")
 # A shell starts what it puts in the background with SIGINT ignored, and children inherit that: tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

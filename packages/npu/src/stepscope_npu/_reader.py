@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from stepscope.files.reading import read_file
 from stepscope.timeline.readers import Claim, FoundFile, Notes, Recording
 from stepscope_npu._analysis import OUTPUT, analysed
 from stepscope_npu._disk import SUFFIX
@@ -92,8 +93,8 @@ def _end_info(folder: Path) -> int | None:
     """The difference that the analysis took, in ns."""
     for path in folder.glob(f"{_INFO}*.json"):
         try:
-            info = json.loads(path.read_bytes())["end_info"]
+            info = json.loads(read_file(path))["end_info"]
             return int(info["collectionTimeEnd"]) - int(info["MonotonicTimeEnd"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return None

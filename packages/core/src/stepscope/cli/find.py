@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from stepscope.cli.exits import CommandError, Exit
+from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.reading import read_record
 from stepscope.files.run import RunRecord
 
 _SHOWN = 10
@@ -70,8 +70,8 @@ def is_step(path: Path) -> bool:
 def read_run(path: Path) -> RunRecord | None:
     """What a `run.json` says; None when it is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
-    except (OSError, ValueError, msgspec.DecodeError):
+        return read_record(path, RunRecord)
+    except (OSError, RecordError):
         return None
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
+
+Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+"""What is read back as an integer: beyond, it is none that we wrote, nor one that a clock or a page holds."""
 
 
 class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
@@ -11,13 +16,13 @@ class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
     wall = mono - mono_ns + wall_ns, right within `uncertainty_ns` (half the time the reading took).
     """
 
-    wall_ns: int
+    wall_ns: Int
     """CLOCK_REALTIME, unix ns."""
-    mono_ns: int
+    mono_ns: Int
     """CLOCK_MONOTONIC, ns; what spans are timed with."""
-    raw_ns: int | None = None
+    raw_ns: Int | None = None
     """CLOCK_MONOTONIC_RAW, ns; what some device profilers count in. None where the system has none."""
-    uncertainty_ns: int = 0
+    uncertainty_ns: Int = 0
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +32,8 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
 
     process: str
     """`ProcessInfo.key` of the other process."""
-    offset_ns: int
-    uncertainty_ns: int
+    offset_ns: Int
+    uncertainty_ns: Int
     """Half the round trip of the best exchange: the true offset lies within +- this."""
-    at_mono_ns: int
+    at_mono_ns: Int
     """When it was measured, on the owner's monotonic clock."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import (
@@ -19,6 +20,7 @@ from stepscope.files.manifest import (
     ProcessPart,
 )
 from stepscope.files.parts import fold, part_files, write_manifest
+from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 
 
@@ -92,8 +94,8 @@ def _sidecars(layout: StepLayout) -> list[Sidecar]:
     found = []
     for path in layout.sidecars():
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Sidecar))
-        except (OSError, ValueError, msgspec.DecodeError):
+            found.append(read_record(path, Sidecar))
+        except (OSError, RecordError):
             continue  # `stepscope validate` names it
     return found
 

@@ -32,7 +32,7 @@ class RunLayout:
     def run(self, run_id: str) -> Path:
         """`run.json`; `run_<id>.json` for a further run in the same folder."""
         first = self.root / "run.json"
-        return first if not first.exists() else self.root / f"run_{run_id}.json"
+        return first if not first.exists() else self.root / f"run_{safe(run_id)}.json"
 
     def runs(self) -> list[Path]:
         return sorted(self.root.glob("run*.json"))
@@ -52,10 +52,10 @@ class RunLayout:
         return self.root / "oom"
 
     def oom_record(self, process: ProcessInfo, run_id: str, number: int) -> Path:
-        return self.oom / f"{_process_name(process)}_{run_id}_{number}.json"
+        return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.json"
 
     def oom_snapshot(self, process: ProcessInfo, run_id: str, number: int) -> Path:
-        return self.oom / f"{_process_name(process)}_{run_id}_{number}.pickle"
+        return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.pickle"
 
     def tensorboard(self, run_id: str) -> Path:
         """The curves of a run, for `tensorboard --logdir`."""
@@ -75,7 +75,7 @@ class RunLayout:
 
     def uncaptured(self, process: ProcessInfo, run_id: str) -> Path:
         """How long steps took that this process did not capture."""
-        return self.root / "uncaptured" / f"{_process_name(process)}_{run_id}.jsonl"
+        return self.root / "uncaptured" / f"{_process_name(process)}_{safe(run_id)}.jsonl"
 
     @property
     def report(self) -> Path:
@@ -137,14 +137,14 @@ class StepLayout:
             run_id: Keeps two runs in one folder apart.
             capture: The how-manieth capture of this step in this process (a step that is tried again).
         """
-        return self.processes / f"{_process_name(process)}_{run_id}{_again(capture)}.json"
+        return self.processes / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
-        return self.spans / f"{_process_name(process)}_{run_id}{_again(capture)}.jsonl"
+        return self.spans / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
 
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """What `finish.command` printed."""
-        return self.root / f"finish_{_process_name(process)}_{run_id}{_again(capture)}.log"
+        return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
 
     def mirror_record(self, host: str) -> Path:
         """What `host` has copied to the mirror."""
@@ -172,7 +172,7 @@ class StepLayout:
         where = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
         name = (
             f"{safe(stage or 'capture')}_{rank}{of}{where}_{safe(process.host)}_pid{process.pid}"
-            f"_{run_id}_{index}_{safe(kind)}{suffix}"
+            f"_{safe(run_id)}_{index}_{safe(kind)}{suffix}"
         )
         return self.traces / safe(role) / name
 

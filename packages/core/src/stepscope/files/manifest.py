@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.clock import ClockAnchor, ClockOffset, Int
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 State: TypeAlias = Literal["ok", "partial", "missing", "failed", "skipped"]
@@ -40,24 +40,24 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """What profiling itself cost this process, measured, in ns."""
 
-    start_ns: int = 0
+    start_ns: Int = 0
     """Opening the capture here: backends started."""
-    stop_ns: int = 0
+    stop_ns: Int = 0
     """Closing it: backends stopped."""
-    inside_ns: int = 0
+    inside_ns: Int = 0
     """The part of the two above between `opened` and `closed`: the windows of stages (discrete mode)."""
-    export_ns: int = 0
+    export_ns: Int = 0
     """Writing traces (in the background unless said otherwise)."""
-    spans_ns: int = 0
+    spans_ns: Int = 0
     """Number of spans times the cost of one, calibrated in this process."""
 
 
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """One process' part of the manifest."""
 
-    format: int = 1
+    format: Int = 1
     run_id: str
-    step: int
+    step: Int
     process: ProcessInfo
     owner: bool
     """True for the process that opened the capture; it also speaks for workers and engines that did not
@@ -73,8 +73,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[str, ...] = ()
     """All roles whose work this process does: its own, its decorated methods', its spans'."""
     expected: tuple[Expectation, ...] = ()
-    spans: int = 0
-    dropped: int = 0
+    spans: Int = 0
+    dropped: Int = 0
     cost: OwnCost = OwnCost()
     clocks: tuple[ClockOffset, ...] = ()
     """Owner only: the other processes' clocks against this one's."""
@@ -99,9 +99,9 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`manifest.json`: the fold of all parts of one step."""
 
-    format: int = 1
+    format: Int = 1
     run_id: str
-    step: int
+    step: Int
     state: State
     """The worst of all states; `skipped` does not count against a step."""
     processes: tuple[ProcessPart, ...]

@@ -6,8 +6,10 @@ from contextlib import suppress
 
 import msgspec
 
+from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
+from stepscope.files.reading import read_record
 from stepscope.files.sidecar import ProcessInfo
 
 
@@ -41,6 +43,6 @@ def read_out_of_memory(run: RunLayout) -> list[OutOfMemory]:
     """All that are there, by time; what cannot be read is left out."""
     found = []
     for path in run.oom.glob("[!.]*.json"):
-        with suppress(OSError, ValueError, msgspec.DecodeError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=OutOfMemory))
+        with suppress(OSError, RecordError):
+            found.append(read_record(path, OutOfMemory))
     return sorted(found, key=lambda record: record.at_ns)

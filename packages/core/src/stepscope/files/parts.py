@@ -11,6 +11,7 @@ from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import Absent, Manifest, ProcessPart, State
+from stepscope.files.reading import read_record
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
 """From what does not count to the worst."""
@@ -35,8 +36,8 @@ def part_files(step: StepLayout) -> tuple[dict[Path, ProcessPart], dict[Path, st
 
 def _part(path: Path) -> ProcessPart | str:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ProcessPart)
-    except (OSError, ValueError, msgspec.DecodeError) as error:  # the last: before msgspec 0.21
+        return read_record(path, ProcessPart)
+    except (OSError, RecordError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -7,7 +7,6 @@ names that become part of a path are hex digits, and nothing in it is a path, a 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,14 +16,16 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
+from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
+from stepscope.files.reading import read_file, read_record
 
 MAX_BYTES = 64 << 10
 MAX_REQUESTS = 64
 
 Id: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,8 +40,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Instead of `budget.seconds`."""
-    created_ns: int
-    expires_ns: int
+    created_ns: Int
+    expires_ns: Int
     """Unix ns. Who has not begun by then does not begin."""
 
 
@@ -59,7 +60,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     state: AnswerState
     """`heard`: will capture. `captured`: has, at least one step. Else `reason` says why not."""
-    steps: list[int] = []
+    steps: list[Int] = []
     """Captured so far."""
     reason: str | None = None
 
@@ -67,13 +68,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """One process that polls `control.json`: its file in `control/`."""
 
-    format: int = 1
+    format: Int = 1
     host: str
-    pid: int
+    pid: Int
     role: str
-    rank: int | None
-    since_ns: int
-    step: int | None
+    rank: Int | None
+    since_ns: Int
+    step: Int | None
     """The last step it passed; None before the first."""
     answers: dict[str, Answer] = {}
     """By the request's id."""
@@ -86,28 +87,15 @@ def read_requests(path: Path) -> list[Request]:
         RecordError: it is too large, half-written, or holds anything but requests.
     """
     try:
-        data = _read(path)
+        data = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise RecordError(f"{path} holds more than {MAX_BYTES} bytes")
     try:
         return msgspec.json.decode(data, type=Control).requests
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{path}: {error}") from None
-
-
-def _read(path: Path) -> bytes:
-    """Its first MAX_BYTES + 1 bytes. Never blocks: a named pipe or a device in its place is refused."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise RecordError(f"{path} is no regular file")
-        return os.read(handle, MAX_BYTES + 1)
-    finally:
-        os.close(handle)
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
@@ -130,18 +118,23 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
 def _alone(path: Path) -> Iterator[None]:
     import fcntl
 
-    with open(path.with_name(f".{path.name}.lock"), "wb") as file:
+    # Never through a link that somebody has put there, and it stays empty.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
+    try:
         with suppress(OSError):  # a file system without locks: the last writer wins
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def read_listening(layout: RunLayout) -> list[Listening]:
     """The processes that poll this run's `control.json`, or did; unreadable files are left out."""
     found = []
     for path in sorted(layout.listeners.glob("*.json")):
-        with suppress(OSError, ValueError, msgspec.DecodeError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=Listening))
+        with suppress(OSError, RecordError):
+            found.append(read_record(path, Listening))
     return found
 
 
@@ -160,7 +153,7 @@ def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
         return step
     except FileExistsError:
         try:
-            text = _read(path).decode("ascii", errors="replace").strip()
-        except RecordError:
+            text = read_file(path, MAX_BYTES).decode("ascii", errors="replace").strip()
+        except (OSError, RecordError):
             return step
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else step

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from stepscope.files.clock import Int
+
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    format: int = 1
+    format: Int = 1
     run_id: str
-    started_ns: int
+    started_ns: Int
     """Unix ns."""
     host: str
-    pid: int
+    pid: Int
     command: tuple[str, ...]
     config: dict[str, object]
     """As resolved; `ProfileConfig.from_mapping` reads it back."""

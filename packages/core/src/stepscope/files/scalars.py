@@ -6,6 +6,7 @@ import msgspec
 
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
+from stepscope.files.reading import read_record
 
 
 class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,10 +25,7 @@ class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_scalars(step: StepLayout, run_id: str) -> StepScalars:
     """Raises OSError or ValueError: they are not there, or are none."""
-    try:
-        return msgspec.json.decode(step.scalars(run_id).read_bytes(), type=StepScalars)
-    except msgspec.DecodeError as error:  # no ValueError before msgspec 0.21
-        raise ValueError(str(error)) from None
+    return read_record(step.scalars(run_id), StepScalars)
 
 
 def write_scalars(step: StepLayout, scalars: StepScalars) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, Int
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of one process in a run."""
 
     role: str
-    rank: int | None
+    rank: Int | None
     """Global rank; None when nothing says. Never guessed."""
-    world_size: int | None
+    world_size: Int | None
     host: str
-    pid: int
-    replica: int | None = None
+    pid: Int
+    replica: Int | None = None
     """Index of the inference replica that this process belongs to, if any."""
     rank_source: str | None = None
     """Where `rank` came from: `argument`, `environment`, `torch.distributed`, `position` in the workers
@@ -46,14 +46,14 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     stage: str | None = None
     """None for a whole capture (continuous mode)."""
-    rank: int | None = None
-    world_size: int | None = None
-    replica: int | None = None
+    rank: Int | None = None
+    world_size: Int | None = None
+    replica: Int | None = None
     topology: dict[str, int] | None = None
     """Position in the parallel layout, e.g. {"tp": 1, "pp": 0, "dp": 0}. None when nothing says."""
     host: str
-    pid: int | None = None
-    size_bytes: int
+    pid: Int | None = None
+    size_bytes: Int
     truncated: str | None = None
     """Why the artifact ends before its window did; None when it does not."""
     ignored: dict[str, str] = {}
@@ -63,8 +63,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """What stands in `<artifact>.meta.json`: the data model behind a file name."""
 
-    format: int = 1
-    step: int
+    format: Int = 1
+    step: Int
     run_id: str
     artifact: Artifact
     process: str | None

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, Int
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 
@@ -25,13 +25,13 @@ class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A span in another process or another step."""
 
     process: str
-    span: int
-    step: int | None = None
+    span: Int
+    step: Int | None = None
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
-    format: int = 1
-    step: int
+    format: Int = 1
+    step: Int
     run_id: str
     process: ProcessInfo
     anchor: ClockAnchor
@@ -40,17 +40,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open", tag_field="kind"):
     """Written when a span is still running at a flush: this is how a hang is visible."""
 
-    span: int
-    parent: int | None = None
+    span: Int
+    parent: Int | None = None
     link: SpanLink | None = None
     role: str
     stage: str
     start_ns: int
-    step: int | None = None
-    policy_version: int | None = None
+    step: Int | None = None
+    policy_version: Int | None = None
     trajectory: str | None = None
-    turn: int | None = None
-    thread: int = 0
+    turn: Int | None = None
+    thread: Int = 0
     """Native thread id, as in kernel-level traces."""
     attrs: dict[str, AttrValue] | None = None
 
@@ -65,8 +65,8 @@ class Span(Open, frozen=True, kw_only=True, omit_defaults=True, tag="span", tag_
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
     anchor: ClockAnchor
-    spans: int
-    dropped: int
+    spans: Int
+    dropped: Int
     """Spans that were not recorded because the budget or the disk was full. The report shows it."""
 
 

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.errors import RecordError
+from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.reading import read_file
 from stepscope.files.sidecar import ProcessInfo
 
 
 class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One step, from where its capture would have opened to where it would have closed."""
 
-    step: int
-    start_ns: int
+    step: Int
+    start_ns: Int
     """Unix ns, on the clock of the process that recorded it."""
-    dur_ns: int
+    dur_ns: Int
     """By its monotonic clock."""
     first: bool = False
     """The first one after a capture: traces may still have been written meanwhile."""
@@ -45,14 +48,18 @@ def uncaptured_near(
 def read_uncaptured(path: Path) -> list[UncapturedStep]:
     """What of the file can be read, in the order of writing; empty where there is none."""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
+        lines = read_file(path).split(b"\n")
+    except (OSError, RecordError):
         return []
     decoder = msgspec.json.Decoder(UncapturedStep)
     found = []
     for line in lines:
         try:
             found.append(decoder.decode(line))
-        except (ValueError, msgspec.DecodeError):  # the end, or cut off when its writer was killed
+        except (
+            ValueError,
+            msgspec.DecodeError,
+            RecursionError,
+        ):  # the end, or cut off when its writer was killed
             continue
     return [each for each in found if each.dur_ns >= 0]

@@ -64,7 +64,7 @@ def _artifacts(sources: Sequence[Source]) -> set[str]:
 
 def span_bytes(path: str | os.PathLike[str]) -> int:
     """How many bytes of span files `load_step` will read."""
-    return sum(file.stat().st_size for file in StepLayout(path).spans.glob("[!.]*.jsonl"))
+    return sum(file.stat().st_size for file in StepLayout(path).spans.glob("[!.]*.jsonl") if file.is_file())
 
 
 def _order(source: Source) -> tuple[bool, bool, str, int, int]:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
+from stepscope.errors import RecordError
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
+from stepscope.files.reading import read_record
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.chrome import TraceFields
@@ -155,6 +155,6 @@ def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: R
 
 def _read(path: Path) -> Sidecar | str:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+        return read_record(path, Sidecar)
+    except (OSError, RecordError) as error:
         return f"its sidecar cannot be read ({error}): nothing says which process wrote it"

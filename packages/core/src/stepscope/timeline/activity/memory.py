@@ -41,7 +41,7 @@ def read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProbl
     try:
         with gzip.open(file.path) as packed:
             summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
-    except (OSError, EOFError, zlib.error, ValueError, msgspec.DecodeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, msgspec.DecodeError) as error:
         return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
     index = keys.index(said.process)
     process = timeline.processes[index]

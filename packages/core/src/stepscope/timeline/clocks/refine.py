@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
+from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Sidecar
 from stepscope.timeline.clocks.align import Aligned, Reference, align_at
 from stepscope.timeline.clocks.band import Band
@@ -83,8 +85,8 @@ def _traces(
     found: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):
         try:
-            said = msgspec.json.decode(path.read_bytes(), type=Sidecar)
-        except (OSError, msgspec.DecodeError):
+            said = read_record(path, Sidecar)
+        except (OSError, RecordError):
             continue  # whoever reads the traces names it
         index = by_key.get(said.process or "")
         if said.artifact.path in earlier_files:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from stepscope.files.reading import open_file
+
 BLOCK = 1 << 16
 """Bytes of a block: it, its copy with changes and its events as objects fit into a core's cache together."""
 _STEP = 1 << 12
@@ -35,7 +37,7 @@ def read_blocks(path: Path, notes: Notes, on_read: Callable[[int], None] | None 
         on_read: Called with a number of bytes of the file each time that many more were read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             read = partial(_read, file, on_read)
             first = read()
             if not first:

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from stepscope.files.reading import open_file
 from stepscope.files.sidecar import Sidecar
 from stepscope.timeline.readers.blocks import Notes
 
@@ -43,7 +44,7 @@ class FoundFile:
     def head(self, size: int = 4096) -> bytes:
         """Its first bytes, decompressed where it is gzip; as many as can be read."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 head = file.read(size)
             if head[:2] == b"\x1f\x8b":
                 with gzip.open(self.path) as unpacked:

@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from stepscope.files.reading import open_file
 from stepscope.files.spans import End, Header, Line, Open, Span
 
 _decode = msgspec.json.Decoder(Line).decode
@@ -40,7 +41,7 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
     """
     file = SpanFile(path)
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             for line, whole in _lines(stream):
                 if on_read is not None:
                     on_read(len(line))

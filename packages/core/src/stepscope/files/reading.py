@@ -1,0 +1,59 @@
+"""Files of a run read back. Anything may lie there under a record's name, of any size and any kind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from stepscope.errors import RecordError
+
+MAX_BYTES = 64 << 20
+"""Of a file that is read in one piece."""
+T = TypeVar("T")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file. A pipe would never answer, and a device never end.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(None, "it is no regular file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """
+    Raises:
+        OSError: it cannot be read.
+        RecordError: it is larger than `max_bytes`.
+    """
+    with open_file(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise RecordError(f"{path} holds more than {max_bytes} bytes")
+    return data
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """The one record that a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        RecordError: it holds something else, and what.
+    """
+    data = read_file(path)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise RecordError(str(error)) from None
