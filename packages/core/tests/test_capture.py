@@ -6,7 +6,7 @@ One file above 400 lines: all cases share one small configuration and the reader
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording import capture as capture_module
 from stepscope.recording import runtime
+from stepscope.recording.context import current
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -452,12 +453,62 @@ def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConf
     assert [("first" in text, "second" in text) for text in read] == [(False, True), (True, False)]
 
 
-def test_a_span_that_is_entered_twice_stops_nobody(config: ProfileConfig) -> None:
-    def record() -> None:
-        with capture(2, config=config):
-            twice = span("generate", role="rollout")
-            with twice, twice, span("inner"):
-                pass
+def all_spans(config: ProfileConfig, step: int) -> list[Span]:
+    (path,) = RunLayout(config.save_path).step(step).spans.glob("*.jsonl")
+    read = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
+    return sorted((line for line in read if isinstance(line, Span)), key=lambda line: line.span)
 
-    contextvars.copy_context().run(record)  # where it leaves the wrong parent behind
-    assert "inner" in spans_of(config, 2)
+
+def test_a_span_that_is_entered_twice_is_two_one_in_the_other(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        twice = span("generate", role="rollout")
+        with twice, twice, span("inner"):
+            pass
+        assert current.get() is None
+    outer, again, inner = all_spans(config, 2)
+    assert (outer.parent, again.parent, inner.parent) == (None, outer.span, again.span)
+    assert outer.start_ns <= again.start_ns
+    assert outer.start_ns + outer.dur_ns >= again.start_ns + again.dur_ns
+
+
+def test_a_span_that_is_used_again_is_a_span_each_time_also_in_later_captures(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        timer = span("env_step", policy_version=4)
+        for number in range(3):
+            with timer:
+                timer.set(number=number)
+    with timer:
+        assert runtime.active is None
+    with capture(3, config=config):
+        with timer:
+            pass
+    found = all_spans(config, 2)
+    assert [line.span for line in found] == [1, 2, 3]
+    assert [line.attrs for line in found] == [{"number": 0}, {"number": 1}, {"number": 2}]
+    assert all(line.parent is None and line.policy_version == 4 for line in found)
+    assert all(a.start_ns + a.dur_ns <= b.start_ns for a, b in itertools.pairwise(found))
+    assert len(all_spans(config, 3)) == 1
+
+
+async def test_tasks_may_share_a_span_object(config: ProfileConfig) -> None:
+    with capture(2, config=config):
+        shared = span("tool")
+
+        async def use() -> None:
+            with shared:
+                await asyncio.sleep(0)
+                with span("inside"):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(use() for _ in range(5)))
+    tools = [line for line in all_spans(config, 2) if line.stage == "tool"]
+    inside = [line for line in all_spans(config, 2) if line.stage == "inside"]
+    assert len({line.span for line in tools}) == 5
+    assert {line.parent for line in inside} == {line.span for line in tools}
+
+
+def test_a_place_that_is_entered_twice_is_left_twice() -> None:
+    place = stepscope.trajectory("t")
+    with place, place:
+        assert stepscope.carrier() == {"trajectory": "t"}
+    assert current.get() is None

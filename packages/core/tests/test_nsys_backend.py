@@ -110,7 +110,9 @@ def reasons(tmp_path: Path, step: int) -> str:
     )
 
 
-def test_each_captured_step_gets_the_report_of_its_own_range(tmp_path: Path, cudart: Path) -> None:
+def test_v11_each_captured_step_gets_the_whole_report_of_its_own_range_the_last_too(
+    tmp_path: Path, cudart: Path
+) -> None:
     done = run_under_nsys(tmp_path, cudart)
     assert done.returncode == 0, done.stderr
     assert "unwritten []" in done.stdout

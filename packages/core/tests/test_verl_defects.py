@@ -1,8 +1,8 @@
 """Defects found by reading verl's DistProfiler, each as a test that stepscope does not have it.
 
 V1 to V16 are our numbers for them. V3, V8 and V9 (configuration) stand in test_config_values.py and
-test_config_page.py; V10 in test_fleet_ray.py. V11 (nsys reports moved before they are complete), V13 (traces
-of replicas on other nodes) and V14 (two Ascend formats in one step) concern parts that are not here yet.
+test_config_page.py; V10 in test_fleet_ray.py; V11 (nsys reports moved before they are complete) in
+test_nsys_backend.py; V14 (two Ascend formats in one step) in test_reader.py of the NPU package.
 """
 
 from __future__ import annotations
@@ -146,3 +146,16 @@ async def test_v16_what_is_not_recorded_says_why(tmp_path: Path, backend: FakeBa
     async with capture(2, config=config, engines=[FakeEngineProfiler(FakeEngine())]):
         pass
     assert outcomes(config, 2)["replica 0"].reason == "no pattern in roles matches role 'rollout'"
+
+
+def test_v13_what_another_nodes_disk_keeps_is_missing_by_name(tmp_path: Path, backend: FakeBackend) -> None:
+    config = config_in(tmp_path)
+    with capture(2, config=config) as cap:
+        open_session = runtime.active
+        assert open_session is not None
+        open_session.ledger.update(began={"actor_rank3_node1_pid7": "actor[3] Actor(Worker, 0123)"})
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    assert manifest.state == "missing"
+    (line,) = [line for line in manifest.problems() if "actor[3]" in line]
+    assert "its host does not share" in line

@@ -209,6 +209,12 @@ def test_of_two_exports_that_say_the_same_one_is_read(tmp_path: Path) -> None:
     assert TraceViewReader().claims(found(view)) == Claim()
 
 
+def test_v14_a_trainers_database_and_an_engines_text_are_both_read(tmp_path: Path) -> None:
+    database, view = write_db(tmp_path / "trainer"), write_trace_view(tmp_path / "engine")
+    assert DatabaseReader().claims(found(database)) == Claim()
+    assert TraceViewReader().claims(found(view)) == Claim()
+
+
 def test_a_recording_that_is_not_analysed_is_named_once_with_the_fix(tmp_path: Path) -> None:
     folder = tmp_path / "capture_ascend_pt"
     paths = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import json
 import logging
 import os
 import random
@@ -211,13 +212,22 @@ class _Step:
 
 
 def _settled(result: CaptureResult) -> Manifest | None:
-    """The manifest once all is written and the command has run."""
-    until = time.monotonic() + 20
+    """The manifest once all is written, the command has run, and manifest.json says so too."""
+    until = time.monotonic() + 8
     manifest = result.wait(20)
-    while manifest is not None and NOT_RUN in str(manifest.problems()) and time.monotonic() < until:
+    while manifest is not None and time.monotonic() < until:
+        if NOT_RUN not in str(manifest.problems()) and _on_disk(result) == manifest.state:
+            break
         time.sleep(0.05)
         manifest = result.manifest()
     return manifest
+
+
+def _on_disk(result: CaptureResult) -> str | None:
+    try:
+        return str(json.loads((result.path or Path()).joinpath("manifest.json").read_bytes())["state"])
+    except (OSError, ValueError):
+        return None
 
 
 def _known_as(name: str, actor: object) -> str:

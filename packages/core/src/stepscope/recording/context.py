@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 from stepscope.files.values import AttrValue, whole
 from stepscope.recording import runtime
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from stepscope.files.spans import SpanLink
 
 current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
+
+SHARED = cast("Token[Scope | None]", object())
+"""In the place of a scope's token: it has copies, and which of them is left is decided when it is."""
 
 
 class Scope:
@@ -38,10 +41,16 @@ class Scope:
         parent: Scope | None
         said: Inherited | None
         token: Token[Scope | None] | None
+        """How to leave it; None before it is entered and once it is left, SHARED when entered again."""
+        origin: Scope
+        """Only of copies (`_again`): whose."""
     else:
         __slots__ = ()
 
     def __enter__(self) -> Self:
+        if self.token is not None:
+            return self._again()
+        self.said = None
         self.parent = current.get()
         self.token = current.set(self)
         return self
@@ -49,9 +58,11 @@ class Scope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        token, self.token = self.token, None
-        if token is None:
+        token = self.token
+        if token is None or token is SHARED:
+            self._end_again(kind, error, trace)
             return
+        self.token = None
         try:
             current.reset(token)
         except ValueError:
@@ -64,6 +75,40 @@ class Scope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, trace)
+
+    def _again(self) -> Self:
+        """Enters a copy: an object that is entered more than once stands for a scope each time."""
+        copy = self._copy()
+        copy.origin = self
+        if self.token is not None:
+            self.token = SHARED
+        return cast("Self", copy.__enter__())
+
+    def _copy(self) -> Scope:
+        return Place()
+
+    def _end_again(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves the innermost that this task or thread is in of this object and its copies, if any."""
+        scope = self._entered()
+        if scope is self:
+            self.token = None
+            current.set(self.parent)
+            self._ended(error)
+        elif scope is not None:
+            scope.__exit__(kind, error, trace)
+
+    def _entered(self) -> Scope | None:
+        scope = current.get()
+        for _ in range(_DEEPEST):
+            if scope is None or scope is self or getattr(scope, "origin", None) is self:
+                break
+            scope = scope.parent
+        return scope
+
+    def _ended(self, error: BaseException | None) -> None:
+        """What there is to say at the end of it."""
 
     def set(self, **attrs: AttrValue) -> None:
         """Adds attributes to the span. Without a capture there is no span and this does nothing."""
@@ -99,7 +144,7 @@ class Scope:
 class Place(Scope):
     """A scope that says something and records nothing: an attached carrier, an uncaptured trajectory."""
 
-    __slots__ = ("link", "parent", "policy_version", "said", "step", "token", "trajectory", "turn")
+    __slots__ = ("link", "origin", "parent", "policy_version", "said", "step", "token", "trajectory", "turn")
 
     def __init__(
         self,
@@ -110,7 +155,7 @@ class Place(Scope):
         turn: int | None = None,
         link: SpanLink | None = None,
     ) -> None:
-        self.said = self.parent = None
+        self.said = self.parent = self.token = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
@@ -120,11 +165,18 @@ class Place(Scope):
     def reference(self) -> SpanLink | None:
         return self.link
 
+    def _copy(self) -> Scope:
+        return type(self)(
+            step=self.step,
+            policy_version=self.policy_version,
+            trajectory=self.trajectory,
+            turn=self.turn,
+            link=self.link,
+        )
+
 
 _DEEPEST = 10_000
-"""Levels of scopes that are looked at: one that the user entered twice is above itself, and no loop of ours
-is endless.
-"""
+"""Levels of scopes that are looked at: no loop of ours is endless."""
 
 
 class Caller(Place):
@@ -149,6 +201,8 @@ class Attached(Place):
     _caller: Caller | None
 
     def __enter__(self) -> Self:
+        if self.token is not None:
+            return self._again()
         super().__enter__()
         self._caller = None
         top = self.parent

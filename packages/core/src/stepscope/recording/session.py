@@ -247,6 +247,8 @@ class Session:
         began = time.monotonic_ns()
         log = self.log
         log.close(ended)
+        # Before what became of them: an export that ends meanwhile writes the part as it is.
+        self.ledger.update(spans=log.written, dropped=log.dropped)
         self.ledger.update(roles=tuple(dict.fromkeys((*self.ledger.part.roles, *sorted(log.roles)))))
         truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
         if log.failed is not None:
@@ -258,7 +260,6 @@ class Session:
             self.ledger.expect(Expectation(name="spans", state="partial", reason=reason, truncated=truncated))
         else:
             self.ledger.expect(Expectation(name="spans", state="ok"))
-        self.ledger.update(spans=log.written, dropped=log.dropped)
         self.ledger.spend(stop_ns=time.monotonic_ns() - began, spans_ns=log.written * span_cost_ns())
 
     @property

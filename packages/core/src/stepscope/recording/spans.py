@@ -26,8 +26,8 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import MAX_TEXT, AttrValue, settled, settled_value
-from stepscope.recording import attributes, context, guard
-from stepscope.recording.context import Scope, current
+from stepscope.recording import attributes, context, guard, runtime
+from stepscope.recording.context import Place, Scope, current
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,14 +58,14 @@ _current, _enter, _leave = current.get, current.set, current.reset
 
 
 class Span(Scope):
-    """One recorded stretch of code. Made by `new`, entered once; or by `begin`, which enters it too.
+    """One recorded stretch of code. Made by `new` and entered; or by `begin`, which enters it too.
 
     Without `__init__`: Python's way to one takes a quarter of what a whole span does.
     """
 
     __slots__ = (
-        "attrs", "end_ns", "error", "id", "log", "parent", "role", "said", "stage", "start_ns", "thread",
-        "token",
+        "attrs", "end_ns", "error", "id", "log", "origin", "parent", "role", "said", "stage", "start_ns",
+        "thread", "token",
     )  # fmt: skip
 
     log: SpanLog
@@ -79,6 +79,8 @@ class Span(Scope):
     error: str | None
 
     def __enter__(self) -> Self:
+        if self.token is not None or self.end_ns is not None:
+            return self._again()
         log = self.log
         self.parent = _current()
         self.token = _enter(self)
@@ -92,20 +94,35 @@ class Span(Scope):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end_ns = monotonic_ns()
+        # As Scope.__exit__, spelled out: a call is a tenth of a span.
+        token, self.token = self.token, None
+        try:
+            _leave(token)  # type: ignore[arg-type]  # None and SHARED raise TypeError
+        except ValueError:
+            pass
+        except TypeError:
+            self.token = token
+            self._end_again(kind, error, trace)
+            return
         if error is not None:
             self.error = describe(error)
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
-        # As Scope.__exit__, spelled out: a call is a tenth of a span.
-        token, self.token = self.token, None
-        if token is None:
-            return
-        try:
-            _leave(token)
-        except ValueError:
-            pass
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.error = describe(error)
+        self.end_ns = monotonic_ns()
+
+    def _copy(self) -> Scope:
+        session = runtime.active  # of this capture, or of a later one
+        return super()._copy() if session is None else session.span(self.stage, self.role, self.attrs)
 
     def set(self, **attrs: AttrValue) -> None:
         """Adds attributes; later values win."""
+        copy = None if self.end_ns is None else self._entered()
+        if copy is not None and copy is not self:
+            copy.set(**attrs)
+            return
         new = settled(attrs)
         self.attrs = {**self.attrs, **new} if self.attrs else new
 
@@ -167,11 +184,23 @@ class PlacedSpan(Span):
         self.stage = stage
         self.role = role
         self.attrs = attrs
-        self.said = self.end_ns = self.error = None
+        self.said = self.end_ns = self.error = self.token = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
         self.turn = turn
+
+    def _copy(self) -> Scope:
+        session = runtime.active
+        place = Placing(
+            step=self.step,
+            policy_version=self.policy_version,
+            trajectory=self.trajectory,
+            turn=self.turn,
+        )
+        if session is None:
+            return Place(**place)
+        return session.placed_span(self.stage, self.role, self.attrs, **place)
 
 
 class Placing(TypedDict, total=False):
@@ -190,7 +219,7 @@ def new(
     span.stage = stage
     span.role = role
     span.attrs = attrs
-    span.said = span.end_ns = span.error = None
+    span.said = span.end_ns = span.error = span.token = None
     return span
 
 

@@ -23,6 +23,7 @@ from stepscope.files.manifest import NOT_CLOSED, Expectation
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.values import AttrValue
 from stepscope.recording import clock, export, finish, guard, schedule
+from stepscope.recording.context import SHARED
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe
 
@@ -256,6 +257,8 @@ class MarkedSpan(PlacedSpan):
         """Whether this span is a stage that gets a window of its own (discrete mode)."""
 
     def __enter__(self) -> Self:
+        if self.token is not None or self.end_ns is not None:
+            return self._again()
         if self._opens:
             # Before the span begins: starting a profiler is not the stage's own time.
             self._opens = self._windows.open(self.stage, self.role or self.log.process.role)
@@ -266,11 +269,19 @@ class MarkedSpan(PlacedSpan):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.token is None or self.token is SHARED:
+            self._end_again(kind, error, trace)
+            return
         if self._marker is not None:
             self._windows.unmark(self._marker)
         super().__exit__(kind, error, trace)
         if self._opens:
             self._windows.close()
+
+    def _ended(self, error: BaseException | None) -> None:
+        if self._marker is not None:
+            self._windows.unmark(self._marker)
+        super()._ended(error)
 
 
 def in_event_loop() -> bool:
