@@ -4,6 +4,8 @@ One ContextVar holds the innermost scope; everything else is inherited along `pa
 written, so that entering a span costs one get and one set. Tasks, `gather` and `asyncio.to_thread` copy the
 context; a bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()` and `attach`
 it there.
+
+Just above 400 lines: scopes, and what reads and moves them.
 """
 
 from __future__ import annotations
