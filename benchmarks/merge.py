@@ -33,10 +33,10 @@ from _traces import PROFILE_ID, Template, as_torch, build, build_of_files, recor
 
 from stepscope.timeline import merge_step
 
-RANKS = 4
-STEPS = 100
+RANKS = 3
+STEPS = 80
 """Of the training that is recorded."""
-ROUNDS = 3
+ROUNDS = 2
 _OLD_ENOUGH = 300_000
 """Bytes of a file; smaller ones say more of the mergers' first steps than of merging."""
 _SMALL_ENOUGH = 60_000_000
