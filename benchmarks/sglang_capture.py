@@ -57,8 +57,8 @@ class Bench:
             self.generating[name].append(generating_ms)
             self.cpu[name].append(cpu_ms)
             self.size[name] = sum(path.stat().st_size for path in self.folder.rglob("*.gz"))
-            shutil.rmtree(self.folder)
-            self.folder.mkdir()
+            shutil.rmtree(self.folder, ignore_errors=True)  # something may be written late
+            self.folder.mkdir(exist_ok=True)
             return float(ms)
 
         return measured
