@@ -21,6 +21,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
+from stepscope.files.parts import read_parts
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.temporary import remove_abandoned, temporary
 from stepscope.recording import control, loop, requests, runtime
@@ -40,7 +41,7 @@ def in_production(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
 
 
-def fail(error: Exception) -> Callable[..., object]:
+def fail(error: BaseException) -> Callable[..., object]:
     def failing(*args: object, **kwargs: object) -> object:
         raise error
 
@@ -113,6 +114,18 @@ def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         loop.run(work())
     assert happened == ["cancelled"]
+
+
+def test_a_capture_that_never_opened_claims_no_spans(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope.recording.capture.Capture._begin", fail(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        capture(1, config=config).open()
+    (part,) = read_parts(RunLayout(config.save_path).step(1))[0]
+    (spans,) = [item for item in part.expected if item.name == "spans"]
+    assert spans.state == "skipped"
+    assert "opening failed" in (spans.reason or "")
 
 
 # The disk.

@@ -207,7 +207,7 @@ class Session:
             self._closed = True
             ended = self._end(discard=discard)
             self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
-            self._close_spans(ended)
+            self._close_spans(ended, discard)
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))
             self.ledger.write()
@@ -243,7 +243,7 @@ class Session:
             self.ledger.expect(item)
         return self._ended
 
-    def _close_spans(self, ended: ClockAnchor) -> None:
+    def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
         began = time.monotonic_ns()
         log = self.log
         log.close(ended)
@@ -253,6 +253,8 @@ class Session:
         truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
         if log.failed is not None:
             self.ledger.fail("spans", log.failed)
+        elif discard is not None and not log.began:  # rolled back before there was a file
+            self.ledger.expect(Expectation(name="spans", state="skipped", reason=discard))
         elif log.dropped or truncated:
             reason = (
                 truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"

@@ -314,6 +314,11 @@ class SpanLog:
             self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
             self._thread.start()
 
+    @property
+    def began(self) -> bool:
+        """Whether `open` was called: if not, there is no file."""
+        return self._thread is not None
+
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
         """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
         self._stop.set()
