@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.npu.tests.real.cann.build import build, environment
+from packages.npu.tests.real.cann.build import build, environment, make_home
 from tests.tree import ROOT
 
 HERE = Path(__file__).parent
@@ -37,8 +37,11 @@ def start(libraries: Path, *arguments: str, **variables: str) -> subprocess.Comp
 
 
 def test_the_backend_keeps_its_contract_on_the_real_code(libraries: Path, tmp_path: Path) -> None:
+    home = make_home(tmp_path / "cann")
+    (home / "lib64").symlink_to(libraries)  # where MSPTI is looked for, once in a process
     pytest_on = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "over_fake_cann.py")]
-    done = start(libraries, *pytest_on, FAKE_CANN_LOG=str(tmp_path / "calls"))
+    installed = {"ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
+    done = start(libraries, *pytest_on, FAKE_CANN_LOG=str(tmp_path / "calls"), **installed)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
