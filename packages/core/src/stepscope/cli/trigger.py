@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 def trigger(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
     steps: Annotated[
-        str, typer.Option(help="next, N, N:M or N:M:STRIDE (M itself is not captured).")
+        str, typer.Option(help="next, one step, or START:STOP[:STRIDE] (STOP itself is not captured).")
     ] = "next",
     roles: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Run the profiler in these alone.")

@@ -93,7 +93,7 @@ def capture(
             replicas 0, 1, 2...
         config: Instead of what `configure` and the environment say.
         role: This process' own role.
-        rank: This process' own rank, where neither the environment nor torch.distributed says it.
+        rank: This process' own rank. Else STEPSCOPE_RANK, torch.distributed's, or RANK.
 
     Raises:
         ConfigError: at once, for wrong arguments or a wrong configuration.
