@@ -119,6 +119,25 @@ def test_a_call_around_is_one_step_and_steps_are_counted_from_0(
     assert spans() == {0: ["update"], 1: ["update"]}
 
 
+def test_a_step_whose_workers_cannot_be_read_costs_no_later_step(
+    framework: Callable[..., Any], spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    begin = {"name": "Loop.before", "step": "begin", "number": "state.global_step"}
+    loop = framework(begin, {"name": "Loop.fit", "step": "end"})()
+    answers = iter([None, RuntimeError("not built yet"), None, None])
+
+    def workers(_: object) -> None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(boundaries.Call, "_workers", workers)
+    loop.fit(4)
+    guard.take()
+    assert list(spans()) == [10, 12, 13]
+
+
 def test_the_steps_that_are_not_selected_are_counted_too(framework: Callable[..., Any], spans: Spans) -> None:
     loop = framework({"name": "Loop.train_step", "step": "around"}, steps="2")()
     for _ in range(4):

@@ -15,7 +15,7 @@ from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts
-from stepscope.recording import control, runtime
+from stepscope.recording import control, export, finish, runtime
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -134,6 +134,32 @@ def test_the_newest_steps_are_kept_and_the_removed_ones_written_down(tmp_path: P
     run = RunLayout(config.save_path)
     assert list(run.steps()) == [5, 6]
     assert [line.split(":")[0] for line in run.removed.read_text().splitlines()] == ["step 3", "step 4"]
+
+
+@pytest.mark.needs("torch")
+def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Path) -> None:
+    import torch  # noqa: F401
+
+    budget = {"keep_steps": 1}
+    config = a_config(tmp_path, **budget).replace(export={"when": "deferred"}, finish={"command": "true"})
+    run = RunLayout(config.save_path)
+    held = threading.Event()
+
+    def hold() -> None:
+        held.wait(60)
+
+    export.exporter().then(hold, deferred=False)
+    try:
+        with capture(1, config=config):
+            pass
+        assert finish.busy_steps(run) == {1}
+    finally:
+        held.set()
+    export.exporter().drain(60)
+    with capture(2, config=config):
+        pass
+    export.exporter().drain(60)
+    assert 2 in run.steps()
 
 
 def test_what_another_run_left_in_the_folder_is_not_removed(tmp_path: Path) -> None:

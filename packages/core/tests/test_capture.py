@@ -136,6 +136,16 @@ def test_a_refused_capture_does_not_disturb_the_open_one(config: ProfileConfig) 
     assert list(RunLayout(config.save_path).steps()) == [2]
 
 
+def test_opening_a_capture_that_is_open_is_refused_and_leaves_it_open(config: ProfileConfig) -> None:
+    cap = capture(2, config=config).open()
+    with pytest.raises(CaptureError, match="step 2 is open; make a new one"), cap:
+        pass
+    with span("after"):
+        pass
+    cap.close()
+    assert "after" in spans_of(config, 2)
+
+
 def test_a_capture_is_used_once(config: ProfileConfig) -> None:
     cap = capture(2, config=config)
     with cap:

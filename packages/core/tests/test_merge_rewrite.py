@@ -248,6 +248,24 @@ def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
             assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
 
 
+def test_an_id_that_is_spelled_otherwise_and_looks_changed_does_not_hide_one_in_arguments() -> None:
+    events = [
+        '{"ph":"X","name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{"id": 5}}',
+        '{"ph":"X","id":57452,"name":"aten::mm","pid":4242,"tid":4242,"ts":1000000,"args":{}}',
+    ]
+    for shift_ns in SHIFTS:
+        assert_both_ways_agree(events, shift_ns, None)
+
+
+def test_a_thread_whose_number_another_row_has_taken_is_not_taken_for_it() -> None:
+    streams = [written(KINETO, **{**PLAIN, "pid": "0", "tid": "7"})] * 60
+    threads = [written(KINETO, **{**PLAIN, "pid": "4242", "tid": "7"})] * 60  # in a container, say
+    quick = rewritten([streams, threads], 0, None)
+    thorough = rewritten([streams, threads], 0, None, thoroughly=True)
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+    assert len({event["tid"] for event in quick.events}) == 2
+
+
 def test_a_selection_of_time_leaves_whole_batches_to_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [written(KINETO, **PLAIN)] * 50
     cut = Cut(4443469590446_000, 4443469590447_000)

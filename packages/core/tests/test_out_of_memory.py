@@ -138,6 +138,20 @@ def test_a_run_keeps_a_few_snapshots_and_a_record_of_each_error(tmp_path: Path, 
             runs_out(cuda)
     assert [record.snapshot is not None for record in kept(config)] == [True, True, False, False]
     assert kept(config)[3].why_none == "cuda_memory.oom_snapshots is 2, and so many are there"
+    assert cuda.snapshots == 2, "none is taken that is not kept"
+
+
+def test_an_allocator_that_tells_nobody_costs_a_warning_and_no_step(
+    tmp_path: Path, cuda: Allocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
+    with capture(1, config=a_config(tmp_path)):
+        pass
+    assert "cuda_memory.oom_any_step has no effect" in caplog.text
+    assert "does not yet support" in caplog.text
 
 
 def test_a_disk_that_is_nearly_full_gets_the_record_alone(

@@ -24,6 +24,7 @@ from stepscope.files.manifest import Manifest
 from stepscope.files.parts import read_parts
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.temporary import remove_abandoned, temporary
+from stepscope.files.values import settled_value
 from stepscope.recording import control, loop, requests, runtime
 from stepscope.recording.worker import StartRequest, start_worker
 
@@ -260,3 +261,20 @@ def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -
     )
     assert manifest.state == "missing"
     assert "env[0] Actor(Env, 1234): missing: it began" in str(manifest.problems())
+
+
+def test_a_tensor_on_a_device_is_named_and_not_read() -> None:
+    class OnTheDevice:
+        device = "cuda:0"
+        ndim = 0
+
+        def item(self) -> float:
+            raise AssertionError("waited for the device")
+
+    assert settled_value(OnTheDevice()) == "<OnTheDevice on cuda:0>"
+
+
+def test_a_name_with_an_impossible_process_id_is_left_alone(tmp_path: Path) -> None:
+    name = temporary(tmp_path / "a").name.replace(f"-{os.getpid()}-", f"-{'9' * 20}-")
+    (tmp_path / name).write_text("x")
+    assert remove_abandoned(tmp_path) == []

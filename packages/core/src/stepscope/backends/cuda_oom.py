@@ -28,8 +28,10 @@ class Shortage(NamedTuple):
 _attached = False
 _window: Callable[[Any], None] | None = None
 """Of the `cuda_memory` window that is open: it gets the snapshot first. Set by `in_window`."""
-_between: Callable[[Shortage, Any, bool], None] | None = None
-"""Gets it otherwise. Set by `watch`."""
+_between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
+"""May take one otherwise. Set by `watch`."""
+_refused: Callable[[str], None] | None = None
+"""Is told why there is nothing to get. Set by `watch`."""
 _history: dict[str, object] | None = None
 """Options of the history that is kept in between; None: none is. Set by `watch`."""
 _running = False
@@ -47,7 +49,10 @@ def attach() -> str | None:
     if call is None:
         return f"torch {torch.__version__} has no observer of out-of-memory errors"
     if not _attached:
-        call(_out_of_memory)
+        try:
+            call(_out_of_memory)
+        except RuntimeError as error:  # cudaMallocAsync and pluggable allocators have none
+            return f"this allocator tells nobody of out-of-memory errors: {str(error).splitlines()[0]}"
         _attached = True
     return None
 
@@ -58,16 +63,21 @@ def in_window(taker: Callable[[Any], None] | None) -> None:
     _window = taker
 
 
-def watch(taker: Callable[[Shortage, Any, bool], None], history: dict[str, object] | None) -> None:
-    """Calls `taker(shortage, snapshot, with history)` at each shortage outside windows, from now on.
+def watch(
+    taker: Callable[[Shortage, Callable[[], Any], bool], None],
+    history: dict[str, object] | None,
+    refused: Callable[[str], None],
+) -> None:
+    """Calls `taker(shortage, take a snapshot, with history)` at each shortage outside windows, from now on.
 
     Where the process does not use CUDA yet, a thread waits for that.
 
     Args:
+        refused: Called with the reason where that cannot be done, perhaps by that thread.
         history: Options of `torch.cuda.memory._record_memory_history`, which then is on in between windows.
     """
-    global _between, _history, _waiting
-    _between, _history = taker, history
+    global _between, _history, _refused, _waiting
+    _between, _history, _refused = taker, history, refused
     with _lock:
         if _waiting is not None:
             return
@@ -79,9 +89,9 @@ def watch(taker: Callable[[Shortage, Any, bool], None], history: dict[str, objec
 
 
 def unwatch() -> None:
-    global _between, _history
+    global _between, _history, _refused
     suspend()
-    _between = _history = None
+    _between = _history = _refused = None
 
 
 def uses_cuda() -> bool:
@@ -125,8 +135,23 @@ def _wait() -> None:
 
 
 def _begin() -> None:
-    if attach() is None and _window is None:
-        resume()
+    try:
+        reason = attach()
+        if reason is None and _window is None:
+            resume()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None and _refused is not None:
+        _refused(reason)
+
+
+def _snapshot() -> object:
+    import torch
+
+    try:
+        return torch.cuda.memory._snapshot()
+    except Exception:
+        return {"error": "the snapshot failed: there was no memory for it"}
 
 
 def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
@@ -135,24 +160,18 @@ def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
     if window is None and between is None:
         return
     try:
-        import torch
-
-        try:
-            snapshot: object = torch.cuda.memory._snapshot()
-        except Exception:
-            snapshot = {"error": "the snapshot failed: there was no memory for it"}
         if window is not None:
-            window(snapshot)
+            window(_snapshot())
         elif between is not None:
-            between(Shortage(device, asked, limit, free), snapshot, _running)
+            between(Shortage(device, asked, limit, free), _snapshot, _running)
     except BaseException:  # noqa: S110  # torch would raise ours in place of its own
         pass
 
 
 def _in_child() -> None:
     # CUDA does not survive a fork, and the thread is not here.
-    global _waiting, _running, _window, _between, _history
-    _waiting, _running, _window, _between, _history = None, False, None, None, None
+    global _waiting, _running, _window, _between, _history, _refused
+    _waiting, _running, _window, _between, _history, _refused = None, False, None, None, None, None
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,7 @@ def publish(
     run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
 ) -> None:
     """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
+    os.umask(0o077)  # what writers leave in the run's folder is the user's own, as everything there
     names = [name.strip() for name in to.split(",") if name.strip()]
     try:
         writers = {name: load_writer(name) for name in names}

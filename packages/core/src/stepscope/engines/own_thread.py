@@ -28,5 +28,5 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=work, name=f"stepscope-{fn.__name__}", daemon=True).start()
+    threading.Thread(target=work, name=f"stepscope-{getattr(fn, '__name__', 'call')}", daemon=True).start()
     return await asyncio.wrap_future(result)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from zlib import crc32
 
-_NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9a-f]{12}$", re.DOTALL)
+_NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}$", re.DOTALL)
 
 
 def temporary(path: Path) -> Path:

@@ -42,6 +42,9 @@ def _number(value: object) -> AttrValue:
         return int(value)  # an IntEnum, say
     if isinstance(value, float):
         return float(value)  # numpy.float64
+    device = str(getattr(value, "device", "cpu"))
+    if device != "cpu":  # reading it would wait for the device, and break the capture of a CUDA graph
+        return f"<{type(value).__name__} on {device}>"
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         item = value.item()
         return item if type(item) in _PLAIN else _cut(str(item))

@@ -146,6 +146,7 @@ class Call:
 
     def _start(self) -> Switch:
         global _step, _next
+        finished = _NOTHING
         try:
             number = self._number()
             here = _here()
@@ -158,7 +159,7 @@ class Call:
             return finished._replace(open=_step.capture)
         except Exception as error:
             guard.note("beginning a step of the framework", error)
-            return _NOTHING
+            return finished
 
     def _number(self) -> int | None:
         if self._boundary.number is None:
@@ -168,7 +169,9 @@ class Call:
     def _capture(self, number: int, closing: capture.Capture | None) -> capture.Capture | None:
         """None while somebody else captures in this process: the user, or the owner of this worker."""
         other = capture.opened()
-        if other is not closing if other is not None else runtime.active is not None:
+        if other is None and runtime.active is not None:
+            return None
+        if other is not None and other is not closing:
             return None
         return capture.capture(number, workers=self._workers(), role=self._boundary.role)
 

@@ -160,6 +160,7 @@ class Capture:
             self._uncaptured = uncaptured.begin()
             return self
         self._refuse_to_block_a_loop()
+        self._refuse_unless_free()
         try:
             session = self._claim()
             with session.ledger.opening():
@@ -184,6 +185,7 @@ class Capture:
         from stepscope.engines.own_thread import own_thread
         from stepscope.recording import loop
 
+        self._refuse_unless_free()
         try:
             session = self._claim()
             with session.ledger.opening():
@@ -212,7 +214,6 @@ class Capture:
     def _claim(self) -> Session:
         """Takes this process for this capture. Raises before anything is written or started."""
         global _open
-        self._refuse_unless_free()
         workers, engines = self._given
         if workers is not None or engines is not None:
             from stepscope.recording.others import Others
@@ -395,9 +396,7 @@ class Capture:
     def _hand_over(self, session: Session) -> None:
         """Says what was captured, and lets hooks and the command have it once the files are there."""
         guard.info("stepscope: %s", self.result.summary())
-        if finish.wanted(session):
-            deferred = self.config.export.when == "deferred"
-            export.exporter().then(partial(finish.capture_done, self.result, session), deferred=deferred)
+        finish.hand_over(self.result, session)
 
     def _retain(self, session: Session) -> None:
         keep = self.config.budget.keep_steps
@@ -408,7 +407,7 @@ class Capture:
                 RunLayout(self.config.save_path),
                 session.run_id,
                 keep,
-                busy=finish.busy_steps(),
+                busy=finish.busy_steps(RunLayout(self.config.save_path)),
                 may_go=partial(finish.is_mirrored, session),
             )
 

@@ -124,6 +124,11 @@ class Exporter:
                     break
             return [job.target.name for job in self._unfinished() if isinstance(job, _Job)]
 
+    def unwritten(self) -> list[Path]:
+        """Targets of what is under way or still to come."""
+        with self._changed:
+            return [job.target for job in self._unfinished() if isinstance(job, _Job)]
+
     def bytes_written(self, step: int) -> int:
         """Size of the files that are in place, of one step."""
         return self._written[step]

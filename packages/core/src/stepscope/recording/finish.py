@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_RUN, Expectation
 from stepscope.files.mirror import uncopied
 from stepscope.files.parts import read_parts
@@ -38,6 +38,8 @@ artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
 capture_hooks: list[Callable[[CaptureResult], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
 """These lists have one writer: `stepscope.recording.hooks`."""
+_awaited: set[int] = set()
+"""Steps whose capture is closed and whose files are being written. Writers: `hand_over`, `capture_done`."""
 _failed: set[object] = set()
 """Hooks whose failure was logged. One writer: `_Hook`."""
 
@@ -179,12 +181,22 @@ def wanted(session: Session) -> bool:
     return bool(capture_hooks or _promised(session))
 
 
+def hand_over(result: CaptureResult, session: Session) -> None:
+    """The capture is closed: what comes after it begins when its files of this process are written."""
+    if not wanted(session):
+        return
+    _awaited.add(session.step)
+    deferred = session.config.export.when == "deferred"
+    export.exporter().then(partial(capture_done, result, session), deferred=deferred)
+
+
 def capture_done(result: CaptureResult, session: Session) -> None:
     """The capture is closed and its files of this process are written, or given up."""
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
     if _promised(session):
         _commands.put(Chores(session, result, _tell_figures(session)))
+    _awaited.discard(session.step)  # last: it is in the line now
 
 
 def worker_done(session: Session, discard: str | None) -> None:
@@ -201,9 +213,13 @@ def _start_chores(session: Session) -> None:
     _commands.put(Chores(session, None, _tell_figures(session)))
 
 
-def busy_steps() -> set[int]:
-    """Steps after whose capture something has not run or is under way."""
-    return {job.step for job in _unfinished_commands()}
+def busy_steps(run: RunLayout) -> set[int]:
+    """Steps that files are still written to, or after whose capture something is still to be done."""
+    files = export.exporter().unwritten()
+    written = {
+        at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
+    }
+    return written | _awaited | {job.step for job in _unfinished_commands()}
 
 
 def is_mirrored(session: Session, step: StepLayout) -> bool:
@@ -270,6 +286,7 @@ def _unfinished_commands() -> list[Chores]:
 def _in_child() -> None:
     # The parent's work is the parent's, and its threads are not here.
     global _hooks, _commands
+    _awaited.clear()
     _hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
 
 

@@ -10,15 +10,17 @@ import itertools
 import os
 import pickle
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from stepscope.backends import cuda_memory, cuda_oom
 from stepscope.backends.cuda_oom import Shortage
 from stepscope.config import ProfileConfig
-from stepscope.files.layout import RunLayout
+from stepscope.files.layout import RunLayout, safe
 from stepscope.files.manifest import Expectation
 from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.temporary import temporary
 from stepscope.recording import control, guard, runtime
 from stepscope.recording.spans import describe
 
@@ -42,10 +44,13 @@ def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | 
     global _watch
     if config.cuda_memory.oom_any_step == "off":
         return
-    if _watch is None or _watch.process.pid != os.getpid() or _watch.config != config:
-        _watch = _Watch(config, process, run_id)
-    _watch.step = step
-    _watch.begin()
+    try:
+        if _watch is None or _watch.process.pid != os.getpid() or _watch.config != config:
+            _watch = _Watch(config, process, run_id)
+        _watch.step = step
+        _watch.begin()
+    except Exception as error:
+        guard.note("watching for CUDA out-of-memory errors", error)
 
 
 class _Watch:
@@ -62,15 +67,16 @@ class _Watch:
         self._begun = True
         history = self.config.cuda_memory.oom_any_step == "history"
         options = cuda_memory.history_options(self.config.cuda_memory) if history else None
-        cuda_oom.watch(self.keep, options)
+        cuda_oom.watch(self.keep, options, _refused)
 
-    def keep(self, shortage: Shortage, snapshot: object, history: bool) -> None:
+    def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
+        """Args: snapshot: Takes one, which is long: it is called for a snapshot that is kept."""
         try:
             self._keep(shortage, snapshot, history)
         except Exception as error:
             guard.note("keeping an out-of-memory snapshot", error)
 
-    def _keep(self, shortage: Shortage, snapshot: object, history: bool) -> None:
+    def _keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
         number = next(_numbers)
         if number > MOST_RECORDS:
             return
@@ -79,7 +85,7 @@ class _Watch:
         file = run.oom_snapshot(self.process, self._run_id, number)
         if why is None:
             try:
-                _write(file, snapshot)
+                _write(file, snapshot())
             except (OSError, MemoryError) as error:
                 why = describe(error)
         record = OutOfMemory(
@@ -105,14 +111,18 @@ class _Watch:
 
     def _why_none(self, run: RunLayout) -> str | None:
         most = self.config.cuda_memory.oom_snapshots
-        if len(list(run.oom.glob(f"*_{self._run_id}_*.pickle"))) >= most:
+        if len(list(run.oom.glob(f"[!.]*_{safe(self._run_id)}_*.pickle"))) >= most:
             return f"cuda_memory.oom_snapshots is {most}, and so many are there"
         return control.over_budget(self.config)
 
 
+def _refused(reason: str) -> None:
+    guard.warn("stepscope: cuda_memory.oom_any_step has no effect: %s", reason)
+
+
 def _write(file: Path, snapshot: object) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    passing = file.with_name(f".{file.name}")
+    passing = temporary(file)
     handle = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         with open(handle, "wb") as sink:

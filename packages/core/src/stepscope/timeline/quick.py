@@ -284,9 +284,11 @@ class _Plan:
             return None
         if ids != len(events) - countOf(map(_id, events), -1):
             return None
+        if self._id_needle and ids != array.count(b'"id"'):
+            return None  # spelled otherwise somewhere: that one might look changed already
         if self._times.all and (times != len(events) or text.count(b'"ts"') != times):
             return None
-        if any(counts):
+        if self._needles:  # also where none was found: a tid that stands here may be another thread's
             by_tid = Counter(map(_tid, events))
             for (_, _, tids), count in zip(self._needles, counts, strict=True):
                 if count != sum(by_tid[tid] for tid in tids):
