@@ -148,10 +148,9 @@ def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Pat
     def hold() -> None:
         held.wait(60)
 
-    export.exporter().then(hold, deferred=False)
     try:
         with capture(1, config=config):
-            pass
+            export.exporter().then(hold, deferred=False)
         assert finish.busy_steps(run) == {1}
     finally:
         held.set()
