@@ -53,7 +53,7 @@ def test_a_run_that_captures_nothing_writes_nothing(tmp_path: Path) -> None:
 def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[100, 300])
     loop(config, range(500))
-    near = uncaptured.NEAR
+    near = uncaptured.KEPT
     expected = [*range(100 - near, 100), *range(101, 101 + near), *range(300 - near, 300)]
     expected += range(301, 301 + near)
     assert [each.step for each in kept(config)] == expected

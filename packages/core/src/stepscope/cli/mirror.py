@@ -17,6 +17,7 @@ from stepscope.config import FinishConfig
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.mirror import uncopied
 from stepscope.files.parts import read_parts
+from stepscope.files.processes import is_running
 from stepscope.mirror.copy import StepCopy, copy_run_records, copy_step
 from stepscope.mirror.store import open_store
 from stepscope.report.figures import size
@@ -73,14 +74,10 @@ def _others(run: RunLayout, done: Iterable[StepLayout], url: str) -> Iterable[St
 
 def _is_open(step: StepLayout) -> bool:
     return any(
-        part.closed is None and (part.process.host != gethostname() or _is_alive(part.process.pid))
+        part.closed is None and (part.process.host != gethostname() or is_running(part.process.pid))
         for part in read_parts(step)[0]
         if part.owner
     )
-
-
-def _is_alive(pid: int) -> bool:
-    return Path("/proc", str(pid)).exists()
 
 
 def _say(copy: StepCopy, *, quiet: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from stepscope.files.manifest import (
     ProcessPart,
 )
 from stepscope.files.parts import fold, part_files, write_manifest
+from stepscope.files.processes import is_running
 from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 
@@ -96,7 +96,7 @@ def _sidecars(layout: StepLayout) -> list[Sidecar]:
         try:
             found.append(read_record(path, Sidecar))
         except (OSError, RecordError):
-            continue  # `stepscope validate` names it
+            continue  # of what it describes nothing is known; a merge names it
     return found
 
 
@@ -120,12 +120,4 @@ def _entered(item: Expectation, came: tuple[Artifact, ...]) -> Expectation:
 
 
 def _alive(process: ProcessInfo) -> bool | None:
-    if process.host != socket.gethostname():
-        return None
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it runs, as somebody else
-        pass
-    return True
+    return is_running(process.pid) if process.host == socket.gethostname() else None

@@ -8,8 +8,10 @@ from stat import S_ISREG
 
 import msgspec
 
+from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
+from stepscope.files.reading import read_record
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +59,11 @@ def is_copied(copied: Copied | None, status: os.stat_result) -> bool:
     return copied is not None and (copied.size_bytes, copied.mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
-def read_record(step: StepLayout, host: str, url: str) -> MirrorRecord:
+def record_of(step: StepLayout, host: str, url: str) -> MirrorRecord:
     """What `host` knows of the step's copy at `url`; an empty record where it knows nothing."""
     try:
-        found = msgspec.json.decode(step.mirror_record(host).read_bytes(), type=MirrorRecord)
-    except (OSError, ValueError, msgspec.DecodeError):
+        found = read_record(step.mirror_record(host), MirrorRecord)
+    except (OSError, RecordError):
         return MirrorRecord(url=url)
     return found if found.url == url else MirrorRecord(url=url)
 
@@ -72,7 +74,7 @@ def write_record(step: StepLayout, host: str, record: MirrorRecord) -> None:
 
 def uncopied(step: StepLayout, host: str, url: str) -> list[str]:
     """The files of a step whose copy at `url` was not found equal to what they are now."""
-    record = read_record(step, host, url)
+    record = record_of(step, host, url)
     return [
         path
         for path, status in files_below(step.root).items()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from zlib import crc32
+
+from stepscope.files.processes import boot_id, is_running
 
 _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}$", re.DOTALL)
 
@@ -34,11 +35,13 @@ def _abandoned(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             found = _NAME.match(name)
-            if found and found["place"] == _place() and not _alive(int(found["pid"])):
+            if found and found["place"] == _place() and not is_running(int(found["pid"])):
                 yield Path(parent, name)
 
 
 def _remove(path: Path) -> bool:
+    import shutil  # 7 ms, and seldom needed
+
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -48,22 +51,12 @@ def _remove(path: Path) -> bool:
     return False
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 @cache
 def _place() -> str | None:
     """Eight hex digits for where process ids mean the same: this boot, this pid namespace. None: unknown."""
+    boot = boot_id()
     try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read()
-        return f"{crc32(boot + os.readlink('/proc/self/ns/pid').encode()):08x}"
+        pids = os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
+    return None if boot is None else f"{crc32(f'{boot} {pids}'.encode()):08x}"

@@ -29,7 +29,7 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The first one after a capture: traces may still have been written meanwhile."""
 
 
-NEAR = 40
+COMPARED = 40
 """How many a captured step is compared with, at most."""
 
 
@@ -41,7 +41,7 @@ def uncaptured_near(
     They lie in the run's folder: a step's folder that was moved out of it has none.
     """
     found = read_uncaptured(RunLayout(step.root.absolute().parent).uncaptured(process, run_id))
-    near = sorted(found, key=lambda each: abs(each.start_ns - opened_ns))[:NEAR]
+    near = sorted(found, key=lambda each: abs(each.start_ns - opened_ns))[:COMPARED]
     return tuple(sorted(near, key=lambda each: each.start_ns))
 
 
@@ -56,10 +56,6 @@ def read_uncaptured(path: Path) -> list[UncapturedStep]:
     for line in lines:
         try:
             found.append(decoder.decode(line))
-        except (
-            ValueError,
-            msgspec.DecodeError,
-            RecursionError,
-        ):  # the end, or cut off when its writer was killed
-            continue
+        except (ValueError, msgspec.DecodeError, RecursionError):
+            continue  # the end, or cut off when its writer was killed
     return [each for each in found if each.dur_ns >= 0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import os
 import sys
 import threading
@@ -25,6 +24,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
+from stepscope.files.processes import boot_id
 from stepscope.recording import guard
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
@@ -219,7 +219,7 @@ class Worker:
         if self.begun is None or outcome.state != "ok":
             return outcome
         found: tuple[int, int] | None = (0, 0)
-        if self.begun.where.machine is None or self.begun.where.machine != machine():
+        if self.begun.where.machine is None or self.begun.where.machine != boot_id():
             with suppress(asyncio.TimeoutError, EngineError):
                 await asyncio.wait_for(self._exchange(), _CLOCK_S)
             found = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
@@ -304,17 +304,7 @@ async def drain_here(instance: object, timeout_s: float) -> list[str]:
 
 
 def _where() -> Where:
-    return Where(os.getpid(), machine())
-
-
-@functools.cache
-def machine() -> str | None:
-    """Names the running kernel, whose processes all read one wall clock; None where nothing does."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+    return Where(os.getpid(), boot_id())
 
 
 # In the process that opens the capture.

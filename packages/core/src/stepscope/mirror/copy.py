@@ -22,7 +22,7 @@ from stepscope.files.mirror import (
     MirrorRecord,
     files_below,
     is_copied,
-    read_record,
+    record_of,
     write_record,
 )
 from stepscope.files.run import RunRecord
@@ -59,7 +59,7 @@ class _Work:
         self._store = store
         self._step = step
         self._host = gethostname()
-        record = read_record(step, self._host, url)
+        record = record_of(step, self._host, url)
         self._url = url
         self._copied = dict(record.files)
         self._failed: dict[str, str] = {}

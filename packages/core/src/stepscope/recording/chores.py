@@ -13,7 +13,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation
-from stepscope.files.mirror import read_record, uncopied
+from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.parts import read_parts
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording import guard
@@ -138,7 +138,7 @@ class Chores:
         layout, host, url = self._session.layout, gethostname(), self._session.config.finish.mirror or ""
         if reason is None or not uncopied(layout, host, url):
             return None  # the time may have run out for earlier steps
-        failed = read_record(layout, host, url).failed
+        failed = record_of(layout, host, url).failed
         name, why = next(iter(failed.items()), (None, None))
         return reason if name is None else f"{reason}; {len(failed)} file(s) are not there, {name}: {why}"
 

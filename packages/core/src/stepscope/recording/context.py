@@ -5,7 +5,7 @@ written, so that entering a span costs one get and one set. Tasks, `gather` and 
 context; a bare `threading.Thread` starts without one (before Python 3.14): hand it a `carrier()` and `attach`
 it there.
 
-Just above 400 lines: scopes, and what reads and moves them.
+One file above 400 lines: scopes, and what reads and moves them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ now; call this when files are there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepscope.recording import runtime
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
     RedactHook = TypeVar("RedactHook", bound=Callable[[str, AttrValue], AttrValue])
     ReportHook = TypeVar("ReportHook", bound=Callable[[StepScalars], object])
+    AnyHook = TypeVar("AnyHook", bound=Callable[..., object])
 
 
 def advance() -> None:
@@ -75,10 +76,7 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     """
     from stepscope.recording import finish
 
-    _refuse_uncallable(hook, "on_artifact")
-    if hook not in finish.artifact_hooks:
-        finish.artifact_hooks.append(hook)
-    return hook
+    return _registered(hook, "on_artifact", finish.artifact_hooks)
 
 
 def on_capture(hook: CaptureHook) -> CaptureHook:
@@ -92,10 +90,7 @@ def on_capture(hook: CaptureHook) -> CaptureHook:
     """
     from stepscope.recording import finish
 
-    _refuse_uncallable(hook, "on_capture")
-    if hook not in finish.capture_hooks:
-        finish.capture_hooks.append(hook)
-    return hook
+    return _registered(hook, "on_capture", finish.capture_hooks)
 
 
 def on_report(hook: ReportHook) -> ReportHook:
@@ -110,10 +105,7 @@ def on_report(hook: ReportHook) -> ReportHook:
     """
     from stepscope.recording import finish
 
-    _refuse_uncallable(hook, "on_report")
-    if hook not in finish.report_hooks:
-        finish.report_hooks.append(hook)
-    return hook
+    return _registered(hook, "on_report", finish.report_hooks)
 
 
 def redact(hook: RedactHook) -> RedactHook:
@@ -129,6 +121,14 @@ def redact(hook: RedactHook) -> RedactHook:
 
     _refuse_uncallable(hook, "redact")
     attributes.hook = hook
+    return hook
+
+
+def _registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
+    """The hook, in the list that `name` adds to, once."""
+    _refuse_uncallable(hook, name)
+    if hook not in hooks:
+        hooks.append(hook)
     return hook
 
 

@@ -247,9 +247,8 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
             return (fn if runtime.active is None else version(args, kwargs))(*args, **kwargs)
 
         made = choose
-    vars(made)["__stepscope__"] = vars(versions[0][1])[
-        "__stepscope__"
-    ]  # the roles of a class are read off it
+    # The roles of a class are read off it.
+    vars(made)["__stepscope__"] = vars(versions[0][1])["__stepscope__"]
     return cast(FunctionType, made)
 
 

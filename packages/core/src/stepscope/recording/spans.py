@@ -4,7 +4,7 @@ A span appends itself to its log when it opens: that is all the recorded code wa
 times a second. What has closed by then becomes a `span` line; what is still open gets an `open` line, and is
 looked at again until it closes. So a hang is visible, and a crash loses at most the last fifth of a second.
 
-Just above 400 lines: the log and its spans share their hot paths.
+One file above 400 lines: the log and its spans share their hot paths.
 """
 
 from __future__ import annotations

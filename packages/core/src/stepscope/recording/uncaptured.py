@@ -1,8 +1,8 @@
 """How long the steps take that nobody captures: what a captured one is compared with.
 
 A step that is not selected costs two clock readings and an entry in memory. Entries become lines of a file
-only near a captured step, on the exporter's thread: the last `NEAR` before it when it closes, and the next
-`NEAR` after it. A run that captures nothing writes nothing.
+only near a captured step, on the exporter's thread: the last `KEPT` before it when it closes, and the next
+`KEPT` after it. A run that captures nothing writes nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stepscope.recording import export, guard, runtime
 if TYPE_CHECKING:
     from stepscope.recording.session import Session
 
-NEAR = 32
+KEPT = 32
 """How many steps before and after a captured one are kept."""
-_WRITE_AT = (1, 4, 16, NEAR)
+_WRITE_AT = (1, 4, 16, KEPT)
 """After how many of those behind it they are written: a killed process loses few."""
 
 _captures = 0
@@ -45,16 +45,16 @@ class _Loop:
     """The steps of one training loop."""
 
     def __init__(self) -> None:
-        self._steps: deque[UncapturedStep] = deque(maxlen=NEAR)
+        self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
         """Those that are in no file."""
         self._file: Path | None = None
-        self._since = NEAR
-        """How many came after the last capture; counted up to `NEAR`."""
+        self._since = KEPT
+        """How many came after the last capture; counted up to `KEPT`."""
 
     def add(self, step: int, dur_ns: int) -> None:
         first, start_ns = self._since == 0, time.time_ns() - dur_ns
         self._steps.append(UncapturedStep(step=step, start_ns=start_ns, dur_ns=dur_ns, first=first))
-        if self._since < NEAR:
+        if self._since < KEPT:
             self._since += 1
             if self._since in _WRITE_AT:
                 self._write()
@@ -65,11 +65,11 @@ class _Loop:
 
     def flush(self) -> None:
         """Writes what is known of the steps after the last capture."""
-        if self._since < NEAR:
+        if self._since < KEPT:
             self._write()
 
     def _write(self) -> None:
-        steps, self._steps = self._steps, deque(maxlen=NEAR)
+        steps, self._steps = self._steps, deque(maxlen=KEPT)
         if steps and self._file is not None:
             export.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
 
