@@ -22,7 +22,7 @@ from stepscope.cli.app import run
 from stepscope.config import check_finish
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.mirror import files_below, uncopied
+from stepscope.files.mirror import files_below, is_whole, uncopied
 from stepscope.mirror.copy import copy_step
 from stepscope.mirror.store import Store, open_store
 from stepscope.recording import export, finish
@@ -360,3 +360,30 @@ def test_a_protocol_that_is_not_installed_or_unknown_names_the_fix_before_the_ru
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         check_finish(ProfileConfig.from_mapping({"finish": {"mirror": mirror}}))
+
+
+def test_a_copy_that_another_host_of_a_shared_folder_made_is_whole(tmp_path: Path, url: str) -> None:
+    step = a_step(tmp_path / "run")
+    assert not is_whole(step, url)
+    copy_step(open_store(url), url, step)
+    step.mirror_record(HOST).rename(step.mirror_record("another"))
+    assert is_whole(step, url)
+    assert not is_whole(step, f"{url}/elsewhere")
+    (step.traces / "actor" / "0.json").write_text("changed since")
+    assert not is_whole(step, url)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = a_step(tmp_path / "run")
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if str(path).endswith("actor"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PermissionError):
+        files_below(step.root)

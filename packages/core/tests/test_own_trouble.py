@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope import ProfileConfig, capture, request_capture, span
+from stepscope import ProfileConfig, capture, flush, request_capture, span
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
@@ -25,7 +25,7 @@ from stepscope.files.parts import read_parts
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.temporary import remove_abandoned, temporary
 from stepscope.files.values import settled_value
-from stepscope.recording import control, loop, requests, runtime
+from stepscope.recording import control, export, loop, requests, runtime
 from stepscope.recording.worker import StartRequest, start_worker
 
 
@@ -184,6 +184,8 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config
     assert Path(made.stdout).is_dir()
     with capture(2, config=config):
         pass
+    flush()
+    export.exporter().drain(30)
     assert sorted(folder.iterdir()) == sorted([living, foreign])
     assert remove_abandoned(folder) == []
 

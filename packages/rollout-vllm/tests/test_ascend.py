@@ -70,7 +70,7 @@ class Ascend:
         self._name = self._name or name
         return Started(self.folder, named=True, aimed=False)
 
-    async def stop(self) -> None:
+    async def stop(self) -> dict[str, str]:
         self._stops += 1
         for rank in range(2):
             worker = f"{self._name}_dp0_pp0_tp{rank}_dcp0_ep0_rank{rank}_{70 + rank}"
@@ -78,6 +78,7 @@ class Ascend:
             path.mkdir(parents=True)
             (path / "torch.op_range").write_bytes(b"operators")
             (path.parent / f"profiler_info_{rank}.json").write_text("{}")
+        return {}
 
 
 def captured(desk: Desk, target: Ascend, capture: EngineCapture) -> list[Artifact]:

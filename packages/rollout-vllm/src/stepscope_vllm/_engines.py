@@ -6,7 +6,6 @@ vLLM is never imported here: an engine can only be there when its user has impor
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import sys
 import traceback
@@ -249,11 +248,13 @@ class Driver:
         named = dialect.prefix == "every start"
         return Started(self.folder, named=named, aimed=False, by_others=by_others)
 
-    async def stop(self) -> None:
+    async def stop(self) -> dict[str, str]:
+        """What did not come of it, and why."""
+        lost = None
         if not self.dialect.guarded and self.frontend_records() is not None:
             # What stop_profile does, one after the other, and to a profiler that records alone: one stop too
             # many, or two at once, end this very process.
-            await self._end_frontend()
+            lost = await self._end_frontend()
             await self.call("collective_rpc", "profile", args=(False,))
         else:
             try:
@@ -265,6 +266,7 @@ class Driver:
             self._aimed = False
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
             await self.call("collective_rpc", method)
+        return {} if lost is None else {"frontend": lost}
 
     def frontend_records(self) -> bool | None:
         """Whether the AsyncLLM's own profiler of this process records; None where it has none."""
@@ -276,15 +278,24 @@ class Driver:
             found = getattr(found, "profiler", None)
         return found is not None and bool(found.entered) and found.kineto_results is None
 
-    async def _end_frontend(self) -> None:
+    async def _end_frontend(self) -> str | None:
         """Stops the AsyncLLM's own profiler, if it records, also when the engine is dead: left so, this
         process ends in a segmentation fault at its exit. It ends in one as well when a torch.profiler is
         stopped on another thread than it was started on: the one that vLLM has it started on is of its loop.
+
+        Returns:
+            Why that failed; without its file the rest is still worth having.
         """
-        if self.frontend_records():
+        if not self.frontend_records():
+            return None
+        try:
             work = self._begin(partial(asyncio.to_thread, self.engine.profiler.stop))
-            with contextlib.suppress(Exception):  # without its file the rest is still worth having
-                await asyncio.wait_for(work, _FRONTEND_S)
+            await asyncio.wait_for(work, _FRONTEND_S)
+        except asyncio.TimeoutError:
+            return f"the AsyncLLM's own profiler did not stop within {_FRONTEND_S:g} s: its trace is missing"
+        except Exception as error:
+            return f"the AsyncLLM's own profiler did not stop, so its trace is missing: {_said(error)}"
+        return None
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls the engine where it wants to be called.

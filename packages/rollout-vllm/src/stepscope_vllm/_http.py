@@ -219,13 +219,14 @@ class _There:
         self._refuse_failure("start_profile", answer)
         return Started(self.folder, named=self._dialect.prefix == "every start", aimed=False)
 
-    async def stop(self) -> None:
+    async def stop(self) -> dict[str, str]:
         if not self._dialect.guarded:
             came = await asyncio.to_thread(_traces.of_frontends, self.folder)
             if came - self._frontends:
-                return  # somebody has stopped it: before vLLM 0.31 one more ends the server
+                return {}  # somebody has stopped it: before vLLM 0.31 one more ends the server
         answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
         self._refuse_failure("stop_profile", answer)
+        return {}
 
     def _refuse_failure(self, what: str, answer: Answer) -> None:
         if answer.status == 404:

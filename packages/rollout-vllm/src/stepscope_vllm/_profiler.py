@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
-from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _engines, _options, _recording, _versions
-from stepscope_vllm._engines import Driver, Layout, Started, on_ascend
+from stepscope_vllm._engines import Driver, on_ascend
 from stepscope_vllm._recording import Desk, Run
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
@@ -80,41 +78,13 @@ class VllmProfiler:
             ignored["profile_memory"] = _options.OTHER_THREAD
         driver.bind(asyncio.get_running_loop())
         self._ignored = ignored
-        await _recording.start(self._desk, Run(self._desk, _Here(driver), capture, ignored))
+        await _recording.start(self._desk, Run(self._desk, driver, capture, ignored))
 
     async def stop(self) -> list[Artifact]:
         artifacts, run = await _recording.stop(self._desk)
         if run is not None:
             self._ignored = run.ignored
         return artifacts
-
-
-class _Here:
-    """A `Driver` as a recording's target."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    @property
-    def folder(self) -> Path:
-        return self._driver.folder
-
-    @property
-    def version(self) -> str:
-        return self._driver.version
-
-    @property
-    def layout(self) -> Layout:
-        return self._driver.layout
-
-    def facts(self) -> dict[str, Option]:
-        return self._driver.facts()
-
-    async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
-        return await self._driver.start(capture, name, ranks)
-
-    async def stop(self) -> None:
-        await self._driver.stop()
 
 
 class VllmFactory:

@@ -49,7 +49,9 @@ class Target(Protocol):
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started: ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> dict[str, str]:
+        """What did not come of it, and why."""
+        ...
 
 
 class Desk:
@@ -148,7 +150,7 @@ class Run:
             if self._timer is not None:
                 self._timer.cancel()
             self._desk.owed, late_for = self, self._desk.owed
-            await self._target.stop()
+            self.ignored |= await self._target.stop()
             closed = read_anchor()
             facts = await asyncio.to_thread(self._target.facts)
             found = await asyncio.to_thread(self._collect, late_for, closed, facts)

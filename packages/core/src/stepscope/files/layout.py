@@ -150,6 +150,10 @@ class StepLayout:
         """What `host` has copied to the mirror."""
         return self.root / f"mirror_{safe(host)}.json"
 
+    def mirror_records(self) -> list[Path]:
+        """Those of all hosts."""
+        return sorted(self.root.glob("mirror_*.json"))
+
     def scalars(self, run_id: str) -> Path:
         """A run's figures of the step, for curves."""
         return self.root / f"scalars_{safe(run_id)}.json"

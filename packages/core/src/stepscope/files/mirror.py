@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
 
@@ -36,9 +37,13 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def files_below(root: Path) -> dict[str, os.stat_result]:
-    """A step's files that belong into its copy, by relative path: no temporary ones, links or records."""
+    """A step's files that belong into its copy, by relative path: no temporary ones, links or records.
+
+    Raises:
+        OSError: a folder cannot be read, so that nobody knows what is in it.
+    """
     found = {}
-    for folder, names, files in os.walk(root):
+    for folder, names, files in os.walk(root, onerror=_unless_it_is_gone):
         names[:] = sorted(name for name in names if not name.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
@@ -52,6 +57,11 @@ def files_below(root: Path) -> dict[str, os.stat_result]:
             if S_ISREG(status.st_mode):
                 found[relative] = status
     return found
+
+
+def _unless_it_is_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def is_copied(copied: Copied | None, status: os.stat_result) -> bool:
@@ -74,9 +84,27 @@ def write_record(step: StepLayout, host: str, record: MirrorRecord) -> None:
 
 def uncopied(step: StepLayout, host: str, url: str) -> list[str]:
     """The files of a step whose copy at `url` was not found equal to what they are now."""
-    record = record_of(step, host, url)
-    return [
-        path
-        for path, status in files_below(step.root).items()
-        if not is_copied(record.files.get(path), status)
-    ]
+    return _missing(files_below(step.root), record_of(step, host, url))
+
+
+def is_whole(step: StepLayout, url: str) -> bool:
+    """Whether some host that wrote into this folder found the copy at `url` equal to all that is there now.
+
+    Any host: where hosts share the folder, one of them copies it, and a run that goes on may do so elsewhere.
+    """
+    files = files_below(step.root)
+    return not files or any(not _missing(files, record) for record in _records(step, url))
+
+
+def _missing(files: dict[str, os.stat_result], record: MirrorRecord) -> list[str]:
+    return [path for path, status in files.items() if not is_copied(record.files.get(path), status)]
+
+
+def _records(step: StepLayout, url: str) -> Iterator[MirrorRecord]:
+    for path in step.mirror_records():
+        try:
+            record = read_record(path, MirrorRecord)
+        except (OSError, RecordError):
+            continue  # it says of nothing that it was copied
+        if record.url == url:
+            yield record

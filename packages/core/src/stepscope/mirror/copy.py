@@ -48,7 +48,7 @@ def copy_step(store: Store, url: str, step: StepLayout) -> StepCopy:
     """Brings the copy of a step up to date. What cannot be copied stands in the answer; it raises nothing.
 
     Raises:
-        OSError: the step's folder cannot be written.
+        OSError: the step's folder cannot be read, or written.
     """
     with _alone(step):
         return _Work(store, url, step).run()

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from socket import gethostname
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_RUN, Expectation
-from stepscope.files.mirror import uncopied
+from stepscope.files.mirror import is_whole
 from stepscope.files.parts import read_parts
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
@@ -225,7 +224,10 @@ def busy_steps(run: RunLayout) -> set[int]:
 def is_mirrored(session: Session, step: StepLayout) -> bool:
     """Whether nothing of a step would be lost with its folder; True where no mirror is wanted."""
     url = session.config.finish.mirror
-    return url is None or not uncopied(step, gethostname(), url)
+    try:
+        return url is None or is_whole(step, url)
+    except OSError:
+        return False
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, ledger: Ledger) -> None:

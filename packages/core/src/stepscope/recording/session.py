@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,8 +121,6 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             export.exporter().drain(self.config.budget.export_seconds)
         began = time.monotonic_ns()
-        if self.owner:
-            _tidy(self.config.save_path, self.layout)
         self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
         self._say_unreachable_ranks()
         reason = self._no_profiler()
@@ -211,6 +210,9 @@ class Session:
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))
             self.ledger.write()
+            if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
+                deferred = self.config.export.when == "deferred"
+                export.exporter().then(partial(_tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 

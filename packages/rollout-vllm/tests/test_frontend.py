@@ -1,0 +1,53 @@
+"""The AsyncLLM's own profiler, where it does not stop: the capture goes on and says what is missing.
+
+A stand-in has an AsyncLLM's attributes; the real one's profiler cannot be made to fail on demand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from stepscope_vllm._engines import Driver
+
+
+class Frontend:
+    """What `AsyncLLM.profiler` is down to torch's own: it records, and its stop raises."""
+
+    kineto_results = None
+    entered = True
+
+    def stop(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def stopped(profiler: object) -> str | None:
+    async def work() -> str | None:
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        engine = SimpleNamespace(
+            output_handler=task,
+            vllm_config=None,
+            errored=False,
+            engine_core=SimpleNamespace(resources=None),
+            profiler=SimpleNamespace(profiler=profiler, stop=getattr(profiler, "stop", None)),
+        )
+        driver = Driver(engine)
+        driver.bind(asyncio.get_running_loop())
+        try:
+            return await driver._end_frontend()
+        finally:
+            task.cancel()
+
+    return asyncio.run(work())
+
+
+def test_a_frontend_that_does_not_stop_is_named_with_its_reason() -> None:
+    said = str(stopped(Frontend()))
+    assert said.startswith("the AsyncLLM's own profiler did not stop, so its trace is missing")
+    assert "No space left on device" in said
+
+
+def test_of_a_frontend_that_does_not_record_nothing_is_said() -> None:
+    idle = Frontend()
+    idle.entered = False
+    assert stopped(idle) is None
