@@ -430,7 +430,7 @@ async def test_processes_of_one_machine_share_its_clock(
 async def test_between_machines_the_true_offset_lies_within_the_stated_uncertainty(
     crew: dict[str, list[Any]], request_1: StartRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(fleet_module, "machine", lambda: "another machine")
+    monkeypatch.setattr(fleet_module, "boot_id", lambda: "another machine")
     crewed = fleet(*crew[kind])
     started = await crewed.start(request_1, 20)
     stopped = await crewed.stop(stop_of(request_1), 20)
