@@ -26,7 +26,7 @@ import ray
 
 from stepscope import ProfileConfig, aprepare, capture
 from stepscope.demo.calculator import Calculator
-from stepscope.demo.run import start_ray
+from stepscope.demo.run import WARM_UP, start_ray
 from stepscope.demo.trainer import Trainer
 
 EVERY = 3
@@ -144,7 +144,7 @@ async def run(folder: Path, minutes: float, keep: int, steps: int | None) -> boo
     until = time.monotonic() + 60 * minutes
     async with Calculator() as calculator:
         trainer = Trainer(calculator, 0, config)
-        await trainer.set_up(5)
+        await trainer.set_up(WARM_UP)
         await aprepare(workers=trainer.workers, engines=trainer.engines, config=config)
         actors = {
             **{f"actor {rank}": actor for rank, actor in enumerate(trainer.actors)},
