@@ -1,19 +1,23 @@
 """What is said of vllm-ascend before it is profiled, and what becomes of the folders that it leaves.
 
-It was not run: no NPU here. What it does is read from its code: a worker's profiler is made at its first
-start, keeps the name it was given then, and leaves a folder of the Ascend profiler at each stop.
+It was not run: no NPU here. What it does is read from its code (test_ascend_wheels.py): a worker's profiler
+is made at its first start, keeps the name it was given then, and leaves a folder at each stop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.engines import EngineCapture
-from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _engines, _options, _recording
+from stepscope.errors import EngineError
+from stepscope.files.layout import sidecar_of
+from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope_vllm import _ascend, _engines, _options, _recording
 from stepscope_vllm._engines import Layout, Started
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import dialect_of
@@ -34,13 +38,64 @@ def a_capture(
     )
 
 
-@pytest.mark.parametrize("ascend", [False, True])
-def test_what_vllm_ascend_hard_codes_is_reported_where_it_is_installed(tmp_path: Path, ascend: bool) -> None:
+NEWEST = _ascend.Ascend(
+    "vllm-ascend 0.30.0",
+    {
+        "profiler_level": "Level1",
+        "export_type": "Text",
+        "msprof_tx": "False",
+        "with_stack": "False",
+        "with_modules": "profiler_config.torch_profiler_with_stack",
+        "profile_memory": "profiler_config.torch_profiler_with_memory",
+    },
+)
+
+
+@pytest.mark.parametrize("ascend", [None, NEWEST])
+def test_what_vllm_ascend_hard_codes_is_reported_where_it_is_installed(
+    tmp_path: Path, ascend: _ascend.Ascend | None
+) -> None:
     capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
     unable = _options.unable(
         capture, {"profiler": "torch"}, dialect_of(()), "0.32.0", aimed=True, ascend=ascend
     )
-    assert ("record_shapes" in unable, "with_stack" in unable) == (ascend, ascend)
+    named = {"npu.level", "npu.export", "npu.markers", "record_shapes", "with_stack"}
+    assert unable.keys() & named == (named if ascend else set())
+    if ascend:
+        assert "Level1" in unable["npu.level"]
+        assert "Fix: stepscope analyse" in unable["npu.export"]
+        assert "msprof_tx=False" in unable["npu.markers"]
+        assert "rows of whoever calls the engine" in unable["npu.markers"]
+
+
+def test_a_check_says_what_no_capture_will_have_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_ascend, "installed", lambda: NEWEST)
+    monkeypatch.setattr(_ascend, "_told", False)
+    for _ in range(2):
+        assert list(_ascend.check({})) == ["npu.level", "npu.export", "npu.markers"]
+    [record] = caplog.records
+    assert "vllm-ascend 0.30.0 records at Level1" in record.message
+    assert "record_request" in record.message
+
+
+def test_without_vllm_ascend_a_check_has_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
+    assert _ascend.check({}) == {}
+    assert caplog.records == []
+
+
+def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
+    monkeypatch.setattr(_ascend, "installed", lambda: NEWEST._replace(by_environment=True))
+    monkeypatch.setattr(_ascend, "_told", True)
+    monkeypatch.delenv("VLLM_TORCH_PROFILER_DIR", raising=False)
+    with pytest.raises(EngineError, match=r"Fix: export VLLM_TORCH_PROFILER_DIR=/a/folder before"):
+        _ascend.check({"torch_profiler_dir": "/a/folder"})
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/a/folder")
+    _ascend.check({"torch_profiler_dir": "/a/folder"})
 
 
 def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +103,17 @@ def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch
     driver = object.__new__(_engines.Driver)
     monkeypatch.setattr(_engines.Driver, "in_this_process", property(lambda _: True))
     assert driver.takes_aim()
-    monkeypatch.setattr(_engines, "on_ascend", lambda: True)
+    monkeypatch.setattr(_ascend, "is_here", lambda: True)
     assert not driver.takes_aim()
+
+
+SAID = {
+    "config": {
+        "common_config": {"record_shapes": False, "with_stack": False, "with_modules": True},
+        "experimental_config": {"_profiler_level": "Level1", "_msprof_tx": False, "_export_type": ["text"]},
+    }
+}
+"""As torch_npu notes it in `profiler_info*.json`."""
 
 
 class Ascend:
@@ -77,7 +141,7 @@ class Ascend:
             path = self.folder / f"{worker}_{self._stops:017}_ascend_pt" / "FRAMEWORK"
             path.mkdir(parents=True)
             (path / "torch.op_range").write_bytes(b"operators")
-            (path.parent / f"profiler_info_{rank}.json").write_text("{}")
+            (path.parent / f"profiler_info_{rank}.json").write_text(json.dumps(SAID))
         return {}
 
 
@@ -98,9 +162,30 @@ def test_each_capture_gets_the_folders_of_its_own_step(tmp_path: Path) -> None:
             ("npu_recording", 0, 70),
             ("npu_recording", 1, 71),
         ]
-        assert [artifact.size_bytes for artifact in found] == [11, 11]
+        assert [artifact.size_bytes for artifact in found] == [len("operators" + json.dumps(SAID))] * 2
         for artifact in found:
             folder = tmp_path / f"step{step}" / artifact.path
             assert (folder / "FRAMEWORK" / "torch.op_range").is_file()
             assert folder.name.startswith(f"capture{step}_")
     assert list((tmp_path / "engine").iterdir()) == []
+
+
+def test_what_a_servers_recordings_say_of_themselves_is_reported(tmp_path: Path) -> None:
+    """Of a server nothing else tells that it is vllm-ascend's, or with what it records."""
+    capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
+    for artifact in captured(Desk(), Ascend(tmp_path / "engine"), capture):
+        assert artifact.ignored["record_shapes"] == "vllm-ascend records none and has no setting for it"
+        assert artifact.ignored["with_stack"] == "vllm-ascend records modules in its place"
+        assert "Level1" in artifact.ignored["npu.level"]
+        assert "msprof_tx=False" in artifact.ignored["npu.markers"]
+        folder = tmp_path / "step2" / artifact.path
+        sidecar = msgspec.json.decode(sidecar_of(folder).read_bytes(), type=Sidecar)
+        assert sidecar.options == {"level": "level1", "export": "text", "markers": False}
+
+
+def test_a_recording_that_says_nothing_of_itself_is_kept_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SAID, "config", None)
+    for artifact in captured(Desk(), Ascend(tmp_path / "engine"), a_capture(tmp_path)):
+        assert artifact.ignored == {}

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm import _extension, _facts, _line, _versions
+from stepscope_vllm import _ascend, _extension, _facts, _line, _versions
 from stepscope_vllm._versions import Dialect
 
 _KINDS = {"AsyncLLM", "LLM"}
@@ -172,7 +171,7 @@ class Driver:
 
     def takes_aim(self) -> bool:
         """Whether its workers can be told where and how to record. vllm-ascend's have another profiler."""
-        return not on_ascend() and (self.in_this_process or self.extended())
+        return not _ascend.is_here() and (self.in_this_process or self.extended())
 
     def extended(self) -> bool:
         """Whether its workers have our extension."""
@@ -365,11 +364,6 @@ class Driver:
         resources = getattr(self.engine.engine_core, "resources", None)
         tasks = (self.engine.output_handler, getattr(resources, "output_queue_task", None))
         return next((task.get_loop() for task in tasks if task is not None), None)
-
-
-def on_ascend() -> bool:
-    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
-    return find_spec("vllm_ascend") is not None
 
 
 def options_of(capture: EngineCapture) -> dict[str, bool]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
+from stepscope_vllm._ascend import Ascend
 from stepscope_vllm._versions import Dialect
 
 _TORCH = {
@@ -20,11 +21,6 @@ _NEVER = {
     "by_stage": "vLLM records prefill and decode in one trace; its annotations tell them apart",
     "merge": "vLLM joins no traces; `stepscope merge` does",
 }
-_ON_ASCEND = {
-    "record_shapes": "vllm-ascend passes it on to nobody",
-    "with_stack": "vllm-ascend records modules in its place",
-}
-"""By its code: it was not run. It also records at Level1, as text, and without mstx (markers of spans)."""
 _STACKS = (
     "the engine was built with torch_profiler_with_stack=True (vLLM's default): an idle second gives 2.7 "
     "million events, and stop takes minutes"
@@ -76,14 +72,14 @@ def unable(
     version: str,
     *,
     aimed: bool,
-    ascend: bool = False,
+    ascend: Ascend | None = None,
 ) -> dict[str, str]:
     """The options of a capture that will not be honoured: {option: reason}.
 
     Args:
         settings: What the engine was built with; empty where it is not known (a server).
         aimed: Whether the workers take each capture's options (our extension, or a worker in this process).
-        ascend: Whether the engine is vllm-ascend's.
+        ascend: The engine's, where it is vllm-ascend's.
 
     Raises:
         EngineError: `extra` has an option that no vLLM has.
@@ -98,7 +94,8 @@ def unable(
         found.update(_fixed(capture, settings))
         found.update(_iterations(capture, settings, dialect))
     found.update(_extra(capture, settings, version, aimed=aimed))
-    found.update(_asked(capture, _ON_ASCEND if ascend else {}))
+    if ascend is not None:
+        found.update(ascend.unable(capture))
     why = _versions.untried(version)
     if why is not None:
         found["version"] = why

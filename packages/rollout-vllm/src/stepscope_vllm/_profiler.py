@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _engines, _options, _recording, _versions
-from stepscope_vllm._engines import Driver, on_ascend
+from stepscope_vllm import _ascend, _engines, _options, _recording, _versions
+from stepscope_vllm._engines import Driver
 from stepscope_vllm._recording import Desk, Run
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
@@ -62,6 +62,7 @@ class VllmProfiler:
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
         _options.refuse_disabled(driver.settings)
+        self._ignored = _ascend.check(driver.settings)
 
     async def start(self, capture: EngineCapture) -> None:
         self.check()
@@ -72,7 +73,7 @@ class VllmProfiler:
             driver.dialect,
             driver.version,
             aimed=driver.takes_aim(),
-            ascend=on_ascend(),
+            ascend=_ascend.installed(),
         )
         if driver.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = _options.OTHER_THREAD

@@ -25,7 +25,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _facts, _line, _traces
+from stepscope_vllm import _ascend, _facts, _line, _traces
 from stepscope_vllm._engines import Layout, Started
 
 
@@ -253,6 +253,9 @@ class Run:
         for trace, _ in aside:
             _traces.remove(trace.path)
         kept = [pair for pair in placed if pair not in aside]
+        recorded = {trace.path: _ascend.of_recording(trace.path) for trace, _ in kept if _recorded(trace)}
+        for one in filter(None, recorded.values()):  # nothing else says that a server is vllm-ascend's
+            self.ignored = {**one.unable(self.capture), **self.ignored}
         options: dict[str, Option] = {
             **_facts.steady(facts),
             **_facts.between(self._facts, facts),
@@ -279,7 +282,7 @@ class Run:
                 opened=self._opened,
                 closed=closed,
                 versions={"vllm": self._target.version},
-                options=options,
+                options={**options, **_ascend.options_of(recorded.get(trace.path))},
             )
             for trace, rank in kept
         ]
@@ -342,8 +345,13 @@ class Run:
         return found if dp is None else {**found, "dp": dp}
 
 
+def _recorded(trace: _traces.Trace) -> bool:
+    """Whether it is a recording of the Ascend profiler."""
+    return _traces.is_recording(trace.path.name)
+
+
 def _kind(trace: _traces.Trace) -> str:
-    if _traces.is_recording(trace.path.name):
+    if _recorded(trace):
         return "npu_recording"  # as stepscope-npu names its own
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 

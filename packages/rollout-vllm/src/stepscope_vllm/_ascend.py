@@ -1,0 +1,189 @@
+"""What vllm-ascend's own profiler records with, whatever a capture asks for.
+
+It makes torch_npu's profiler from constants in its code, and which they are has changed between its releases.
+So they are read: before the run in the code that is installed, after it in what a recording says of itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from stepscope.engines import EngineCapture
+from stepscope.errors import EngineError
+from stepscope_vllm._facts import FOLDER_VARIABLE, Fact
+
+log = logging.getLogger("stepscope")
+_told = False
+"""Whether the log has it. One writer: `check`."""
+PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
+"""Where it makes its profiler: the first of these that does (0.20 and later, up to 0.12, between)."""
+_DEFAULTS = {
+    "record_shapes": "False",
+    "with_stack": "False",
+    "with_modules": "False",
+    "profile_memory": "False",
+}
+"""torch_npu's own defaults, for arguments that are not given."""
+_MARKERS = (
+    "records without mstx (msprof_tx=False), so spans leave no markers in its workers' recordings: the "
+    "timeline has them on the rows of whoever calls the engine. Fix: stepscope_vllm.record_request, for the "
+    "queue, prefill and decode of a request"
+)
+_UNKNOWN = (
+    "what its profiler records with is not known, because its code is not as it was up to 0.30. Fix: see "
+    "profiler_info*.json in a recording"
+)
+
+
+class Ascend(NamedTuple):
+    """One vllm-ascend's profiler, or one recording of it."""
+
+    who: str
+    arguments: Mapping[str, str]
+    """Of torch_npu's profiler, as text: a constant's last name (`Level1`, `False`), or an expression."""
+    by_environment: bool = False
+    """It looks at VLLM_TORCH_PROFILER_DIR and at no `ProfilerConfig`."""
+
+    def fixed(self) -> dict[str, str]:
+        """{option of `npu`: what it is instead}, whatever a capture asks for."""
+        given = self.arguments
+        if not given:
+            return {"npu": f"{self.who}: {_UNKNOWN}"}
+        found = {}
+        if "profiler_level" in given:
+            found["npu.level"] = f"{self.who} records at {given['profiler_level']} and has no setting for it"
+        if "export_type" in given:
+            found["npu.export"] = (
+                f"{self.who} writes {given['export_type'].lower()} and has no setting for it. Fix: stepscope "
+                "analyse, then merge"
+            )
+        if "True" not in (given.get("msprof_tx"), given.get("mstx")):
+            found["npu.markers"] = f"{self.who} {_MARKERS}"
+        return found
+
+    def unable(self, capture: EngineCapture) -> dict[str, str]:
+        """{option: why it is not honoured}"""
+        given, found = {**_DEFAULTS, **self.arguments}, self.fixed()
+        if not self.arguments:
+            return found
+        for option in ("record_shapes", "profile_memory"):
+            if getattr(capture, option) and given[option] == "False":
+                found[option] = f"{self.who} records none and has no setting for it"
+        if capture.with_stack and given["with_stack"] == "False":
+            instead = "none" if given["with_modules"] == "False" else "modules in its place"
+            found["with_stack"] = f"{self.who} records {instead}"
+        return found
+
+
+def is_here() -> bool:
+    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
+    return find_spec("vllm_ascend") is not None
+
+
+def installed() -> Ascend | None:
+    """Of this environment, without importing it; None where it is not installed."""
+    spec = find_spec("vllm_ascend")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        release = version("vllm-ascend")
+    except PackageNotFoundError:
+        release = "of unknown version"
+    return of_source(Path(next(iter(spec.submodule_search_locations))), f"vllm-ascend {release}")
+
+
+def of_source(package: Path, who: str) -> Ascend:
+    """Of the code in a folder `vllm_ascend`. Without arguments where the code is not as it was up to 0.30."""
+    for part in PARTS:
+        try:
+            module = ast.parse((package / part).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        arguments = _arguments(module)
+        if arguments:
+            named = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+            by_environment = FOLDER_VARIABLE in named and "profiler_config" not in named
+            return Ascend(who, arguments, by_environment)
+    return Ascend(who, {})
+
+
+def of_recording(folder: Path) -> Ascend | None:
+    """What one recording was made with, as torch_npu has noted it there; None where it has not."""
+    for path in folder.glob("profiler_info*.json"):
+        try:
+            config = json.loads(path.read_bytes())["config"]
+            said = {**config["common_config"], **config["experimental_config"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        given = {name.lstrip("_"): value for name, value in said.items()}
+        exports = given.get("export_type")
+        if isinstance(exports, list):
+            given["export_type"] = ", ".join(map(str, exports))
+        names = (*_DEFAULTS, "profiler_level", "export_type", "msprof_tx", "mstx")
+        return Ascend("vllm-ascend", {name: str(given[name]) for name in names if name in given})
+    return None
+
+
+def options_of(recording: Ascend | None) -> dict[str, Fact]:
+    """What a sidecar says of one recording, in the words of `npu`."""
+    given = {} if recording is None else recording.arguments
+    found: dict[str, Fact] = {}
+    for name, argument in (("level", "profiler_level"), ("export", "export_type")):
+        if argument in given:
+            found[name] = given[argument].lower()
+    if "msprof_tx" in given:
+        found["markers"] = "True" in (given["msprof_tx"], given.get("mstx"))
+    return found
+
+
+def check(settings: Mapping[str, object]) -> dict[str, str]:
+    """What no capture of an engine of this environment has, said in the log once a process; empty where it is
+    not vllm-ascend's.
+
+    Raises:
+        EngineError: the engine was built with a profiler that this vllm-ascend does not look at.
+    """
+    global _told
+    found = installed()
+    if found is None:
+        return {}
+    _refuse_unheard(found, settings)
+    if not _told:
+        _told = True
+        log.warning("stepscope: engines of this environment: %s", "; ".join(found.fixed().values()))
+    return found.fixed()
+
+
+def _refuse_unheard(found: Ascend, settings: Mapping[str, object]) -> None:
+    if found.by_environment and not os.environ.get(FOLDER_VARIABLE):
+        folder = settings.get("torch_profiler_dir")
+        raise EngineError(
+            f"{found.who} takes no profiler_config: its workers look at {FOLDER_VARIABLE}, which is not set. "
+            f"Fix: export {FOLDER_VARIABLE}={folder} before the engine is built, or vllm-ascend 0.14 or later"
+        )
+
+
+def _arguments(module: ast.Module) -> dict[str, str]:
+    """Of `profile(experimental_config=_ExperimentalConfig(...))`, in whatever function it stands."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    found: dict[str, str] = {}
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        given = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        if name == "_ExperimentalConfig" or (name == "profile" and "experimental_config" in given):
+            found |= {argument: _text(value) for argument, value in given.items()}
+    return found
+
+
+def _text(value: ast.expr) -> str:
+    """`torch_npu.profiler.ProfilerLevel.Level1` -> `Level1`; of a setting, all of it."""
+    text = ast.unparse(value)
+    return text.rpartition(".")[2] if text.startswith("torch_npu.profiler.") and "(" not in text else text

@@ -1,0 +1,126 @@
+"""What vllm-ascend's profiler records with, read in its own wheels, whose code is never run.
+
+The adapter reads the same in whatever is installed. Here stands what it says of releases that are known: of
+the oldest wheel, the newest, and both sides of each change between them.
+"""
+
+from __future__ import annotations
+
+import ast
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from stepscope.engines import EngineCapture
+from stepscope_vllm import _ascend
+from stepscope_vllm._traces import is_recording
+from tests.downloads import members
+
+STACKS, MODULES, ENVIRONMENT = "with_stack", "with_modules", "VLLM_TORCH_PROFILER_WITH_STACK"
+WHEELS = {
+    "0.9.0rc1": None,
+    "0.11.0": (STACKS, ENVIRONMENT),
+    "0.13.0": (MODULES, ENVIRONMENT),
+    "0.14.0rc1": (STACKS, "torch_profiler_with_stack"),
+    "0.26.0rc1": (MODULES, "torch_profiler_with_stack"),
+}
+"""{version: (the argument of torch_npu's profiler that `with_stack` becomes, whence it is taken)}.
+
+Releases after 0.26 have no wheel. In the source of 0.30.0rc2 it was compared by hand: as in 0.26.
+"""
+_TAGS = ("manylinux1_x86_64", "manylinux2014_x86_64", "manylinux_2_24_x86_64", "manylinux_2_34_x86_64")
+_ANY_LINUX = [word for tag in _TAGS for word in ("--platform", tag)] + ["--python-version", "3.11"]
+
+
+@cache
+def package(version: str) -> Path:
+    parts = tuple(f"vllm_ascend/{part}" for part in _ascend.PARTS)
+    return members(f"vllm-ascend=={version}", parts, *_ANY_LINUX) / "vllm_ascend"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fetched() -> None:
+    with ThreadPoolExecutor(4) as several:
+        list(several.map(package, WHEELS))
+
+
+CAPTURE = EngineCapture(
+    step=2,
+    run_id="r",
+    out_dir="/x/traces",
+    step_dir="/x",
+    name="capture2",
+    replica=0,
+    record_shapes=True,
+    with_stack=True,
+)
+
+
+def worker_of(version: str) -> ast.Module:
+    """The module of the worker, which a start and a stop reach."""
+    folder = package(version) / "worker"
+    found = [folder / name for name in ("worker_v1.py", "worker.py") if (folder / name).exists()]
+    return ast.parse(found[0].read_text())
+
+
+@pytest.mark.parametrize("version", WHEELS)
+def test_it_records_at_level1_as_text_without_mstx_and_without_shapes(version: str) -> None:
+    found = _ascend.of_source(package(version), "vllm-ascend")
+    assert (found.arguments["profiler_level"], found.arguments["export_type"]) == ("Level1", "Text")
+    assert found.arguments["msprof_tx"] == "False"
+    assert not {"mstx", "record_shapes"} & found.arguments.keys()
+    assert list(found.fixed()) == ["npu.level", "npu.export", "npu.markers"]
+    assert "record_shapes" in found.unable(CAPTURE)
+
+
+@pytest.mark.parametrize("version", WHEELS)
+def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None:
+    found = _ascend.of_source(package(version), "vllm-ascend")
+    said = found.unable(CAPTURE).get("with_stack")
+    where = WHEELS[version]
+    if where is None:
+        assert said == "vllm-ascend records none"
+    else:
+        argument, setting = where
+        assert setting in found.arguments[argument]
+        assert said == (None if argument == STACKS else "vllm-ascend records modules in its place")
+
+
+@pytest.mark.parametrize("version", WHEELS)
+def test_those_up_to_0_13_look_at_the_environment_alone(version: str) -> None:
+    """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
+    old = tuple(map(int, version.split(".")[:2])) <= (0, 13)
+    assert _ascend.of_source(package(version), "vllm-ascend").by_environment == old
+
+
+@pytest.mark.parametrize("version", WHEELS)
+def test_a_start_takes_a_name_in_newer_ones_and_keeps_the_first(version: str) -> None:
+    """Why folders are told apart by what was there before a start, and not by their names."""
+    [profile] = [
+        node
+        for node in ast.walk(worker_of(version))
+        if isinstance(node, ast.FunctionDef) and node.name == "profile"
+    ]
+    taken = [argument.arg for argument in profile.args.args]
+    named = version == "0.26.0rc1"  # since 0.16.0rc1
+    assert taken == ["self", "is_start", *(["profile_prefix"] if named else [])]
+    handler = _ascend.of_source(package(version), "").arguments["on_trace_ready"]
+    assert handler.startswith("torch_npu.profiler.tensorboard_trace_handler(")
+    assert ("worker_name=trace_name" in handler) == named
+    assert ("if self.profiler is None:" in ast.unparse(profile)) == (named or "raise" in ast.unparse(profile))
+
+
+def test_a_folder_as_torch_npu_names_it_is_known_with_and_without_a_workers_name() -> None:
+    """`<worker or host>_<pid>_<time>_ascend_pt`."""
+    assert is_recording("step_000002_run_dp0_pp0_tp1_dcp0_ep1_rank1_71_20260101000000000_ascend_pt")
+    assert is_recording("some-host_4711_20260101000000000_ascend_pt")
+
+
+def test_code_that_is_not_as_it_was_is_called_unknown(tmp_path: Path) -> None:
+    (tmp_path / "profiler").mkdir()
+    (tmp_path / "profiler" / "torch_npu_profiler.py").write_text("class TorchNPUProfilerWrapper: ...")
+    found = _ascend.of_source(tmp_path, "vllm-ascend 9")
+    assert found.unable(CAPTURE).keys() == {"npu"}
+    assert "vllm-ascend 9: what its profiler records with is not known" in found.fixed()["npu"]
