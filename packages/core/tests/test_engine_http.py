@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -111,6 +112,13 @@ def test_a_routers_servers_are_found_by_either_of_its_ways(host: Host) -> None:
     del host.answers["/workers"]
     host.answers["/list_workers"] = Answer(200, b'{"urls": ["http://c:3"]}')
     assert workers_of(host.url) == ["http://c:3"]
+
+
+def test_a_routers_servers_are_each_named_once_in_an_order_that_stays(host: Host) -> None:
+    urls = ["http://a:10000@1", "http://b:1", "http://a:9000", "http://a:10000@0", "http://u:1@c:2"]
+    for answer in (urls, urls[::-1]):
+        host.answers["/list_workers"] = Answer(200, json.dumps({"urls": answer}).encode())
+        assert workers_of(host.url) == ["http://a:9000", "http://a:10000", "http://b:1", "http://u:1@c:2"]
 
 
 def test_a_router_that_names_no_server_says_so(host: Host) -> None:

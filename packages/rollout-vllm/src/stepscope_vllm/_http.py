@@ -63,9 +63,14 @@ class VllmServer:
             ConfigError: `url` is none.
         """
         self.replica = replica
-        self._server = Server(url, headers=headers)
+        self._headers = dict(headers or {})
+        self._server = Server(url, headers=self._headers)
         self._layout = Layout(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, False)
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
+        self._below = False
+        """Whether it writes to `_folder` or to a folder in it, and only its files tell which."""
+        self._direct = False
+        """Whether it was seen to be no router."""
         self._desk = _desks.setdefault(self._server.url, Desk())
         self._version = "unknown"
         self._dialect: Dialect | None = None
@@ -75,29 +80,34 @@ class VllmServer:
     def behind(
         cls,
         router: str,
-        profile_dir: str | os.PathLike[str] | None = None,
+        profile_dir: str | os.PathLike[str] | Mapping[str, str] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
         **parallel: int,
     ) -> list[VllmServer]:
-        """One for each server behind a router, in its order. Blocks.
+        """One for each server behind a router, sorted by URL. Blocks.
 
         Args:
-            profile_dir: The folder that holds `replica0`, `replica1`... as `server_args` names them.
+            profile_dir: One folder: they write there or to folders in it (`replica0`, `replica1`... of
+                `server_args`), from vLLM 0.32 on, which names its files as it is told. Or that of each:
+                `{"http://host:port": "/a/folder"}`.
             parallel: `tensor_parallel_size` and the like, of each of them.
 
         Raises:
-            EngineError: the router does not name its servers.
+            EngineError: the router does not name its servers, or `profile_dir` lacks one of them.
         """
-        return [
-            cls(
-                url,
-                None if profile_dir is None else Path(profile_dir) / f"replica{number}",
-                headers=headers,
-                **parallel,
-            )
-            for number, url in enumerate(workers_of(router, headers=headers))
-        ]
+        found = []
+        for url in workers_of(router, headers=headers):
+            folder = profile_dir.get(url) if isinstance(profile_dir, Mapping) else profile_dir
+            if folder is None and isinstance(profile_dir, Mapping):
+                raise EngineError(
+                    f"profile_dir has no folder for {url}, which is behind {router}; it has: "
+                    f"{', '.join(profile_dir)}. Fix: add the torch_profiler_dir that it was served with"
+                )
+            server = cls(url, folder, headers=headers, **parallel)
+            server._below = folder is not None and not isinstance(profile_dir, Mapping)
+            found.append(server)
+        return found
 
     @property
     def world_size(self) -> int:
@@ -112,11 +122,18 @@ class VllmServer:
         return self._ignored
 
     def check(self) -> None:
+        self._refuse_a_router()
         self._version = self._ask_version()
         _versions.refuse_unsupported(self._version)
         self._dialect = self._ask_dialect()
         if self._folder is None:
             self._folder = self._ask_folder()
+        if self._below and self._dialect.prefix != "every start":
+            raise EngineError(
+                f"{self._unnamed()}, so nobody knows which folder in {self._folder} is that of "
+                f"{self._server.url}. Fix: "
+                f"VllmServer.behind(router, {{{self._server.url!r}: '/its/torch_profiler_dir', ...}})"
+            )
 
     async def start(self, capture: EngineCapture) -> None:
         if self._dialect is None or self._folder is None:
@@ -125,7 +142,13 @@ class VllmServer:
             raise EngineError("the server was not checked")
         ignored = _options.unable(capture, {}, self._dialect, self._version, aimed=False)
         self._ignored = ignored
-        target = _There(self._server, self._dialect, self._folder, self._layout, self._version)
+        if self._dialect.prefix == "every start":  # so that servers may share a folder
+            capture = msgspec.structs.replace(capture, name=f"{capture.name}_replica{capture.replica}")
+        else:
+            self._refuse_a_shared_folder(self._folder)
+        target = _There(
+            self._server, self._dialect, self._folder, self._layout, self._version, below=self._below
+        )
         await _recording.start(self._desk, Run(self._desk, target, capture, ignored))
 
     async def stop(self) -> list[Artifact]:
@@ -134,7 +157,36 @@ class VllmServer:
             self._ignored = run.ignored
         return artifacts
 
+    def _refuse_a_shared_folder(self, folder: Path) -> None:
+        for url, desk in _desks.items():
+            other = desk.current
+            if desk is not self._desk and other is not None and other.folder == folder:
+                raise EngineError(
+                    f"{url} is recorded and writes to {folder} too, and {self._unnamed()}. Fix: serve each "
+                    "with a torch_profiler_dir of its own"
+                )
+
+    def _unnamed(self) -> str:
+        return f"vLLM {self._version} does not name its files as it is told (0.32.0 does)"
+
     # What the server says of itself. These block.
+
+    def _refuse_a_router(self) -> None:
+        """A router answers all that is asked here, each time from another of its servers."""
+        if self._direct:
+            return
+        try:
+            urls = workers_of(self._server.url, headers=self._headers)
+        except (UnreachableError, AnswerLostError):
+            raise
+        except EngineError:
+            self._direct = True
+            return
+        raise EngineError(
+            f"{self._server.url} is a router: it gives a start to one server and the stop to the next. "
+            f"Fix: VllmServer.behind({self._server.url!r}, profile_dir), or a VllmServer for each of: "
+            f"{', '.join(urls)}"
+        )
 
     def _ask(self, path: str) -> Answer:
         return self._server.request_now("GET", path, timeout_s=_ASK_S)
@@ -178,10 +230,21 @@ class VllmServer:
 class _There:
     """A server as a recording's target."""
 
-    def __init__(self, server: Server, dialect: Dialect, folder: Path, layout: Layout, version: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        dialect: Dialect,
+        folder: Path,
+        layout: Layout,
+        version: str,
+        *,
+        below: bool,
+    ) -> None:
         self._server = server
         self._dialect = dialect
         self.folder = folder
+        self._below = below
+        self._name = ""
         self.layout = layout
         self.version = version
         self._frontends: set[str] = set()
@@ -197,6 +260,7 @@ class _There:
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         body: dict[str, object] = {}
+        self._name = name
         self._frontends = await asyncio.to_thread(_traces.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
             body["profile_prefix"] = name
@@ -226,6 +290,8 @@ class _There:
                 return {}  # somebody has stopped it: before vLLM 0.31 one more ends the server
         answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
         self._refuse_failure("stop_profile", answer)
+        if self._below:
+            self.folder = await asyncio.to_thread(_traces.holder, self.folder, f"{self._name}_")
         return {}
 
     def _refuse_failure(self, what: str, answer: Answer) -> None:

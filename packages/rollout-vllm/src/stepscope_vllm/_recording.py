@@ -107,6 +107,11 @@ class Run:
         self.over = threading.Event()
         """Set once ending it has begun, by whomever."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its engine writes when it is not told otherwise."""
+        return self._target.folder
+
     async def begin(self) -> None:
         async with self._desk.turn:
             if self._given_up:
@@ -142,7 +147,7 @@ class Run:
             if self._started is None:
                 return
             with contextlib.suppress(EngineError):  # the engine is dead, and nobody asks any more
-                await self._target.stop()
+                await self._stop_target()
             await asyncio.to_thread(self._remove)
 
     async def _end(self) -> list[Artifact]:
@@ -150,12 +155,19 @@ class Run:
             if self._timer is not None:
                 self._timer.cancel()
             self._desk.owed, late_for = self, self._desk.owed
-            self.ignored |= await self._target.stop()
+            self.ignored |= await self._stop_target()
             closed = read_anchor()
             facts = await asyncio.to_thread(self._target.facts)
             found = await asyncio.to_thread(self._collect, late_for, closed, facts)
             self._desk.owed = None
             return found
+
+    async def _stop_target(self) -> dict[str, str]:
+        said = await self._target.stop()
+        if self._started is not None and not self._started.aimed and self._target.folder is not None:
+            # Of several folders, only the files show which is the engine's.
+            self._started = self._started._replace(folder=self._target.folder)
+        return said
 
     # On a thread: disks block.
 
@@ -174,7 +186,7 @@ class Run:
         for step in sorted(set(named.values())):
             layout = run.step(step)
             for run_id in {part.run_id for part in read_parts(layout)[0]}:
-                stem = f"step_{step:06d}_{run_id}"
+                stem = f"step_{step:06d}_{run_id}{self._of_replica()}"
                 mine = {name for name in named if name.startswith(f"{prefix_of(stem)}_")}
                 whole = {
                     name
@@ -194,6 +206,11 @@ class Run:
                 )
                 with contextlib.suppress(OSError, EngineError):  # they stay there, and this capture begins
                     Run(self._desk, self._target, capture, {})._adopt(whole, folder)
+
+    def _of_replica(self) -> str:
+        """The end of its name that tells it from other servers' captures; empty where it has none."""
+        found = re.search(r"_replica\d+$", self.capture.name)
+        return found[0] if found else ""
 
     def _collect(self, late_for: Run | None, closed: ClockAnchor, facts: dict[str, Option]) -> list[Artifact]:
         started = self._started

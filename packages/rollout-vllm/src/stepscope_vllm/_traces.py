@@ -54,6 +54,16 @@ def listed(folder: Path | None) -> set[str]:
         return set()
 
 
+def holder(root: Path, prefix: str) -> Path:
+    """That of `root` and the folders in it where files of this prefix lie; `root` where none has any."""
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+    except OSError:
+        return root
+    found = [each for each in folders if any(name.startswith(prefix) for name in listed(each))]
+    return next(iter(found), root)
+
+
 def of_frontends(folder: Path) -> set[str]:
     """Names of the traces there that API servers and AsyncLLMs wrote of themselves."""
     return {name for name in listed(folder) if is_trace(name) and _FRONTEND in name}

@@ -52,7 +52,7 @@ RUN_BY = {
     "test_ray.py": ("0.32.0",),
     "test_readme.py": ("0.32.0",),
     "test_owner.py": ("0.29.0", "0.31.0"),
-    "test_router.py": ("0.31.0",),
+    "test_router.py": ("0.32.0",),
     "test_wheels.py": ("0.31.0",),
 }
 """Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run

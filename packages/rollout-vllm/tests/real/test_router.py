@@ -1,40 +1,46 @@
-"""Two servers behind a router. No router of vLLM's runs without its GPU stack: a reverse proxy stands in,
-over real HTTP, that spreads requests in turn and names its servers as `vllm-router` does.
+"""The real router of vLLM, in front of servers that answer as vLLM 0.32 does and record what they are asked.
+
+Two real servers behind it are in `test_vllm_layouts.py`: they take minutes.
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import cycle
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import msgspec
 import pytest
-import vllm
 
-from stepscope import ProfileConfig, capture
-from stepscope.files.sidecar import Sidecar
+from stepscope.engines.http import workers_of
+from stepscope.errors import EngineError
 from stepscope_vllm import VllmServer
 
-assert vllm
-Serve: TypeAlias = Callable[[ProfileConfig, int], AbstractContextManager[Any]]
+ANSWERS: dict[str, object] = {
+    "/health": {},
+    "/version": {"version": "0.32.0"},
+    "/openapi.json": {
+        "paths": {"/start_profile": {}},
+        "schemas": ["profile_prefix", "delay_iterations", "max_iterations"],
+    },
+    "/start_profile": {},
+    "/stop_profile": {},
+}
 
 
-class Proxy(ThreadingHTTPServer):
-    """Hands each request to the next server."""
-
+class Backend(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, urls: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.urls = urls
-        self.turns = cycle(urls)
+        self.posted: list[str] = []
 
     @property
     def url(self) -> str:
@@ -42,65 +48,111 @@ class Proxy(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Proxy
+    server: Backend
 
     def do_GET(self) -> None:
-        if self.path == "/workers":
-            self.reply(200, json.dumps({"workers": [{"url": url} for url in self.server.urls]}).encode())
-        else:
-            self.hand_on(None)
-
-    def do_POST(self) -> None:
-        self.hand_on(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-
-    def hand_on(self, body: bytes | None) -> None:
-        kept = {
-            name: self.headers[name] for name in ("Authorization", "Content-Type") if name in self.headers
-        }
-        request = urllib.request.Request(
-            f"{next(self.server.turns)}{self.path}", body, kept, method=self.command
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            self.reply(answer.status, answer.read())
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
+        body = json.dumps(ANSWERS.get(self.path)).encode()
+        self.send_response(200 if self.path in ANSWERS else 404)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.posted.append(self.path)
+        self.do_GET()
 
     def log_message(self, *words: object) -> None:
         pass
 
 
 @pytest.fixture(scope="module")
-def router(serve: Serve, config: ProfileConfig) -> Iterator[Proxy]:
+def backends() -> Iterator[list[Backend]]:
     with ExitStack() as stack:
-        servers = [stack.enter_context(serve(config, replica)) for replica in (0, 1)]
-        proxy = stack.enter_context(Proxy([server.url for server in servers]))
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        stack.callback(proxy.shutdown)
-        yield proxy
+        found = [stack.enter_context(Backend()) for _ in range(2)]
+        for each in found:
+            threading.Thread(target=each.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(each.shutdown)
+        yield found
 
 
-def complete(url: str) -> None:
-    body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
-    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        assert answer.status == 200
+@pytest.fixture(scope="module")
+def router(backends: list[Backend], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(str(free.getsockname()[1]))
+    words = ["--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
+    words += ["--policy", "round_robin", "--worker-urls", *(each.url for each in backends)]
+    # Twice each, as it does by itself for servers with data parallelism: http://host:8000@0, http://host:8000@1
+    words += ["--intra-node-data-parallel-size", "2"]
+    log = tmp_path_factory.mktemp("router") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_router.launch_router", *words], stdout=file, stderr=subprocess.STDOUT
+        )
+    url = f"http://127.0.0.1:{ports[0]}"
+    try:
+        _wait(url, process, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
-def test_each_server_behind_a_router_is_a_replica_with_files_of_its_own(
-    router: Proxy, config: ProfileConfig, run_folder: Path
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"the router did not come up:\n{log.read_text()[-3000:]}")
+
+
+def post(url: str) -> int:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
+        return int(answer.status)
+
+
+def test_a_router_reports_success_for_what_one_of_its_servers_did(
+    router: str, backends: list[Backend]
 ) -> None:
-    replicas = VllmServer.behind(router.url, run_folder / ".vllm")
-    with capture(1, engines=replicas, config=config) as cap:
-        for _ in range(4):
-            complete(router.url)
-    cap.result.raise_for_missing()
-    found = [
-        msgspec.json.decode(path.read_bytes(), type=Sidecar).artifact
-        for path in sorted((run_folder / "step_000001").rglob("*.meta.json"))
-    ]
-    assert [(each.replica, each.rank) for each in found] == [(0, 0), (1, 1)]
+    """Why its URL is refused: nothing in its answer says which one."""
+    for each in backends:
+        each.posted.clear()
+    assert post(f"{router}/start_profile") == 200
+    assert sorted(each.posted for each in backends) == [[], ["/start_profile"]]
+
+
+def test_the_url_of_a_router_is_refused_with_those_of_its_servers(
+    router: str, backends: list[Backend], tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="is a router") as caught:
+        VllmServer(router, tmp_path).check()
+    assert all(each.url in str(caught.value) for each in backends)
+    assert f"VllmServer.behind({router!r}" in str(caught.value)
+
+
+def test_its_servers_are_named_once_each_and_in_an_order_that_stays(
+    router: str, backends: list[Backend]
+) -> None:
+    assert workers_of(router) == sorted(each.url for each in backends)
+
+
+def test_each_server_behind_it_is_a_replica_that_is_asked_itself(
+    router: str, backends: list[Backend], tmp_path: Path
+) -> None:
+    for each in VllmServer.behind(router, tmp_path):
+        each.check()
+
+
+def test_a_server_whose_folder_is_not_among_those_given_is_named(
+    router: str, backends: list[Backend]
+) -> None:
+    first, second = sorted(each.url for each in backends)
+    with pytest.raises(EngineError, match=f"no folder for {second}"):
+        VllmServer.behind(router, {first: "/a/folder"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import re
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ import msgspec
 from stepscope.errors import ConfigError, EngineError
 
 _CONNECT_S = 5.0
+_ENGINE = re.compile(r"@\d+$")
 _SAID = 300
 """Characters of a server's answer that go into an error."""
 
@@ -160,10 +162,12 @@ class _Call:
 def workers_of(
     router: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
 ) -> list[str]:
-    """The URLs of the servers behind a router (`sglang_router`, `vllm-router`), in its order. Blocks.
+    """The URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
 
-    A router spreads requests over its servers and does not pass a profiler's to all of them: they are asked
-    one by one.
+    A router names them in another order each time it is started.
+
+    A router gives each request to one of its servers, a profiler's too (vllm-router 0.1.17: the start to one,
+    the stop to the next): they are asked one by one.
 
     Raises:
         EngineError: the router does not answer, or does not name its servers.
@@ -194,7 +198,13 @@ def _listed(answer: Answer) -> list[str]:
     if not isinstance(workers, Sequence):
         return []
     found = [each.get("url") if isinstance(each, dict) else each for each in workers]
-    return [url for url in found if isinstance(url, str)]
+    # Of a server with data parallelism a router may name each engine: http://host:8000@0, http://host:8000@1.
+    return sorted({_ENGINE.sub("", url) for url in found if isinstance(url, str)}, key=_natural)
+
+
+def _natural(url: str) -> list[str | int]:
+    """`:8000` before `:10000`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", url)]
 
 
 def _parts(url: str) -> SplitResult:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from stepscope.engines.actor_call import ActorLine, present
+from stepscope.engines.fetch import bring_home
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine
 from stepscope.errors import EngineError
@@ -70,6 +71,7 @@ class RayRollout:
         self._place = self._at(0)
         self._token: str | None = None
         """Names the running capture in the actor; None when idle."""
+        self._step_dir = ""
         self._given_up: list[str] = []
         """Starts that were cancelled on their way: they may yet happen in the actor."""
         self._ignored: dict[str, str] = {}
@@ -104,6 +106,7 @@ class RayRollout:
         if self._token is not None:
             raise EngineError("a capture is running on this replica. Fix: stop() it first")
         self._place, self._token = self._at(capture.replica), uuid.uuid4().hex
+        self._step_dir = capture.step_dir
         try:
             await self._line.ask(present)  # given up while the actor is busy, nothing has to be taken back
             await self._start(self._token, capture)
@@ -115,8 +118,10 @@ class RayRollout:
         token, self._token = self._token, None
         if token is None:
             return []
+        step_dir = self._step_dir  # a later start may change it while this stop is at work
         # Given up by its caller, it goes on in the actor: the files are worth more than an early end.
-        artifacts, self._ignored = await self._line.call(stop, self._place, token, keep=True)
+        artifacts, ignored = await self._line.call(stop, self._place, token, keep=True)
+        self._ignored = ignored | await bring_home(self._line, step_dir, artifacts)
         return list(artifacts)
 
     async def _start(self, token: str, capture: EngineCapture) -> None:

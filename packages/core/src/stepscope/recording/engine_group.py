@@ -181,7 +181,8 @@ class EngineGroup:
         elif not artifacts:
             state, reason = "missing", "the engine stopped and left no file"
         elif gone:
-            state, reason = "partial", f"announced and not on disk: {', '.join(gone)}"
+            state = "partial"
+            reason = f"announced and not on disk: {', '.join(gone)}{self._elsewhere(artifacts)}"
         else:
             state, reason = "ok", None
         self._ledger.expect(
@@ -189,7 +190,7 @@ class EngineGroup:
         )
         for artifact in artifacts:
             path = self._layout.root / artifact.path
-            if sidecar_of(path).exists():  # not on another host's own disk
+            if sidecar_of(path).exists():  # it may lie on another host's own disk
                 finish.artifact_done(path, None, self._ledger)
 
     def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
@@ -210,9 +211,13 @@ class EngineGroup:
             guard.note("writing the manifest", error)
 
     def _there(self, artifact: Artifact) -> bool:
-        # A file on another host's own disk cannot be looked at from here; its engine said that it is
-        # complete.
-        return artifact.host != socket.gethostname() or (self._layout.root / artifact.path).exists()
+        return (self._layout.root / artifact.path).exists()
+
+    def _elsewhere(self, artifacts: Sequence[Artifact]) -> str:
+        """Where to look for those that are not here: a host may have a disk of its own at that path."""
+        hosts = {each.host for each in artifacts if not self._there(each)} - {socket.gethostname()}
+        where = ", ".join(sorted(filter(None, hosts)))
+        return f". They are on {where}, below {self._layout.root} there" if where else ""
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         found = self._config.role(ROLE)
