@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +24,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _ascend, _facts, _line, _traces
+from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
 from stepscope_vllm._engines import Layout, Started
 
 
@@ -264,7 +263,7 @@ class Run:
         self, traces: list[_traces.Trace], closed: ClockAnchor | None, facts: dict[str, Option]
     ) -> list[Artifact]:
         layout = self._target.layout
-        placed = [(trace, self._rank(trace, layout)) for trace in traces]
+        placed = [(trace, _ranks.global_rank(trace, layout, self.capture.replica)) for trace in traces]
         wanted = self.capture.ranks
         aside = [(t, r) for t, r in placed if wanted is not None and r is not None and r not in wanted]
         for trace, _ in aside:
@@ -292,7 +291,7 @@ class Run:
                 tool="vllm",
                 rank=rank,
                 world_size=None if layout is None else layout.size,
-                topology=self._topology(trace, layout),
+                topology=_ranks.topology(trace, layout),
                 pid=trace.pid,
                 truncated=self._truncated,
                 ignored=self.ignored,
@@ -309,8 +308,7 @@ class Run:
         wanted = self.capture.ranks
         if wanted is None or layout is None or layout.external:
             return sorted(removed)
-        first = self.capture.replica * layout.size
-        return sorted(removed | set(range(first, first + layout.size)) - set(wanted))
+        return sorted(removed | _ranks.unwanted(wanted, layout, self.capture.replica))
 
     def _expected(self, layout: Layout) -> int:
         """Workers that write: with our extension, those of ranks that nobody wants do not."""
@@ -325,41 +323,8 @@ class Run:
             for name in self._names(started, None):
                 _traces.remove(started.folder / name)
 
-    # Ranks.
-
     def _local_ranks(self) -> list[int] | None:
-        """The wanted ranks in a worker's own numbering; None for all, and where data-parallel engines share
-        one: then each writes, and the files of the others are left aside.
-        """
-        layout, wanted = self._target.layout, self.capture.ranks
-        if wanted is None or layout is None or layout.dp > 1:
-            return None
-        if layout.external:
-            return list(wanted)
-        first = self.capture.replica * layout.size
-        return [rank - first for rank in wanted if first <= rank < first + layout.size]
-
-    def _rank(self, trace: _traces.Trace, layout: Layout | None) -> int | None:
-        """Replica r owns the global ranks [r * size, (r + 1) * size); in it, dp is the slowest."""
-        if trace.frontend or trace.rank is None or layout is None:
-            return None
-        if layout.external:
-            return trace.rank  # of the whole job, as torch.distributed numbers it
-        engine = layout.tp * layout.pp
-        if trace.world_size == layout.size and layout.dp > 1:
-            return self.capture.replica * layout.size + trace.rank  # one world over all of dp
-        if layout.dp > 1 and trace.dp is None:
-            return None
-        dp = trace.dp or 0
-        return self.capture.replica * layout.size + dp * engine + trace.rank % engine
-
-    def _topology(self, trace: _traces.Trace, layout: Layout | None) -> Mapping[str, int] | None:
-        if trace.frontend or trace.rank is None or layout is None:
-            return None
-        inside = trace.rank % (layout.tp * layout.pp)
-        found = {"tp": inside % layout.tp, "pp": inside // layout.tp}
-        dp = trace.dp if layout.dp > 1 else 0
-        return found if dp is None else {**found, "dp": dp}
+        return _ranks.local_ranks(self.capture.ranks, self._target.layout, self.capture.replica)
 
 
 def _recorded(trace: _traces.Trace) -> bool:
