@@ -88,6 +88,16 @@ async def test_what_cannot_be_brought_is_named_with_the_reason(tmp_path: Path) -
     assert not files_below(given.step_dir)
 
 
+async def test_no_file_is_brought_to_a_place_outside_of_the_step(tmp_path: Path) -> None:
+    given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
+    artifact = there(line.disk, given, "a.pt.trace.json.gz", b"other")
+    outside = Path(f"{line.disk}{given.step_dir}").parent / "outside.json"
+    outside.write_bytes(b"{}")
+    left = await brought(line, given, msgspec.structs.replace(artifact, path="../outside.json"))
+    assert "outside of the step's folder" in left[f"artifacts on {artifact.host}"]
+    assert not (Path(given.step_dir).parent / outside.name).exists()
+
+
 class Elsewhere(FakeEngineProfiler):
     """Leaves its files on another host, and nobody brings them."""
 

@@ -33,6 +33,8 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
             continue
         try:
             for name in await line.call(names_of, str(path)):
+                if not Path(name).is_relative_to(step_dir) or ".." in Path(name).parts:
+                    raise EngineError(f"{name} lies outside of the step's folder")
                 await _copy(line, Path(name))
         except (EngineError, OSError) as error:
             left[f"artifacts on {artifact.host}"] = f"{path} is there and not here: {error}"
