@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from stepscope.engines import EngineProfiler, protocol, recognise
-from stepscope.errors import ConfigError
+from stepscope.engines import EngineProfiler, load_engine, protocol, recognise
+from stepscope.engines.protocol import installed
+from stepscope.errors import ConfigError, EngineError
 from stepscope.recording.engine_group import profilers_of
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -31,7 +32,7 @@ factory = Factory()
 
 
 @pytest.fixture(autouse=True)
-def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two: `fake`, and `aaa`, which cannot be loaded."""
     here = EntryPoint("fake", f"{__name__}:factory", "stepscope.engines")
     broken = EntryPoint("aaa", "no.such.module:factory", "stepscope.engines")
@@ -39,6 +40,19 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([broken, here]))
     monkeypatch.setattr(FakeEngine, "__module__", "fake.engine")
     monkeypatch.setattr(f"{__name__}.LIVE", [])
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+
+
+def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, found = installed(), protocol.entry_points
+    assert installed() is first
+    with pytest.raises(EngineError, match="no profiler for engine 'later'"):
+        load_engine("later")
+    later = EntryPoint("later", f"{__name__}:factory", "stepscope.engines")
+    monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([*found(group=group), later]))
+    assert "later" in installed()
 
 
 def test_an_engine_goes_to_the_adapter_that_is_named_as_its_library_before_any_other() -> None:
