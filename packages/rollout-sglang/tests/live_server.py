@@ -1,4 +1,4 @@
-"""SGLang's own server in a process group of its own, and a generation asked of it."""
+"""SGLang's own server and router, each in a process group of its own, and a generation asked of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,24 +30,50 @@ class Live(NamedTuple):
 @contextmanager
 def live_server(folder: Path, **changes: object) -> Iterator[Live]:
     """A server of the tiny model. `changes` go to its settings."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = _free_port()
     known = {"host": "127.0.0.1", "port": port, "skip_server_warmup": True, **changes}
     options = settings(write_model(folder / "model"), **known)
+    with _running(
+        folder, "sglang.launch_server", _words(options), f"http://127.0.0.1:{port}/health"
+    ) as group:
+        yield Live(f"http://127.0.0.1:{port}", group)
+
+
+@contextmanager
+def live_router(folder: Path, *words: str) -> Iterator[str]:
+    """The URL of sglang's router. `words` name its servers."""
+    port = _free_port()
+    ports = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
+    url = f"http://127.0.0.1:{port}"
+    servers = sum(word.startswith("http://") for word in words)
+    known = f'"total":{servers},'.encode()  # it serves before it has found them
+    with _running(folder, "sglang_router.launch_router", [*ports, *words], f"{url}/workers", known):
+        yield url
+
+
+@contextmanager
+def _running(
+    folder: Path, module: str, words: Sequence[str], health: str, said: bytes = b""
+) -> Iterator[int]:
+    """Its process group, once `health` answers with `said` in it."""
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *_words(options)],
+            [sys.executable, "-m", module, *words],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        _wait_for(url, process, folder / "log")
-        yield Live(url, process.pid)
+        _wait_for(health, said, process, folder / "log")
+        yield process.pid
     finally:
         with suppress(ProcessLookupError):  # somebody has ended it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def post(url: str, tokens: int, **more: object) -> dict[str, Any]:
@@ -69,14 +95,15 @@ def _words(options: dict[str, Any]) -> list[str]:
     ]
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(health: str, said: bytes, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            with urllib.request.urlopen(health, timeout=2) as answer:
+                if said in answer.read():
+                    return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.5)  # a server has no event for being up
-        else:
-            return
+            pass
+        time.sleep(0.5)  # a server has no event for being up
     raise TimeoutError(log.read_text()[-3000:])

@@ -27,6 +27,8 @@ class FakeServer(ThreadingHTTPServer):
         self.scheduler = Scheduler("-TP-0", 0, 1)
         self.info: dict[str, object] = {"version": "0.5.23", "device": "cpu", "sleep_on_idle": True}
         self.info_path = "/server_info"
+        self.behind: list[str] = []
+        """Of a router: the servers it names."""
         self.key: str | None = None
         self.asked: list[str] = []
 
@@ -37,7 +39,10 @@ class FakeServer(ThreadingHTTPServer):
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         self.asked.append(path)
         if path == self.info_path:
-            return 200, json.dumps(self.info).encode()
+            states = [{"forward_ct": self.scheduler.forward_ct}]
+            return 200, json.dumps({**self.info, "internal_states": states}).encode()
+        if path == "/workers" and self.behind:
+            return 200, json.dumps({"workers": [{"url": url} for url in self.behind]}).encode()
         if path == "/start_profile":
             wrong = self.scheduler.start(msgspec.json.decode(body, type=ProfileReq))
         elif path == "/stop_profile":
@@ -88,7 +93,7 @@ def test_a_server_is_asked_what_it_is(server: FakeServer) -> None:
 def test_an_older_server_is_asked_by_its_older_name(server: FakeServer) -> None:
     server.info_path = "/get_server_info"
     SglangServer(server.url).check()
-    assert server.asked == ["/server_info", "/get_server_info"]
+    assert [server.asked[0], server.asked[-1]] == ["/server_info", "/get_server_info"]
 
 
 def test_a_server_that_is_too_old_is_an_error(server: FakeServer) -> None:
@@ -97,9 +102,18 @@ def test_a_server_that_is_too_old_is_an_error(server: FakeServer) -> None:
         SglangServer(server.url).check()
 
 
-def test_what_is_no_engine_is_an_error_that_thinks_of_routers(server: FakeServer) -> None:
+def test_what_is_no_engine_is_an_error(server: FakeServer) -> None:
     server.info_path = "/elsewhere"
-    with pytest.raises(EngineError, match=r"answered 404.*SglangServer\.behind\(router\)"):
+    with pytest.raises(EngineError, match=r"/get_server_info answered 404"):
+        SglangServer(server.url).check()
+
+
+def test_a_router_is_refused_by_naming_its_servers(server: FakeServer) -> None:
+    # As `tests/real/engine_server.py` sees the real one answer.
+    server.info_path, server.info = "/get_server_info", {"router_manager": True, "workers_count": 2}
+    server.behind = ["http://a:1", "http://b:1"]
+    said = rf"is a router before http://a:1, http://b:1.*\*SglangServer\.behind\('{server.url}'\)"
+    with pytest.raises(EngineError, match=said):
         SglangServer(server.url).check()
 
 
@@ -120,6 +134,21 @@ async def test_a_count_ends_by_itself_and_no_stop_is_sent(server: FakeServer, tm
     assert_complete(artifact, wanted)
     assert (artifact.rank, artifact.truncated) == (1, None)
     assert "/stop_profile" not in server.asked
+
+
+async def test_a_later_start_is_counted_from_what_the_server_shows(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    profiler = SglangServer(server.url)
+    wanted = msgspec.structs.replace(a_capture(tmp_path), iterations=Iterations(start=1, count=1))
+    for _ in range(5):
+        server.scheduler.forward("DECODE")
+    await profiler.start(wanted)
+    for mode in ("EXTEND", "DECODE", "DECODE"):
+        server.scheduler.forward(mode)
+    (artifact,) = await profiler.stop()
+    assert server.scheduler.request.start_step == 7
+    assert artifact.truncated is None
 
 
 async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(

@@ -10,6 +10,7 @@ from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._profiler import Replica, check_facts
 from stepscope_sglang._session import Line, RefusedError
 
@@ -33,7 +34,10 @@ class ServerLine:
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
-            self._facts = self._ask()
+            said = self._ask()
+            version = said.get("version")
+            version = version if isinstance(version, str) else None
+            self._facts = facts_of(said, version=version, options=_versions.options_of(version))
         return self._facts
 
     def start(self, request: Mapping[str, object]) -> None:
@@ -50,29 +54,43 @@ class ServerLine:
             raise RefusedError("the server refused: it is not recording, or it failed (its log says)")
         self._expect_ok("/stop_profile", answer)
 
-    def _ask(self) -> EngineFacts:
+    def passes(self) -> tuple[int, ...]:
+        return counts_in(self._ask().get("internal_states"))
+
+    def _ask(self) -> dict[str, object]:
         path = "/server_info"
         answer = self._server.request_now("GET", path, timeout_s=_ASK_S)
-        if answer.status == 404:  # 0.5.5 and older
+        if answer.status == 404:  # 0.5.5 and older, or a router
+            self._refuse_router()
             path = "/get_server_info"
             answer = self._server.request_now("GET", path, timeout_s=_ASK_S)
         self._expect_ok(path, answer)
         try:
-            said = msgspec.json.decode(answer.body, type=dict[str, object])
+            return msgspec.json.decode(answer.body, type=dict[str, object])
         except msgspec.DecodeError as error:
             raise EngineError(
                 f"{self._server.url}{path} does not answer as SGLang does: {answer.text}"
             ) from error
-        version = said.get("version")
-        version = version if isinstance(version, str) else None
-        return facts_of(said, version=version, options=_versions.options_of(version))
+
+    def _refuse_router(self) -> None:
+        """Raises where this is a router: it answers `/get_server_info` like a server, and passes no profiling
+        on (sglang_router 0.3.2: 404).
+        """
+        try:
+            behind = workers_of(self._server.url, headers=self._server.headers(None), timeout_s=_ASK_S)
+        except EngineError:  # a server names no servers
+            return
+        raise EngineError(
+            f"{self._server.url} is a router before {', '.join(behind)}, and passes no profiling on to them. "
+            f"Fix: *SglangServer.behind({self._server.url!r}), one replica for each server"
+        )
 
     def _expect_ok(self, path: str, answer: Answer) -> None:
         if answer.status == 200:
             return
         fix = ""
         if answer.status == 404:
-            fix = ". Fix: a router passes this on to nobody; SglangServer.behind(router) finds its servers"
+            self._refuse_router()
         elif answer.status in (401, 403):
             fix = ". Fix: SglangServer(url, api_key=...), the admin key where the server has one"
         raise EngineError(f"{self._server.url}{path} answered {answer.status} {answer.text}{fix}")

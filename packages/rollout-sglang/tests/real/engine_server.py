@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import threading
-import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import pytest
-from live_server import Live, live_server, post
+from live_server import Live, live_router, live_server, post
 
+from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
@@ -76,53 +73,10 @@ async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(server: str
     assert await profiler.stop()
 
 
-class Router(ThreadingHTTPServer):
-    """Stands in for sglang_router: a reverse proxy that names its servers and passes no profiling on."""
-
-    def __init__(self, server: str) -> None:
-        super().__init__(("127.0.0.1", 0), Proxy)
-        self.server = server
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Proxy(BaseHTTPRequestHandler):
-    server: Router
-
-    def do_GET(self) -> None:
-        known = self.path == "/workers"
-        self.answer(200 if known else 404, json.dumps({"workers": [{"url": self.server.server}]}).encode())
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path == "/generate":
-            kind = {"Content-Type": "application/json"}
-            passed = urllib.request.Request(f"{self.server.server}/generate", body, kind)
-            with urllib.request.urlopen(passed, timeout=60) as reply:
-                self.answer(200, reply.read())
-        else:
-            self.answer(404, b"")
-
-    def answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *message: object) -> None:
-        """Prints nothing."""
-
-
-@pytest.fixture
-def router(server: str) -> Iterator[str]:
-    with Router(server) as router:
-        thread = threading.Thread(target=router.serve_forever, daemon=True)
-        thread.start()
-        yield router.url
-        router.shutdown()
-        thread.join()
+@pytest.fixture(scope="module")
+def router(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with live_router(tmp_path_factory.mktemp("router"), "--worker-urls", live.url) as router:
+        yield router
 
 
 async def test_a_server_behind_a_router_is_recorded_while_the_router_is_asked(
@@ -135,9 +89,15 @@ async def test_a_server_behind_a_router_is_recorded_while_the_router_is_asked(
     assert_complete(artifact, a_capture(tmp_path))
 
 
-async def test_the_url_of_a_router_is_no_servers(router: str) -> None:
-    with pytest.raises(EngineError, match="behind"):
+async def test_the_url_of_a_router_is_refused_by_naming_its_servers(router: str, server: str) -> None:
+    with pytest.raises(EngineError, match=f"is a router before {server}, and passes no profiling on"):
         await asyncio.to_thread(SglangServer(router).check)
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile", "/server_info"])
+def test_a_router_passes_no_profiling_on(router: str, path: str) -> None:
+    answer = Server(router).request_now("GET" if path == "/server_info" else "POST", path)
+    assert answer.status == 404
 
 
 async def test_an_answer_over_http_says_where_its_time_went(server: str) -> None:

@@ -30,7 +30,7 @@ if VERSION >= _OLDEST_WITH_ALL:
     GROUPS[0] += ["engine_contract.py", "engine_readme.py"]
     GROUPS += [["engine_server.py"], ["engine_ray.py"]]
 if VERSION == _LAYOUTS:
-    GROUPS += [["engine_parallel.py"]]
+    GROUPS += [["engine_parallel.py"], ["engine_router.py"]]
 
 
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))

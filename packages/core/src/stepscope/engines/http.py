@@ -182,7 +182,7 @@ def workers_of(
         answers.append(f"GET {path}: {answer.status} {answer.text}")
     raise EngineError(
         f"{router} does not say which servers are behind it ({'; '.join(answers)}). "
-        "Fix: pass the servers' own URLs"
+        "Fix: ask again once it has found them, or pass the servers' own URLs"
     )
 
 
