@@ -147,6 +147,8 @@ class FakeManager:
         """`start` or `stop`: this is not answered until `answer` is set."""
         self.answer = asyncio.Event()
         self.dead = False
+        self.shows_count = True
+        """The schedulers have loaded our plugin."""
 
     @property
     def recording(self) -> bool:
@@ -166,6 +168,11 @@ class FakeManager:
 
     async def stop_profile(self) -> None:
         await self._ask("stop", None)
+
+    async def get_internal_state(self) -> list[dict[str, object]]:
+        self._bind()
+        shown = [{"forward_ct": each.forward_ct} for each in self.schedulers]
+        return [dict(state) if self.shows_count else {} for state in shown]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
         """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""

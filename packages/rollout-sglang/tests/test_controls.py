@@ -21,9 +21,9 @@ def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
     return facts_of(given, version=version, options=_versions.options_of(version))
 
 
-def told(facts: EngineFacts, **changes: Any) -> Plan:
+def told(facts: EngineFacts, passes: tuple[int, ...] = (), **changes: Any) -> Plan:
     capture = msgspec.structs.replace(a_capture(Path("/p")), activities=("cpu", "cuda"))
-    return plan(msgspec.structs.replace(capture, **changes), facts)
+    return plan(msgspec.structs.replace(capture, **changes), facts, passes)
 
 
 def test_what_is_heavy_is_off_by_default() -> None:
@@ -69,6 +69,32 @@ def test_stages_always_have_a_number() -> None:
 def test_an_absolute_first_pass_goes_through() -> None:
     request = told(an_engine(), extra={"start_step": 4000}, iterations=Iterations(count=2)).request
     assert (request["start_step"], request["num_steps"]) == (4000, 2)
+
+
+@pytest.mark.parametrize("passes", [(40,), (40, 40)])
+def test_a_later_start_is_counted_from_the_passes_that_were_begun(passes: tuple[int, ...]) -> None:
+    request = told(an_engine(), passes, iterations=Iterations(start=3, count=2)).request
+    assert (request["start_step"], request["num_steps"]) == (44, 2)
+
+
+@pytest.mark.parametrize(
+    ("passes", "changes", "said"),
+    [
+        (
+            (),
+            {},
+            r"shows that count to nobody.*0\.5\.11.*Fix: stepscope-rollout-sglang where the engine runs",
+        ),
+        ((40, 7), {}, r"have begun \[40, 7\] passes"),
+        ((40,), {"extra": {"start_step": 50}}, "say the same"),
+        ((40,), {"by_stage": True}, "iterations.start has no effect on captures by stage"),
+    ],
+)
+def test_a_later_start_that_cannot_be_counted_is_refused(
+    passes: tuple[int, ...], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(EngineError, match=said):
+        told(an_engine(), passes, iterations=Iterations(start=3), **changes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_sglang import FakeManager, OldManager, asked, recorded
+from fake_sglang import FakeManager, OldManager, ProfileReq, asked, recorded
 
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.errors import EngineError
@@ -70,6 +70,47 @@ async def test_without_a_count_our_stop_ends_it(tmp_path: Path) -> None:
     (artifact,) = await recorded(manager, capture, 4)
     assert manager.asked == ["start", "stop"]
     assert options_of(artifact, capture)["ended"] == "stopped"
+
+
+async def test_the_first_passes_of_a_capture_are_left_out(kind: type[FakeManager], tmp_path: Path) -> None:
+    manager, capture = kind(), asked(tmp_path, iterations=Iterations(start=2, count=3))
+    await manager.generate(7)
+    (artifact,) = await recorded(manager, capture, 10)
+    options = options_of(artifact, capture)
+    assert options["start_step"] == 10
+    assert (options["prefill_iterations"], options["decode_iterations"]) == (0, 3)
+    assert not artifact.ignored
+
+
+async def test_a_later_start_that_was_not_reached_says_so_and_leaves_nothing_armed(tmp_path: Path) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(start=5))
+    with pytest.raises(EngineError, match="no more than the first 5 forward passes"):
+        await recorded(manager, capture, 5)
+    assert not manager.armed
+    assert not manager.recording
+
+
+async def test_passes_that_overtake_a_later_start_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(start=2))
+    start = manager.start_profile
+
+    async def slow(req: ProfileReq | None = None) -> None:
+        await manager.generate(4)  # somebody else's requests, after the count was asked for
+        await start(req)
+
+    monkeypatch.setattr(manager, "start_profile", slow)
+    (artifact,) = await recorded(manager, capture, 4)
+    assert "ran to pass 4 while it was told to begin at pass 3" in artifact.ignored["iterations.start"]
+
+
+async def test_a_later_start_on_an_engine_without_the_plugin_is_refused(tmp_path: Path) -> None:
+    manager = FakeManager()
+    manager.shows_count = False
+    with pytest.raises(EngineError, match="shows that count to nobody"):
+        await recorded(manager, asked(tmp_path, iterations=Iterations(start=2)), 4)
+    assert manager.asked == []
 
 
 async def test_a_capture_without_a_forward_pass_says_so_and_leaves_nothing_armed(

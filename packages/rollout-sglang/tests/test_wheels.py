@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from stepscope_sglang._versions import SINCE, number, options_of
-from tests.downloads import wheel
+from stepscope_sglang._versions import PLUGINS_SINCE, SINCE, number, options_of
+from tests.downloads import members, wheel
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
 """Those in which an option, or the form of a start, appeared, and most of those just before."""
@@ -98,7 +98,7 @@ def users_of(version: str, attribute: str) -> set[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
-    """Why `iterations.start` is refused: it is counted, compared, and written into lines of a log."""
+    """Why `iterations.start` takes our plugin: it is counted, compared, and written into lines of a log."""
     counted = {"__init__", "init_running_status", "run_batch"}
     compared = {"init_profile", "init_profiler", "_profile_batch_predicate", "update_running_batch"}
     watched = {"watchdog_thread", "create_scheduler_watchdog"}
@@ -108,3 +108,28 @@ def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
 
 def test_every_option_of_the_table_is_in_some_version() -> None:
     assert set(SINCE) == options_of(VERSIONS[-1])
+
+
+_PLUGINS = "sglang/srt/plugins/__init__.py"
+_SCHEDULER = "sglang/srt/managers/scheduler.py"
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [("0.5.10.post1", False), (PLUGINS_SINCE, True), ("0.5.23", True)]
+)
+def test_schedulers_load_plugins_from_0_5_11_on(version: str, has: bool) -> None:
+    """What our plugin stands on: who calls it, and the answer that it adds the count of passes to."""
+    folder = members(f"sglang=={version}", [_PLUGINS, _SCHEDULER])
+    assert (folder / _PLUGINS).exists() == has
+    if not has:
+        return
+    assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in (folder / _PLUGINS).read_text()
+    scheduler = ast.parse((folder / _SCHEDULER).read_text())
+    found = {
+        node.name: ast.unparse(node) for node in ast.walk(scheduler) if isinstance(node, ast.FunctionDef)
+    }
+    assert "load_plugins()" in found["run_scheduler_process"]
+    assert found["get_internal_state"].startswith(
+        "def get_internal_state(self, recv_req: GetInternalStateReq)"
+    )
+    assert "self.forward_ct += 1" in found["run_batch"]

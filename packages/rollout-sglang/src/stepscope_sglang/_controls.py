@@ -9,7 +9,7 @@ time in which the scheduler waits for work is not recorded, and `num_steps` coun
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -53,8 +53,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """{option of the capture: why not}."""
 
 
-def plan(capture: EngineCapture, facts: EngineFacts) -> Plan:
+def plan(capture: EngineCapture, facts: EngineFacts, passes: Sequence[int] = ()) -> Plan:
     """What to tell the engine.
+
+    Args:
+        passes: Forward passes that each data-parallel scheduler has begun; asked for where `iterations.start`
+            is above 0, and empty where they are not shown.
 
     Raises:
         EngineError: it cannot record this at all, and why.
@@ -68,7 +72,7 @@ def plan(capture: EngineCapture, facts: EngineFacts) -> Plan:
         "activities": _activities(capture, facts, ignored),
         "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
         "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
-        **_window(capture, by_stage, passed),
+        **_window(capture, by_stage, passed, passes),
     }
     if merged:
         request["merge_profiles"] = True
@@ -84,24 +88,42 @@ def _can(ignored: dict[str, str], option: str, reason: str | None) -> bool:
     return reason is None
 
 
-def _window(capture: EngineCapture, by_stage: bool, passed: dict[str, object]) -> dict[str, object]:
+def _window(
+    capture: EngineCapture, by_stage: bool, passed: dict[str, object], passes: Sequence[int]
+) -> dict[str, object]:
     wanted, first = capture.iterations, passed.pop("start_step", None)
-    if wanted.start > 0:
-        raise EngineError(
-            f"iterations.start is {wanted.start}: SGLang counts passes from when it started, and no version "
-            f"({' to '.join(_versions.supported())}) shows that count. Fix: start: 0; or, if you have "
-            "counted, engine.extra: {start_step: <the absolute number>}"
-        )
+    if by_stage and (first is not None or wanted.start > 0):
+        which = "extra.start_step" if wanted.start == 0 else "iterations.start"
+        raise EngineError(f"{which} has no effect on captures by stage. Fix: leave one of them out")
     if by_stage:
+        return {"profile_by_stage": True, "num_steps": wanted.count or UNBOUNDED}
+    if wanted.start > 0:
         if first is not None:
             raise EngineError(
-                "extra.start_step has no effect on captures by stage. Fix: leave one of them out"
+                "iterations.start and extra.start_step say the same. Fix: leave one of them out"
             )
-        return {"profile_by_stage": True, "num_steps": wanted.count or UNBOUNDED}
+        first = _count(passes, wanted.start) + 1 + wanted.start
     window: dict[str, object] = {"start_step": 1 if first is None else first}
     if wanted.count is not None:
         window["num_steps"] = wanted.count
     return window
+
+
+def _count(passes: Sequence[int], start: int) -> int:
+    """Of the forward passes that were begun before the capture: SGLang is told an absolute number."""
+    if not passes:
+        raise EngineError(
+            f"iterations.start is {start}: SGLang counts passes from when it started and shows that count to "
+            f"nobody. From {_versions.PLUGINS_SINCE} on its schedulers load our plugin, which does; this "
+            "engine's have not. Fix: stepscope-rollout-sglang where the engine runs (`stepscope` in "
+            "SGLANG_PLUGINS, where that is set); or start: 0"
+        )
+    if len(set(passes)) > 1:
+        raise EngineError(
+            f"iterations.start is {start}: the data-parallel schedulers of this engine have begun "
+            f"{list(passes)} passes, and SGLang takes one number for all. Fix: start: 0"
+        )
+    return passes[0]
 
 
 def _activities(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._session import RefusedError
 
 _LOOK_S = 0.5
@@ -101,6 +102,10 @@ class InProcess:
     def stop(self) -> None:
         self._call(self.manager.stop_profile)
 
+    def passes(self) -> tuple[int, ...]:
+        ask = getattr(self.manager, "get_internal_state", None)
+        return () if ask is None else counts_in(self._call(ask))
+
     def when_it_runs(self, then: Callable[[], None]) -> None:
         """Calls `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and
         would find it taken if we ran it ourselves meanwhile.
@@ -117,30 +122,28 @@ class InProcess:
     def reachable(self) -> bool:
         return self._loop is not None and self._loop.is_running()
 
-    def _call(self, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def _call(self, ask: Callable[[], Coroutine[Any, Any, object]]) -> object:
         loop = self._loop
         if loop is None or loop.is_closed():
             raise EngineError(
                 "the event loop of this engine is closed: the engine cannot be reached any more"
             )
         try:
-            self._wait(_asked(loop, ask))
+            return self._wait(_asked(loop, ask))
         except RuntimeError as error:
             if isinstance(error, EngineError):
                 raise
             raise RefusedError(str(error)) from error
 
-    def _wait(self, answer: Future[object]) -> None:
+    def _wait(self, answer: Future[object]) -> object:
         schedulers = self._processes()
         while True:
             try:
-                answer.result(_LOOK_S)
+                return answer.result(_LOOK_S)
             except NotYetError:
                 dead = [pid for pid in schedulers if not _lives(pid)]
                 if dead:
                     raise EngineError(f"the engine has died (process {dead[0]} is gone)") from None
-                continue
-            return
 
     def _processes(self) -> Sequence[int]:
         """Of the engine; empty where it does not tell (before 0.5.12, and of a bare TokenizerManager)."""

@@ -67,6 +67,10 @@ class Line(Protocol):
         """Returns when the files are written. Raises `RefusedError` when nothing is being recorded."""
         ...
 
+    def passes(self) -> tuple[int, ...]:
+        """How many forward passes each data-parallel scheduler has begun; empty where that is not shown."""
+        ...
+
 
 class Session:
     """Used on one thread, except for `expire`."""
@@ -97,7 +101,8 @@ class Session:
             EngineError: it was refused, here or by the engine. Nothing is armed then.
         """
         self._facts = self._line.facts()
-        self._plan = plan(self._capture, self._facts)
+        later = self._capture.iterations.start > 0
+        self._plan = plan(self._capture, self._facts, self._line.passes() if later else ())
         self.ignored = dict(self._plan.ignored)
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
@@ -111,6 +116,20 @@ class Session:
                 ) from error
             raise
         self._opened = read_anchor()
+        if later:
+            self._note_late_start()
+
+    def _note_late_start(self) -> None:
+        first = self._planned.request["start_step"]
+        try:
+            begun = max(self._line.passes(), default=0)
+        except EngineError:
+            return  # it is armed: what has become of the engine shows at the stop
+        if isinstance(first, int) and begun >= first:
+            self.ignored["iterations.start"] = (
+                f"the engine ran to pass {begun} while it was told to begin at pass {first}: recording may "
+                "have begun later"
+            )
 
     def expire(self, reason: str) -> None:
         """Ends the recording before the capture does."""
@@ -262,6 +281,12 @@ class Session:
 
     def _nothing(self) -> str:
         if self._state == "unused":
+            start = self._capture.iterations.start
+            if start > 0:
+                return (
+                    f"nothing was recorded: the engine ran no more than the first {start} forward passes of "
+                    "the capture. Fix: a smaller iterations.start"
+                )
             return (
                 "nothing was recorded: the engine ran no forward pass during the capture. Fix: generate "
                 "inside it"

@@ -33,6 +33,8 @@ SINCE = {
 """Option of a start -> the first version that has it."""
 
 XPU_SINCE = "0.5.10"
+PLUGINS_SINCE = "0.5.11"
+"""Schedulers load the entry points `sglang.srt.plugins`."""
 DP_ATTENTION_SINCE = "0.5.10"
 """Before, a start reaches one scheduler of several and is never answered."""
 DECODE_SERVER_BY_STAGE_SINCE = "0.5.21"
