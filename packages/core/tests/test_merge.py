@@ -330,6 +330,43 @@ def test_devices_are_tracks_of_their_process_and_carry_their_name(tmp_path: Path
     assert list(names(path, "process").values()) == ["actor 0"]
 
 
+def test_every_track_has_a_name_and_none_is_thread_0_which_takes_none_in_perfetto(tmp_path: Path) -> None:
+    folder, _, actor = two(tmp_path)
+    events: list[Event] = [
+        {"ph": "M", "name": "process_labels", "pid": 2, "tid": 0, "args": {"labels": "GPU 2"}},
+        {"ph": "M", "name": "thread_name", "pid": 2, "tid": 0, "args": {"name": "stream 0 "}},
+        {"ph": "M", "name": "thread_name", "pid": 77, "tid": 5, "args": {"name": ""}},
+        kernel("gemm", MS, 2, 0),
+        kernel("op", MS, 77, 5),
+        kernel("negative", MS, 77, -5),
+        {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": ts(OPENED_NS + MS)},
+    ]
+    trace(folder, actor, events)
+    path = folder.write()
+    merge_step(path)
+    named = names(path, "thread")
+    tracks = {e["name"]: named[e["tid"]] for e in events_of(path, "X", "i")}
+    assert tracks == {
+        "gemm": "GPU 2 stream 0", "op": "thread 5", "negative": "thread -5", "Record Window End": "no thread",
+    }  # fmt: skip
+    assert 0 not in {e["tid"] for e in events_of(path, "X", "i")}
+
+
+@pytest.mark.parametrize(("days", "taken"), [(50, True), (51, False), (52, False), (60, True), (103, False)])
+def test_a_base_from_which_perfetto_would_lose_a_nanosecond_is_not_taken(
+    tmp_path: Path, days: int, taken: bool
+) -> None:
+    folder, _, actor = two(tmp_path)
+    base_ns = OPENED_NS - days * 86_400 * 1000 * MS
+    event = {**kernel("op", MS), "ts": ts(OPENED_NS + MS, base_ns)}
+    trace(folder, actor, [event], base_ns=base_ns)
+    path = folder.write()
+    assert (merge_step(path).base_ns == base_ns) == taken
+    assert since_opening_ns(path, "op") == [MS]
+    us = Decimal(next(e["ts"] for e in events_of(path, "X") if e["name"] == "op"))
+    assert int(float(us) * 1000.0 + 0.5) == us * 1000
+
+
 @pytest.mark.parametrize("thread", [{}, {"tid": 0}])
 def test_counters_of_two_devices_stay_apart(tmp_path: Path, thread: Event) -> None:
     folder, _, actor = two(tmp_path)

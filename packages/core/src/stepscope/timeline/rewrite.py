@@ -155,6 +155,8 @@ class Rewriter:
             return False
         if name == "thread_name" and isinstance(value := args.get("name"), str):
             prefixed = self._tracks.prefixed(self._row, pid, value)
+            if not prefixed:
+                return False  # it gets a name of ours: Perfetto takes an empty one for an error
             if prefixed != value:
                 fields["args"] = msgspec.Raw(_encode({**args, "name": prefixed}))
         at = self._place.of(bytes(fields.pop("ts", msgspec.Raw(b""))).decode())

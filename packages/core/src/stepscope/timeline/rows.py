@@ -20,6 +20,13 @@ MARGIN_NS = 3_600_000_000_000
 _SECOND_NS = 1_000_000_000
 """So far behind the window stands what has no place in it, or up to a second more."""
 _PIDS = 1 << 31
+_EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
+"""Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
+
+It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43, and rounds a
+thousand times that, which is a whole number from 2^52 on. Between these (days 50.9 to 52.1) one in four would
+be a ns late; one that ends with its parent would end behind it, and not be shown at all.
+"""
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
@@ -76,11 +83,16 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
     """The axis on which most traces stand already, so that their times need no change.
 
     Args:
-        bases: What the traces of the step count from. One that is too far from the step for all ns to be
-            exact in a double (104 days) is not taken, nor one behind its beginning.
+        bases: What the traces of the step count from. One at whose distance from the step a viewer cannot
+            show every ns (`_EXACT`) is not taken, nor one behind its beginning.
     """
     start_ns = timeline.window.start_ns - MARGIN_NS
-    there = Counter(base_ns for base_ns in bases if 0 <= start_ns - base_ns < 1 << 53)
+    end_ns = timeline.window.end_ns + MARGIN_NS
+    there = Counter(
+        base_ns
+        for base_ns in bases
+        if any(lowest <= start_ns - base_ns and end_ns - base_ns < beyond for lowest, beyond in _EXACT)
+    )
     ((base_ns, _),) = there.most_common(1) or [(start_ns // _SECOND_NS * _SECOND_NS, 0)]
     end = timeline.window.end_ns - base_ns
     return Axis(base_ns, first=start_ns - base_ns, last=end + MARGIN_NS, behind=end + _SECOND_NS)

@@ -48,7 +48,7 @@ class Tracks:
         """The tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
         key = (row.pid, pid, tid)
         if key not in self._tids:
-            name = tid if not tid.isdigit() else f"thread {tid}"
+            name = f"thread {tid}" if tid.lstrip("-").isdigit() else tid or "no thread"
             self._unnamed[row.pid, self._tid(*key)] = self.prefixed(row, pid, name)
         return self._tids[key]
 
@@ -72,6 +72,7 @@ class Tracks:
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
         """A thread's name, with the device's before it: the row is the whole process."""
+        name = name.strip()  # Kineto's are `stream 7 `
         label = self._labels.get((row.pid, pid), "")
         return f"{label} {name}" if label and label not in name else name
 
@@ -104,9 +105,10 @@ class Tracks:
     def _tid(self, row: int, pid: str, tid: str) -> int:
         key = (row, pid, tid)
         if key not in self._tids:
-            # Its own, so that its events need no change, unless that is another's of this row.
+            # Its own, so that its events need no change, unless that is another's of this row. Not 0, which
+            # ROCm calls a stream: Perfetto takes that for the machine's idle thread, which gets no name.
             own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else FIRST_TID
-            free = own if own < FIRST_TID else FIRST_TID + len(self._tids)
+            free = own if 0 < own < FIRST_TID else FIRST_TID + len(self._tids)
             while (row, free) in self._taken:
                 free = max(free, FIRST_TID + len(self._tids) - 1) + 1
             self._taken.add((row, free))
