@@ -457,12 +457,16 @@ def test_what_nobody_reads_is_named_and_is_no_defect(tmp_path: Path) -> None:
     assert merged.problems == ()
 
 
-def test_the_file_of_before_stays_when_a_merge_is_interrupted(tmp_path: Path) -> None:
+def test_the_file_of_before_stays_when_a_merge_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _, actor = two(tmp_path)
     trace(folder, actor, [kernel("gemm", MS)])
     path = folder.write()
     merge_step(path)
     before = (path / "timeline.json.gz").read_bytes()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
     def interrupt(_: int) -> None:
         if list(path.glob(".timeline*")):
@@ -491,12 +495,24 @@ def test_a_disk_that_is_full_is_said_and_leaves_nothing(
     assert not list(path.glob(".timeline*"))
 
 
-def test_one_core_gets_no_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_one_core_or_a_busy_machine_gets_no_second_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
     folder, _, actor = two(tmp_path)
     trace(folder, actor, [kernel("gemm", MS)])
     path = folder.write()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 9.0, 9.0))
+    with monkeypatch.context() as without:
+        without.setattr(ThreadPoolExecutor, "submit", None)
+        with pytest.raises(TypeError):
+            merge_step(path)
     merge_step(path, to=tmp_path / "two.json.gz")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    if busy:
+        monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0))
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(ThreadPoolExecutor, "submit", None)
     merge_step(path, to=tmp_path / "one.json.gz")
     one, two_threads = (

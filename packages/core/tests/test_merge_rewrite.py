@@ -289,3 +289,27 @@ def test_metadata_that_a_writer_gives_again_and_again_is_looked_at_once(
     found = rewritten([[name, label] * 100], 0, None).events
     assert [event["args"]["name"] for event in found] == ["t"] + ["MTIA 9 t"] * 99
     assert len(looked_at) < 5
+
+
+def test_a_key_that_is_written_with_escapes_is_found_behind_an_argument_that_looks_like_it() -> None:
+    """Where all other checks come out even: one field is not replaced, and one argument is."""
+    hidden = r'{{"ph": "X", "{}": {}, "name": "k", {}"args": {{}}}}'
+    rest = {"id": '"pid": 4242, "tid": 4242, "ts": 1000000, ', "pid": '"tid": 7, "ts": 1000000, '}
+    usual = [written(OLDER, **{**PLAIN, "ts": "1000000", "id": "5", "pid": "0", "tid": "7"})] * 30
+    for key, number in (("id", "57452"), ("pid", "4242")):
+        escaped = hidden.format(f"\\u00{ord(key[0]):x}{key[1:]}", number, rest[key])
+        argument = '{"id": 5}' if key == "id" else '{"pid": 0, "tid": 7, "a": 1}'
+        other = written(OLDER, **{**PLAIN, "ts": "1000000", "args": argument})
+        for shift_ns in (0, SECOND_NS):
+            batches = [usual, [*usual, escaped, other], usual]
+            quick = rewritten(batches, shift_ns, None)
+            thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+            assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+@pytest.mark.parametrize("number", ["-0", "-1", "5e3", "5.0", "12345678901234567890", '"5"', "null"])
+def test_an_id_that_is_no_plain_number_is_not_given_a_prefix(number: str) -> None:
+    usual = [written(OLDER, **{**PLAIN, "ph": "s", "id": "5"})] * 30
+    batches = [usual, [*usual, written(OLDER, **{**PLAIN, "ph": "s", "id": number})], usual]
+    quick, thorough = rewritten(batches, 0, None), rewritten(batches, 0, None, thoroughly=True)
+    assert quick.events == thorough.events

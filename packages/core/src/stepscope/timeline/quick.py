@@ -2,17 +2,25 @@
 
 What has to change in a file's events, and how that is written there, hardly differs from one batch to the
 next. So it is learned from one batch, as byte strings and what to put in their place, and done to the next
-ones unseen. The result is then decoded once, into a type that has no room for an event whose pid, tid, time
-or id is not one that it should have now; and each replacement is counted against the events that needed it,
-so that none was made in an argument or a name. Where that does not come out even, nothing was done: the batch
-is learned from anew, and else goes the thorough way.
+ones unseen, in three steps:
+
+1. Each needle is replaced by a mark: a key, or a number, that was drawn when this process began, so that no
+   file can hold it.
+2. The batch is decoded once, into a type that has no room for an event whose pid, tid, time or id is neither
+   a mark nor one that may stay, however it is spelled; and the events with a mark are counted against the
+   marks, so that none was made in an argument or a name.
+3. Each mark is replaced by what shall stand there.
+
+Where the second step does not come out even, nothing was done: the batch is learned from anew, and else goes
+the thorough way.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from math import ceil, floor
 from operator import attrgetter, countOf
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -32,12 +40,24 @@ was learned from."""
 _NEEDLES = 32
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
-_EXACT_US = float(1 << 53)
+_EXACT_US = 1 << 53
 _BEHIND = {b",", b"\n", b" ", b"}"}
 """What may stand behind a number, of what is not a part of it."""
 _THREAD = re.compile(rb'"pid"(:\s*)\d+(,\s*)"tid"(:\s*)\d+(\s*[,}])')
 _ID = re.compile(rb'[\s,]*"id":\s*(?=\d)')
 _TIME = re.compile(rb'"ts"(:\s*)\d')
+
+_DRAWN = int.from_bytes(os.urandom(8), "big")
+_KEY = bytes(b"GJKQVWXZ"[_DRAWN >> 3 * at & 7] for at in range(20))
+"""Of letters that are rare in JSON: so it is found at 5 GB/s."""
+_MARKED_ID, _MARKED_TIME = b'"%b1"' % _KEY, b'"%b2"' % _KEY
+_MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
+"""And those up to `_NEEDLES` above it: one for each of a file's pids."""
+_MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
+"""And those above it, in front of a tid: with the nine digits that this has at most, it is below 2^63."""
+_MARKED_SECOND = 10**8 + _DRAWN % 10**8
+"""And those above it, for the seconds of a batch: exact in a double, with all us behind them."""
+_OF_ID, _OF_TIME = -1, -2
 
 Phase: TypeAlias = Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
 """Of a plain event: neither metadata nor a counter."""
@@ -68,12 +88,19 @@ class Cut(NamedTuple):
     end: int | None
 
 
+class _Needle(NamedTuple):
+    """What stands in some events, in all that are alike, and its two replacements."""
+
+    kind: int
+    """`_OF_ID`, `_OF_TIME`, or the pid that marks them."""
+    written: bytes
+    marked: bytes
+    final: bytes
+
+
 _plain = msgspec.json.Decoder(list[Plain]).decode
-_tid = attrgetter("tid")
-_id = attrgetter("id")
-_UNCHANGED = 0, 0
-_Needle: TypeAlias = tuple[bytes, bytes, tuple[int, ...]]
-"""What is replaced, by what, and the tids that the events have then."""
+_pid = attrgetter("pid")
+_id = attrgetter("marked_id")
 
 
 class Quick:
@@ -89,7 +116,7 @@ class Quick:
         """By the file's (pid, tid)."""
         self._pids: set[int] = set()
         """Those of others that were found lately."""
-        self._id = b""
+        self._id: list[_Needle] = []
         self._plan: _Plan | None = None
 
     def rewritten(self, array: bytes) -> tuple[memoryview, int] | None:
@@ -115,21 +142,21 @@ class Quick:
         times = self._times(array, events)
         if times is None:
             return None
-        needles = self._threads(events, thread.groups())  # all of these events are kept: so are their tracks
-        if needles is None:
+        threads = self._threads(events, thread.groups())  # all of these events are kept: so are their tracks
+        if len(threads.needles) > _NEEDLES:
             return None
         some_id = _ID.search(array)
         if some_id is not None:
-            self._id = some_id[0]
-        return _Plan(
-            needles=needles,
-            times=times,
-            id_needle=self._id,
-            id_prefix=self._ids.prefix,
-            decode=_decoder(self._row.pid, self._allowed(needles), times.first, times.last, self._ids),
-        )
+            written, prefix = some_id[0], self._ids.prefix
+            marked = written.replace(b'"id"', _MARKED_ID) + prefix
+            self._id = [_Needle(_OF_ID, written, marked, written + prefix)]
+        decode = _decoder(
+            threads.pids, threads.tids, (times.first, times.last), times.each is not None,
+            (int(self._ids.prefix) * 10, (int(self._ids.prefix) + 1) * self._ids.below),
+        )  # fmt: skip
+        return _Plan([*self._id, *threads.needles, *times.needles], times.each, decode)
 
-    def _threads(self, events: list[Plain], glue: tuple[bytes, ...]) -> list[_Needle] | None:
+    def _threads(self, events: list[Plain], glue: tuple[bytes, ...]) -> _Threads:
         own = self._row.pid
         pairs = dict.fromkeys([(event.pid, event.tid) for event in events])
         for pair in pairs:
@@ -139,23 +166,27 @@ class Quick:
         self._pids = self._pids | others if len(self._pids | others) <= _PIDS else others
         colon, between, before_tid, behind = glue
         start = b'"pid"%b%%d%b"tid"%b' % (colon, between, before_tid)
-        found = list[_Needle]()
-        for pid in (own, *sorted(self._pids)):  # first its own: what others become must not be replaced again
+        needles = list[_Needle]()
+        pids, may_be = {own}, set[int]()
+        for number, pid in enumerate((own, *sorted(self._pids))):
+            kind, before = _MARKED_PID + number, b"%d" % (_MARKED_TID + number)
             tids = {tid: new for (of, tid), new in self._tids.items() if of == pid}
-            if any(tid != new for tid, new in tids.items()):
-                found += [
-                    (start % pid + b"%d%b" % (tid, behind), start % own + b"%d%b" % (new, behind), (new,))
-                    for tid, new in tids.items()
-                    if (pid, tid) in pairs and (pid, tid) != (own, new)
-                ]
-            elif pid != own:
-                found.append((start % pid, start % own, tuple(tids)))
-        again = {needle for needle, _, _ in found} & {new for _, new, _ in found}
-        return None if again or len(found) > _NEEDLES else found
-
-    def _allowed(self, needles: list[_Needle]) -> tuple[int, ...]:
-        kept = {tid for (pid, tid), new in self._tids.items() if pid == self._row.pid and tid == new}
-        return tuple(kept.union(*(tids for _, _, tids in needles)))
+            moved = any(tid != new for tid, new in tids.items())
+            if pid == own:
+                may_be = {tid for tid, new in tids.items() if tid == new}
+                tids = {tid: new for tid, new in tids.items() if tid != new}
+            if moved:
+                tids = {tid: new for tid, new in tids.items() if (pid, tid) in pairs}
+                ends = [(b"%d%b" % (tid, behind), b"%d%b" % (new, behind)) for tid, new in tids.items()]
+            else:
+                ends = [(b"", b"")] if pid != own else []
+            needles += [
+                _Needle(kind, start % pid + end, start % kind + before + new, start % own + new)
+                for end, new in ends
+            ]
+            pids |= {kind} if ends else set()
+            may_be |= {int(b"%b%d" % (before, new)) for new in tids.values()}
+        return _Threads(needles, tuple(sorted(pids)), tuple(sorted(may_be)))
 
     def _times(self, array: bytes, events: list[Plain]) -> _Times | None:
         times = [event.ts for event in events]
@@ -170,7 +201,7 @@ class Quick:
             return None
         colon, shift_ns = written[1], self._place.shift_ns
         if shift_ns == 0:
-            return _Times(first, last)
+            return _Times(float(first), float(last))
         if shift_ns is not None and shift_ns % _SECOND_NS == 0 and earliest >= _SECOND_US:
             seconds = range(earliest // _SECOND_US, latest // _SECOND_US + 1)
             shift = shift_ns // _SECOND_NS
@@ -179,15 +210,23 @@ class Quick:
                 return _seconds(first, last, seconds, shift, b'"ts"' + colon)
         if len(str(earliest)) != len(str(latest)):
             return None
-        return _Times(first, last, each=_EachTime(self._place, colon, len(str(earliest))))
+        return _Times(float(first), float(last), each=_EachTime(self._place, colon, len(str(earliest))))
 
-    def _bounds(self) -> tuple[float, float]:
+    def _bounds(self) -> tuple[int, int]:
         """Of a `ts` that is believed and asked for, in the merged file. At most 1 us too narrow."""
         first, last = self._place.believed
         start, end = self._cut
         first = first if start is None else max(first, start)
         last = last if end is None or (last is not None and last < end) else end
-        return float(ceil(first / 1000)), _EXACT_US if last is None else float(floor(last / 1000))
+        return ceil(first / 1000), _EXACT_US if last is None else floor(last / 1000)
+
+
+class _Threads(NamedTuple):
+    needles: list[_Needle]
+    pids: tuple[int, ...]
+    """Of events in which the needles were marked."""
+    tids: tuple[int, ...]
+    """Of these."""
 
 
 class _EachTime(NamedTuple):
@@ -198,8 +237,8 @@ class _EachTime(NamedTuple):
     digits: int
 
     def moved(self, text: bytes) -> tuple[bytes, int] | None:
-        start_of = b'"ts"' + self.colon
-        first, *parts = text.split(start_of)
+        """The text with all times moved, and marked; and how many."""
+        first, *parts = text.split(b'"ts"' + self.colon)
         point, end = self.digits, self.digits + 4
         if {part[point : point + 1] for part in parts} == {b"."}:
             written = [part[:point] + part[point + 1 : end] for part in parts]
@@ -212,111 +251,110 @@ class _EachTime(NamedTuple):
         if not {part[end : end + 1] for part in parts} <= _BEHIND:
             return None
         moved = zip(self.place.positions(list(map(int, written))), parts, strict=True)
-        pieces = [b"%b%d.%03d%b" % (start_of, *divmod(ns, 1000), part[end:]) for ns, part in moved]
+        marked = _MARKED_TIME + self.colon
+        pieces = [b"%b%d.%03d%b" % (marked, *divmod(ns, 1000), part[end:]) for ns, part in moved]
         return first + b"".join(pieces), len(parts)
 
 
 class _Times(NamedTuple):
-    """What happens to the times of a file, and between what they are then, in us."""
+    """What happens to the times of a file, and between what they are when marked, in us."""
 
     first: float
     last: float
-    seconds: tuple[tuple[bytes, bytes], ...] = ()
+    needles: tuple[_Needle, ...] = ()
     """Where they move by whole seconds: the digits that say these, the same in most of a batch."""
     each: _EachTime | None = None
 
-    def moved(self, text: bytes) -> tuple[bytes, int] | None:
-        """The text, and how many times were moved in it."""
-        if self.each is not None:
-            return self.each.moved(text)
-        count = 0
-        for needle, new in self.seconds:
-            text, found = _replaced(text, needle, new)
-            count += found
-        return text, count
 
-    @property
-    def all(self) -> bool:
-        """Whether every time moves."""
-        return self.each is not None or bool(self.seconds)
-
-
-def _seconds(first: float, last: float, seconds: range, shift: int, start: bytes) -> _Times:
-    in_order = seconds if shift < 0 else reversed(seconds)  # so that none is moved twice
-    needles = [(b"%b%d" % (start, second), b"%b%d" % (start, second + shift)) for second in in_order]
+def _seconds(first: int, last: int, seconds: range, shift: int, start: bytes) -> _Times:
+    to_marked = _MARKED_SECOND - seconds[0]
+    needles = [
+        _Needle(_OF_TIME, *(b"%b%d" % (start, second + by) for by in (0, to_marked, shift)))
+        for second in seconds
+    ]
     # No wider than that: `"ts": 44` is also how 443 seconds begin.
-    begin, end = (seconds[0] + shift) * _SECOND_US, (seconds[-1] + shift + 1) * _SECOND_US
-    return _Times(max(first, float(begin)), min(last, float(end)), tuple(needles))
+    begin, end = _MARKED_SECOND * _SECOND_US, (_MARKED_SECOND + _SECONDS) * _SECOND_US - 1
+    moved = (to_marked - shift) * _SECOND_US
+    return _Times(float(max(first + moved, begin)), float(min(last + moved, end)), tuple(needles))
 
 
-class _Plan:
+class _Plan(NamedTuple):
     """What is to be done to a file's events."""
 
-    def __init__(
-        self,
-        *,
-        needles: list[_Needle],
-        times: _Times,
-        id_needle: bytes,
-        id_prefix: bytes,
-        decode: Callable[[bytes], list[Any]],
-    ) -> None:
-        self._needles = needles
-        self._times = times
-        self._id_needle = id_needle
-        self._id_new = id_needle + id_prefix
-        self._decode = decode
+    needles: list[_Needle]
+    each: _EachTime | None
+    decode: Callable[[bytes], list[Any]]
 
     def carried_out(self, array: bytes) -> tuple[memoryview, int] | None:
         """None: it is not the right one for these events."""
-        text, ids = _replaced(array, self._id_needle, self._id_new) if self._id_needle else (array, 0)
-        counts = []
-        for needle, new, _ in self._needles:
-            text, count = _replaced(text, needle, new)
-            counts.append(count)
-        moved = self._times.moved(text)
-        if moved is None:
-            return None
-        text, times = moved
+        text, found, counts = array, list[_Needle](), dict[int, int]()
+        parts = [text]
+        for needle in self.needles:
+            some = text.split(needle.written)
+            if len(some) > 1:
+                parts = some
+                text = needle.marked.join(parts)
+                found.append(needle)
+                counts[needle.kind] = counts.get(needle.kind, 0) + len(parts) - 1
+        if self.each is not None:
+            moved = self.each.moved(text)
+            if moved is None:
+                return None
+            text, counts[_OF_TIME] = moved
         try:
-            events = self._decode(text)
+            events = self.decode(text)
         except msgspec.DecodeError:
             return None
-        if ids != len(events) - countOf(map(_id, events), -1):
+        if any(count != _marked(kind, events) for kind, count in counts.items()):
             return None
-        if self._id_needle and ids != array.count(b'"id"'):
-            return None  # spelled otherwise somewhere: that one might look changed already
-        if self._times.all and (times != len(events) or text.count(b'"ts"') != times):
-            return None
-        if self._needles:  # also where none was found: a tid that stands here may be another thread's
-            by_tid = Counter(map(_tid, events))
-            for (_, _, tids), count in zip(self._needles, counts, strict=True):
-                if count != sum(by_tid[tid] for tid in tids):
-                    return None
+        if self.each is not None:
+            text = b'"ts"'.join(text.split(_MARKED_TIME))
+        elif found:
+            text = found.pop().final.join(parts)  # without another search
+        for needle in found:
+            text = needle.final.join(text.split(needle.marked))  # twice as fast as `replace`
         return memoryview(text)[1:-1], len(events)
 
 
-def _replaced(text: bytes, needle: bytes, new: bytes) -> tuple[bytes, int]:
-    """As `bytes.replace`, which searches twice and does not say how often."""
-    parts = text.split(needle)
-    return (new.join(parts), len(parts) - 1) if len(parts) > 1 else (text, 0)
+def _marked(kind: int, events: list[Any]) -> int:
+    """How many of the events have a mark, in a field of their own."""
+    if kind == _OF_TIME:
+        return len(events)  # there is no event without one
+    if kind == _OF_ID:
+        return len(events) - countOf(map(_id, events), -1)
+    return countOf(map(_pid, events), kind)
 
 
+@lru_cache(4)
 def _decoder(
-    pid: int, tids: tuple[int, ...], first: float, last: float, ids: FlowIds
+    pids: tuple[int, ...],
+    tids: tuple[int, ...],
+    times: tuple[float, float],
+    each_time: bool,
+    ids: tuple[int, int],
 ) -> Callable[[bytes], list[Any]]:
-    """Takes nothing but plain events that are as they should be in the merged file."""
+    """Takes nothing but plain events in which all is marked that must not stay.
+
+    Args:
+        times: The first and the last one.
+        each_time: Whether times are marked by their key.
+        ids: The lowest when marked, and what is beyond the highest.
+    """
+    pid: Any = Literal[pids]
     tid: Any = Literal[tids]
-    time: Any = Annotated[float, msgspec.Meta(ge=first, le=last)]
-    lowest, beyond = int(ids.prefix) * 10, (int(ids.prefix) + 1) * ids.below
+    time: Any = Annotated[float, msgspec.Meta(ge=times[0], le=times[1])]
     fields: list[Any] = [
         ("ph", Phase),
-        ("id", Annotated[int, msgspec.Meta(ge=lowest, lt=beyond)], -1),
-        ("pid", Literal[pid]),
+        ("marked_id", Annotated[int, msgspec.Meta(ge=ids[0], lt=ids[1])], -1),
+        ("pid", pid),
         ("tid", tid),
-        ("ts", time),
+        ("marked_ts" if each_time else "ts", time),
+        ("id", _NEVER, "\0"),
         ("bind_id", _NEVER, "\0"),
         ("id2", _NEVER, "\0"),
     ]
-    event: Any = msgspec.defstruct("Proven", fields, kw_only=True, gc=False)
+    if each_time:
+        fields.append(("ts", _NEVER, "\0"))
+    keys = {"marked_id": _MARKED_ID.decode().strip('"'), "marked_ts": _MARKED_TIME.decode().strip('"')}
+    event: Any = msgspec.defstruct("Proven", fields, rename=keys, kw_only=True, gc=False)
     return msgspec.json.Decoder(list[event]).decode

@@ -81,7 +81,9 @@ def find_traces(
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
-        if any(each.relative_to(layout.root).as_posix() in without for each in _upwards(path, layout)):
+        if without and any(
+            each.relative_to(layout.root).as_posix() in without for each in _upwards(path, layout)
+        ):
             continue
         said = _speaks_for(path, sidecars, layout)
         if isinstance(said, str):
