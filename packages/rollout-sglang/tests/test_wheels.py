@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_start_that_names_a_pass_takes_at_least_the_next_one(version: str) -> 
     text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
     assert "max(start_step, self." in text
     assert "self.profiler_target_forward_ct = self.profiler_start_forward_ct + num_steps" in text
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_names_say_their_axes_in_the_order_in_which_they_are_read(version: str) -> None:
+    """Why `parse_name` reads -TP-, -DP-, -PP-, -EP-; 0.5.3 says only -TP-, so its ranks may be None."""
+    text = "\n".join(ast.unparse(module) for name, module in modules(version).items() if "profiler" in name)
+    axes = re.findall(r"f['\"]([A-Z]{2})-{", text)
+    assert axes == (["TP", "DP", "PP", "EP"] if number(version) >= (0, 5, 4) else [])
+    assert "f'-TP-{" in text
 
 
 def users_of(version: str, attribute: str) -> set[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import resource
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,16 +38,38 @@ MODEL = {
     "torch_dtype": "bfloat16",
 }
 
+SPLIT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+"""OPT: learned positions too, and unlike SGLang's GPT-2 it can be split over tensor and pipeline ranks."""
+
 
 def limit_memory() -> None:
     """Of this process, and of each that it starts: an engine recorded while it spins takes gigabytes."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, model: Mapping[str, object] = MODEL) -> Path:
     """Only its configuration: SGLang makes up the weights (`load_format="dummy"`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(model))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Two data-parallel schedulers of one engine. Run by `test_engines.py`."""
+"""Engines of two schedulers: data, tensor and pipeline parallel. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from typing import Any
 import msgspec
 import pytest
 import sglang
-from tiny_sglang import generate, on_its_loop, settings, write_model
+from tiny_sglang import MODEL, SPLIT, generate, on_its_loop, settings, write_model
 
 from stepscope.engines.protocol import Iterations
+from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import a_capture, assert_complete
 from stepscope_sglang import SglangProfiler
 
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "data": (MODEL, {"dp_size": 2}),
+    "tensor": (SPLIT, {"tp_size": 2}),
+    "pipeline": (SPLIT, {"pp_size": 2}),
+}
+data, tensor, pipeline = (pytest.mark.parametrize("parallel", [name], indirect=True) for name in LAYOUTS)
+
 
 @pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    model, sizes = LAYOUTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for it where there is one NUMA node
-        engine = sglang.Engine(**settings(write_model(tmp_path_factory.mktemp("model")), dp_size=2))
+        engine = sglang.Engine(**settings(write_model(tmp_path_factory.mktemp("model"), model), **sizes))
     yield engine
     engine.shutdown()
 
@@ -42,16 +51,19 @@ def record(engine: Any, tmp_path: Path, *, requests: int, step: int = 1, **chang
     return on_its_loop(engine, scenario())
 
 
+@data
 def test_each_data_parallel_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=4)
     assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0, "dp": 0}, 1: {"tp": 0, "dp": 1}}
 
 
+@data
 def test_only_the_ranks_that_were_asked_for_are_kept(parallel: Any, tmp_path: Path) -> None:
     (artifact,) = record(parallel, tmp_path, requests=4, ranks=(1,))
     assert artifact.rank == 1
 
 
+@data
 def test_a_rank_without_a_request_is_named_and_not_left_armed(parallel: Any, tmp_path: Path) -> None:
     (artifact,) = record(parallel, tmp_path, requests=1, iterations=Iterations(count=2))
     assert artifact.ignored["files"].startswith("1 of 2 ranks left a file")
@@ -59,7 +71,52 @@ def test_a_rank_without_a_request_is_named_and_not_left_armed(parallel: Any, tmp
     assert {each.rank for each in both} == {0, 1}
 
 
-def test_merging_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
+@data
+def test_merging_of_data_parallel_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=4, merge=True)
+    assert {each.kind for each in artifacts} == {"torch_trace"}
+    assert all("before the other dp and pp ranks" in each.ignored["merge"] for each in artifacts)
+
+
+@data
+def test_a_later_start_is_refused_where_the_ranks_have_not_run_alike(parallel: Any, tmp_path: Path) -> None:
+    record(parallel, tmp_path, requests=1)
+    with pytest.raises(EngineError, match="SGLang takes one number for all"):
+        record(parallel, tmp_path, requests=1, step=2, iterations=Iterations(start=1))
+
+
+@tensor
+def test_each_tensor_parallel_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=2)
+    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0}, 1: {"tp": 1}}
+
+
+@tensor
+def test_ranks_are_those_of_the_run_and_not_of_the_replica(parallel: Any, tmp_path: Path) -> None:
+    (artifact,) = record(parallel, tmp_path, requests=2, replica=3, ranks=(0, 7))
+    assert (artifact.rank, artifact.topology) == (7, {"tp": 1})
+
+
+@tensor
+def test_the_merge_of_tensor_parallel_ranks_stands_beside_their_files(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=2, merge=True)
+    assert sorted(each.kind for each in artifacts) == ["merged_trace", "torch_trace", "torch_trace"]
+
+
+@tensor
+def test_every_tensor_parallel_rank_leaves_out_the_same_passes(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=1, iterations=Iterations(start=2, count=1))
+    assert [each.truncated for each in artifacts] == [None, None]
+
+
+@pipeline
+def test_each_pipeline_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=2)
+    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0, "pp": 0}, 1: {"tp": 0, "pp": 1}}
+
+
+@pipeline
+def test_merging_of_pipeline_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
+    artifacts = record(parallel, tmp_path, requests=2, merge=True, iterations=Iterations(count=2))
     assert {each.kind for each in artifacts} == {"torch_trace"}
     assert all("before the other dp and pp ranks" in each.ignored["merge"] for each in artifacts)
