@@ -4,6 +4,8 @@ The input is a real torch trace (CPU, some 10 MB of JSON), once for each rank un
 (`_traces.py`), as `.json.gz` of level 9, which is what torch writes. All times are CPU time of this process,
 for the same files, in turning order; the peak memory is that of a process of its own.
   gzip.open     reads the files, in blocks of 1 MiB, and does nothing with them: the floor for zlib
+  igzip         reads them with igzip, and compresses what they hold with igzip: the floor for any merge
+                that makes one compressed file of several, with the libraries that stepscope uses
   json          json.load of every file, ranks told apart in `pid`, json.dump through gzip level 1
   SGLang        its ProfileMerger, from its wheel, without what the wheel requires
 
@@ -32,6 +34,7 @@ from _measure import header, interleaved, parser, table, verdict
 from _traces import PROFILE_ID, Template, as_torch, build, build_of_files, record
 
 from stepscope.timeline import merge_step
+from stepscope.timeline.readers.blocks import Notes, read_blocks
 
 RANKS = 3
 STEPS = 80
@@ -53,6 +56,18 @@ def read(step: Path) -> None:
         with gzip.open(path) as file:
             while file.read(1 << 20):
                 pass
+
+
+def through(step: Path) -> None:
+    """The blocks of a merge, unchanged, at its level of compression."""
+    from isal import isal_zlib
+
+    packed = isal_zlib.compressobj(1, isal_zlib.DEFLATED, 31, 9)
+    with (step / "igzip.out.gz").open("wb") as out:
+        for path in files(step):
+            for block in read_blocks(path, Notes()):
+                out.write(packed.compress(block))
+        out.write(packed.flush())
 
 
 def with_json(step: Path) -> None:
@@ -84,6 +99,7 @@ def ours(step: Path) -> None:
 MERGERS: dict[str, Callable[[Path], None]] = {
     "stepscope": ours,
     "gzip.open": read,
+    "igzip": through,
     "json": with_json,
     "SGLang": with_sglang,
 }
@@ -145,6 +161,10 @@ def compared(step: Path, contenders: dict[str, Callable[[Path], None]], rounds: 
         for name, seconds in medians.items()
     ]
     table([f"{size:.0f} MB of {what}", "MB/s of CPU", "CPU/ours", "peak MB"], rows)
+    print(f"the floor, igzip both ways, is {medians['igzip'] / medians['stepscope']:.0%} of our CPU", end="")
+    if "SGLang" in medians:
+        print(f": {medians['SGLang'] / medians['igzip']:.1f}x less than SGLang's", end="")
+    print("\n")
     verdict("CPU over reading with gzip.open", medians["stepscope"] / medians["gzip.open"], 5.5, "x")
     if "SGLang" in medians:
         goal = 12 if "older" in what else 20

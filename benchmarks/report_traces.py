@@ -4,7 +4,8 @@ Compared are its breakdown of each rank into idle, compute and other device time
 rank, and the numbers must be the same. `read_trace` also makes operators with their own time, memory and
 iterations. CPU time of this process and its children, for the same files, in turning order; peak memory in
 processes of their own. Input: traces as a GPU makes them, from a seeded generator; or a folder with traces of
-GPUs (`.json.gz`; an argument), for instance `tests/data` of a clone of HolisticTraceAnalysis.
+GPUs (`.json.gz`; an argument), for instance `tests/data` of a clone of HolisticTraceAnalysis: neither its
+wheel nor its sdist has them.
 """
 
 from __future__ import annotations
@@ -139,22 +140,34 @@ def timed(reader: Callable[[Path], Numbers], paths: list[Path]) -> float:
     return cpu_seconds() - began
 
 
-def differ(paths: list[Path]) -> list[str]:
-    """Numbers that are not the same to the us; in finer traces, 3 us for each event are rounding."""
+class Compared(NamedTuple):
+    different: list[str]
+    """Those that are not the same to the us; in finer traces, 3 us for each event are rounding."""
+    times: int
+    """Idle, compute and other time of the ranks."""
+    kernels: int
+    equal: int
+    """Of both, those that are the same to the us."""
+
+
+def compared(paths: list[Path]) -> Compared:
     # They leave out what was launched outside of a ProfilerStep. Not for this comparison.
     trace = importlib.import_module("hta.common.trace").Trace
     trace._filter_irrelevant_gpu_kernels = lambda self, include_last_profiler_step=False: None
-    found = []
+    found, pairs, kernels = [], list[tuple[int | None, int | None]](), 0
     for path in paths:
         one, other, allowed = ours(path), holistic(path), rounding(path)
         for name, a, b in zip(one._fields[:-1], one[:-1], other[:-1], strict=True):
+            pairs.append((a, b))
             if abs(a - b) > sum(allowed.values()):
                 found.append(f"{path.name}: {name}: {a} and {b} us")
         for kernel in {*one.kernels, *other.kernels}:
             us = one.kernels.get(kernel), other.kernels.get(kernel)
+            pairs.append(us)
+            kernels += 1
             if us[0] is None or us[1] is None or abs(us[0] - us[1]) > allowed.get(kernel, 0):
                 found.append(f"{path.name}: {kernel[:60]}: {us[0]} and {us[1]} us")
-    return found
+    return Compared(found, len(pairs) - kernels, kernels, sum(a == b for a, b in pairs))
 
 
 def rounding(path: Path) -> dict[str, int]:
@@ -228,11 +241,21 @@ def main() -> None:
             [name, f"{size / seconds:.0f}", f"{seconds / medians['stepscope']:.1f}x", f"{peaks[name]:.0f}"]
             for name, seconds in medians.items()
         ]
-        table([f"{size:.0f} MB of JSON in {len(paths)} files", "MB/s of CPU", "CPU/ours", "peak MB"], rows)
+        kind = "made" if told.traces is None else "real"
+        table(
+            [f"{size:.0f} MB of JSON in {len(paths)} {kind} traces", "MB/s of CPU", "CPU/ours", "peak MB"],
+            rows,
+        )
         if len(medians) > 1:
-            different = differ(paths)
-            print(*(f"DIFFERENT  {line}" for line in different), sep="\n", end="\n" * bool(different))
-            verdict("numbers that differ", len(different), 0, "")
+            found_both = compared(paths)
+            print(*(f"DIFFERENT  {line}" for line in found_both.different), sep="\n", end="")
+            print("\n" * bool(found_both.different), end="")
+            times, kernels, equal = found_both[1:]
+            rounded = times + kernels - equal - len(found_both.different)
+            print(f"compared: {times} times of {len(paths)} ranks (idle, compute, other, all),")
+            print(f"{kernels} of kernels;", end=" ")
+            print(f"{equal} are the same to the us, {rounded} within what HTA rounds\n")
+            verdict("numbers that differ", len(found_both.different), 0, "")
             peer = "HolisticTraceAnalysis"
             verdict("less CPU than " + peer, medians[peer] / medians["stepscope"], 15, "x", at_least=True)
             verdict("of its memory", peaks["stepscope"] / peaks[peer], 0.1, "x")
