@@ -22,6 +22,26 @@ def test_with_nsys_the_workers_are_to_open_cuda_ranges_and_write_nothing(tmp_pat
     assert stepscope_vllm.engine_env(config, installed="0.12.0") == {"VLLM_TORCH_CUDA_PROFILE": "1"}
 
 
+def test_stacks_without_a_number_of_iterations_are_warned_of_when_the_engine_is_built(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: dict[str, object] = {"save_path": str(tmp_path), "steps": [1], "torch": {"with_stack": True}}
+    bounded = {"rollout": {"ranks": "all", "engine": {"iterations": {"start": 1, "count": 64}}}}
+    stepscope_vllm.engine_args(ProfileConfig.from_mapping({**config, "roles": bounded}), installed="0.32.0")
+    assert not caplog.records
+    stepscope_vllm.engine_args(ProfileConfig.from_mapping(config), installed="0.32.0")
+    assert "2.7 million events" in caplog.text
+
+
+def test_a_kind_of_profiler_whose_files_nobody_reads_is_refused_before_the_engine_is_built(
+    tmp_path: Path,
+) -> None:
+    extra = {"rollout": {"ranks": "all", "engine": {"extra": {"profiler": "proton"}}}}
+    config = ProfileConfig.from_mapping({"save_path": str(tmp_path), "steps": [1], "roles": extra})
+    with pytest.raises(ConfigError, match=r"extra\.profiler.*proton.*what `tool` says"):
+        stepscope_vllm.engine_args(config, installed="0.32.0")
+
+
 def test_a_release_without_cuda_ranges_names_the_one_that_has_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vLLM 0\.11\.1 has it"):
         stepscope_vllm.engine_env(a_config(tmp_path, "nsys"), installed="0.10.2")

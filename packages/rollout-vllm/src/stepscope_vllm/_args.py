@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
 from stepscope_vllm import _facts, _versions
 
+log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
 Value = str | int | float | bool | None
 
@@ -113,6 +115,13 @@ def _profiler_config(
 ) -> dict[str, Value | list[str]]:
     role = _role(config)
     torch, window = config.torch, role.engine.iterations
+    if torch.with_stack and config.tool != "nsys" and window.count is None:
+        log.warning(
+            "torch.with_stack with vLLM: a worker polls for work in Python, so each second in which its "
+            "engine has none gives up to 2.7 million events (6 GB in the worker), and generation stands "
+            "still until they are written. Fix: roles.rollout.engine.iterations: {start: 1, count: 64}, "
+            "which records from the first iteration on and ends by itself"
+        )
     found: dict[str, Value | list[str]] = (
         {"profiler": "cuda"}
         if config.tool == "nsys"
@@ -136,6 +145,12 @@ def _profiler_config(
 
 def _extra(extra: Mapping[str, Value], release: str) -> Mapping[str, Value]:
     fields = _fields()
+    if "profiler" in extra:
+        raise ConfigError(
+            "roles.rollout.engine.extra.profiler", extra["profiler"],
+            "what `tool` says: torch, or nsys for vLLM's cuda; nobody has read the files of others (proton)",
+            "take it out",
+        )  # fmt: skip
     for option in extra:
         if fields is not None and option not in fields:
             raise ConfigError(

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm import _ascend, _extension, _facts, _line, _versions
+from stepscope_vllm import _ascend, _extension, _facts, _fetch, _line, _versions
 from stepscope_vllm._versions import Dialect
 
 _KINDS = {"AsyncLLM", "LLM"}
@@ -127,8 +127,8 @@ class Driver:
         # a torch.profiler that is stopped on another thread than it was started on ends the process.
         self._thread = ThreadPoolExecutor(1, "stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
-        self._aimed = False
-        """Whether the workers were told of a capture and not yet of its end."""
+        self._aimed: Path | None = None
+        """The folder of the capture that the workers were told of, until they are told of its end."""
 
     # What it says of itself.
 
@@ -261,11 +261,12 @@ class Driver:
             except EngineError:
                 await self._end_frontend()
                 raise
-        if self._aimed:
-            self._aimed = False
+        left: dict[str, str] = {}
+        if self._aimed is not None:
+            folder, self._aimed = self._aimed, None
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
-            await self.call("collective_rpc", method)
-        return {} if lost is None else {"frontend": lost}
+            left = await _fetch.bring_home(self.call, folder, await self.call("collective_rpc", method))
+        return left if lost is None else {**left, "frontend": lost}
 
     def frontend_records(self) -> bool | None:
         """Whether the AsyncLLM's own profiler of this process records; None where it has none."""
@@ -356,7 +357,7 @@ class Driver:
             "all_threads": here,  # generation runs on the user's thread, the profiler on ours
         }
         method: Any = _extension.aim if here else "stepscope_aim"
-        self._aimed = True
+        self._aimed = Path(capture.out_dir)
         await self.call("collective_rpc", method, args=(spec,))
         return True
 

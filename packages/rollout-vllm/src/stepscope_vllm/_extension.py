@@ -31,6 +31,8 @@ delay, maximum: int        engine iterations, for versions whose start does not 
 all_threads: bool          record the threads that did not start the profiler
 """
 
+PIECE = 8 << 20
+"""Bytes of a file that travel at once."""
 TEMPORARY = ".part-"
 """What a name begins with until its file is complete."""
 
@@ -45,9 +47,24 @@ class WorkerExtension:
         """Before a start: the next recording is written as `spec` says. Returns who this worker is."""
         return aim(self, spec)
 
-    def stepscope_release(self) -> None:
-        """After its stop: the profiler is as it was, for those who start it themselves."""
-        release(self)
+    def stepscope_release(self) -> dict[str, Any]:
+        """After its stop: the profiler is as it was, for those who start it themselves.
+
+        Returns:
+            Its host, and the files that it wrote.
+        """
+        return release(self)
+
+    def stepscope_read(self, path: str, offset: int) -> bytes | None:
+        """A piece of a file of its last capture, for an engine that does not see this worker's disk; empty at
+        the end, None when it is not this worker's.
+        """
+        worker: Any = self
+        if path not in getattr(worker, "_stepscope_wrote", ()) or not os.path.exists(path):
+            return None
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(PIECE)
 
 
 def aim(worker: Any, spec: Spec) -> dict[str, Any]:
@@ -64,10 +81,12 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
         raise RuntimeError("the worker's profiler is active: somebody else started it")
     who = _who(worker)
     wanted = spec["ranks"] is None or who["rank"] in spec["ranks"]
-    handler = _writer(spec, _stem(spec["name"], who)) if wanted else _drop
+    wrote: list[str] = []
+    handler = _writer(spec, _stem(spec["name"], who), wrote) if wanted else _drop
     if wanted:
         _probe(Path(spec["folder"]))
     release(worker)  # of a capture whose end never came here
+    worker._stepscope_wrote = wrote
     undo = _Undo()
     if made:
         undo.set(worker, "profiler", None, back_only=True)
@@ -98,13 +117,14 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     return {**who, "written": wanted}
 
 
-def release(worker: Any) -> None:
-    """Takes back what `aim` has changed."""
+def release(worker: Any) -> dict[str, Any]:
+    """Takes back what `aim` has changed. Returns the worker's host and the files that it wrote."""
     worker = getattr(worker, "worker", worker)
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
         worker._stepscope_undo = None
         undo.run()
+    return {"host": socket.gethostname(), "wrote": list(getattr(worker, "_stepscope_wrote", ()))}
 
 
 class _Undo:
@@ -188,7 +208,7 @@ def _drop(profile: object) -> None:
     """The handler of a worker whose rank nobody asked for."""
 
 
-def _writer(spec: Spec, stem: str) -> Callable[[Any], None]:
+def _writer(spec: Spec, stem: str, wrote: list[str]) -> Callable[[Any], None]:
     folder, suffix = Path(spec["folder"]), ".pt.trace.json"
 
     def write(profile: Any) -> None:
@@ -197,9 +217,10 @@ def _writer(spec: Spec, stem: str) -> Callable[[Any], None]:
         try:
             profile.export_chrome_trace(str(plain))
             if spec["gzip"]:
-                _compress(plain, folder / f"{TEMPORARY}{name}.gz").rename(folder / f"{name}.gz")
+                part = _compress(plain, folder / f"{TEMPORARY}{name}.gz")
+                wrote.append(str(part.rename(folder / f"{name}.gz")))
             else:
-                plain.rename(folder / name)
+                wrote.append(str(plain.rename(folder / name)))
         finally:
             plain.unlink(missing_ok=True)
 

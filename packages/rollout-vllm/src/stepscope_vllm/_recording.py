@@ -293,6 +293,7 @@ class Run:
                 world_size=None if layout is None else layout.size,
                 topology=_ranks.topology(trace, layout),
                 pid=trace.pid,
+                host=trace.host,
                 truncated=self._truncated,
                 ignored=self.ignored,
                 opened=self._opened,

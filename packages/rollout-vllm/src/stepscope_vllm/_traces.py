@@ -19,6 +19,7 @@ _DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
 _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
 """What vllm-ascend leaves: a folder, and the pid in its name."""
 _STATED = re.compile(rb'"distributedInfo":\s*\{[^{}\[\]]*?"rank":\s*(\d+)[^{}\[\]]*?"world_size":\s*(\d+)')
+_HOST = re.compile(rb'"host_name":\s*"([^"\\]{1,255})"')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
 _FRONTEND = ".async_llm."
@@ -42,6 +43,8 @@ class Trace(NamedTuple):
     dp: int | None
     """Which of the data-parallel engines of the replica wrote it."""
     pid: int | None
+    host: str | None
+    """Where it was recorded, which may not be where it is published."""
 
 
 def listed(folder: Path | None) -> set[str]:
@@ -145,6 +148,7 @@ def read(path: Path) -> Trace:
         world_size=int(stated[2]) if stated else None,
         dp=int(dp[1]) if dp else _dp_of_process(number),
         pid=number,
+        host=host[1].decode(errors="replace") if (host := _HOST.search(head)) else None,
     )
 
 

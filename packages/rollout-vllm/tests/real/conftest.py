@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,6 +55,7 @@ RUN_BY = {
     "test_owner.py": ("0.29.0", "0.31.0"),
     "test_router.py": ("0.32.0",),
     "test_wheels.py": ("0.31.0",),
+    "test_vllm_more.py": (),  # in an environment of its own, on request
 }
 """Files that take a minute each, for engines in processes of their own or for fetching, and the vLLM that run
 them. The others run on every version.
@@ -86,6 +88,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def expert_model(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of four experts, two for each token, with the tokenizer of `model`."""
+    import torch
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts")
+    for path in Path(model).glob("token*"):
+        shutil.copy(path, folder)
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        dtype="bfloat16",
+    )
+    Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ def publish(
     world_size: int | None = None,
     topology: Mapping[str, int] | None = None,
     pid: int | None = None,
+    host: str | None = None,
     truncated: str | None = None,
     ignored: Mapping[str, str] | None = None,
     opened: ClockAnchor | None = None,
@@ -39,6 +40,9 @@ def publish(
     options: Mapping[str, Option] | None = None,
 ) -> Artifact:
     """The artifact for the complete file or folder at `path`, with its sidecar beside it. Blocks on the disk.
+
+    Args:
+        host: That of the process that was recorded; None: this one.
 
     Raises:
         EngineError: the file is absent, empty, or outside the capture's step folder.
@@ -54,7 +58,7 @@ def publish(
         world_size=world_size,
         replica=capture.replica,
         topology=None if topology is None else dict(topology),
-        host=socket.gethostname(),
+        host=host or socket.gethostname(),
         pid=pid,
         size_bytes=_size(path),
         truncated=truncated,

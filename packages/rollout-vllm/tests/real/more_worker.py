@@ -1,0 +1,41 @@
+"""Extensions of the workers in `more_main.py`: what a test has to do inside them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from stepscope_vllm import WorkerExtension
+
+_NEW_MOUNTS, _NEW_NAMES = 0x00020000, 0x04000000
+_RECURSIVE_PRIVATE = 0x4000 | 1 << 18
+
+
+class Pipeline(WorkerExtension):
+    """vLLM 0.32's eager CPU worker leaves out the dummy run in which a later stage gets its input buffers."""
+
+    def fill_pipeline(self) -> None:
+        from vllm.distributed import get_pp_group
+
+        runner: Any = getattr(self, "model_runner")  # noqa: B009  # of the worker that this is mixed into
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+
+class OtherHost(WorkerExtension):
+    """A worker that can move to a host of its own: another name, and an empty disk at a path."""
+
+    def move_away(self, path: str) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        _checked(libc.unshare(_NEW_MOUNTS | _NEW_NAMES))
+        _checked(libc.sethostname(b"other-host", 10))
+        _checked(libc.mount(b"none", b"/", None, _RECURSIVE_PRIVATE, None))
+        _checked(libc.mount(b"none", path.encode(), b"tmpfs", 0, None))
+
+
+def _checked(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

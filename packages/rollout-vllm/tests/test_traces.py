@@ -1,0 +1,63 @@
+"""Which of an engine's files are whole, and whose they are."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from pathlib import Path
+
+import pytest
+
+from stepscope_vllm import _traces
+from stepscope_vllm._engines import Layout
+from stepscope_vllm._ranks import global_rank, topology
+
+WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
+
+
+@pytest.mark.parametrize("size", [0, 5, len(WHOLE) // 2, len(WHOLE) - 1])
+def test_a_gz_that_is_still_being_written_is_unfinished_wherever_it_ends(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.pt.trace.json.gz"
+    path.write_bytes(WHOLE[:size])
+    assert _traces.unfinished(path)
+
+
+def test_a_file_that_is_seen_while_it_is_written_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt.trace.json.gz"
+    path.write_bytes(WHOLE[:100])
+    waiting = threading.Thread(target=_traces.wait_until_complete, args=([path],))
+    waiting.start()
+    assert waiting.is_alive()
+    path.write_bytes(WHOLE)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_a_trace_says_on_which_host_it_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001_r_rank3.17.pt.trace.json.gz"
+    path.write_bytes(WHOLE)
+    found = _traces.read(path)
+    assert (found.host, found.rank) == ("node7", 3)
+
+
+def a_trace(name: str, rank: int, world_size: int | None) -> _traces.Trace:
+    read = _traces.Trace(Path(name), False, rank, world_size, None, None, None)
+    dp = _traces._DP.search(name)
+    return read._replace(dp=int(dp[1]) if dp else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "world_size", "expected"),
+    [
+        ("s_dp0_pp0_tp1_dcp0_ep1_rank1", 1, 4, (9, {"tp": 1, "pp": 0, "dp": 0})),
+        ("s_dp0_pp1_tp0_dcp0_ep2_rank2", 2, 4, (10, {"tp": 0, "pp": 1, "dp": 0})),
+        ("s_dp1_pp1_tp1_dcp0_ep7_rank7", 7, 8, (23, {"tp": 1, "pp": 1, "dp": 1})),  # one world of experts
+        ("s_dp1_rank3", 3, 4, (23, {"tp": 1, "pp": 1, "dp": 1})),  # a world for each engine
+    ],
+)
+def test_tp_is_the_fastest_then_pp_then_dp(
+    name: str, rank: int, world_size: int, expected: tuple[int, dict[str, int]]
+) -> None:
+    layout = Layout(tp=2, pp=2, dp=2 if "dp1" in name else 1, external=False)
+    trace = a_trace(name, rank, world_size)
+    assert (global_rank(trace, layout, 2), topology(trace, layout)) == expected
