@@ -61,3 +61,12 @@ def test_tp_is_the_fastest_then_pp_then_dp(
     layout = Layout(tp=2, pp=2, dp=2 if "dp1" in name else 1, external=False)
     trace = a_trace(name, rank, world_size)
     assert (global_rank(trace, layout, 2), topology(trace, layout)) == expected
+
+
+def test_prefill_context_parallel_stands_between_tp_and_pp() -> None:
+    layout = Layout(tp=2, pp=2, dp=1, external=False, pcp=2)
+    placed = [topology(a_trace("s", rank, 8), layout) for rank in range(8)]
+    assert [tuple((at or {})[name] for name in ("pp", "pcp", "tp")) for at in placed] == [
+        (pp, pcp, tp) for pp in range(2) for pcp in range(2) for tp in range(2)
+    ]
+    assert global_rank(a_trace("s", 3, 8), layout, 1) == 11

@@ -97,10 +97,17 @@ class Layout(NamedTuple):
     dp: int
     external: bool
     """Its workers are processes of a larger torch.distributed job, each with an engine object of its own."""
+    pcp: int = 1
+    """Prefill context parallel, between tp and pp."""
+
+    @property
+    def engine(self) -> int:
+        """Workers of one of its data-parallel engines."""
+        return self.tp * self.pcp * self.pp
 
     @property
     def size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.engine * self.dp
 
 
 class Started(NamedTuple):
@@ -159,6 +166,7 @@ class Driver:
             pp=int(parallel.pipeline_parallel_size),
             dp=int(getattr(parallel, "data_parallel_size", 1) or 1),
             external=getattr(parallel, "distributed_executor_backend", None) == "external_launcher",
+            pcp=int(getattr(parallel, "prefill_context_parallel_size", 1) or 1),
         )
 
     @property

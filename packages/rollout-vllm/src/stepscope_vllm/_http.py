@@ -49,6 +49,7 @@ class VllmServer:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
+        prefill_context_parallel_size: int = 1,
     ) -> None:
         """
         Args:
@@ -56,7 +57,8 @@ class VllmServer:
             profile_dir: The server's `torch_profiler_dir`, as this process sees it. None: asked of the
                 server, which only says it in development mode (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
-            tensor_parallel_size, pipeline_parallel_size, data_parallel_size: As it was served with.
+            tensor_parallel_size, pipeline_parallel_size, data_parallel_size, prefill_context_parallel_size:
+                As it was served with.
             headers: Sent with every request.
 
         Raises:
@@ -65,7 +67,13 @@ class VllmServer:
         self.replica = replica
         self._headers = dict(headers or {})
         self._server = Server(url, headers=self._headers)
-        self._layout = Layout(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, False)
+        self._layout = Layout(
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            data_parallel_size,
+            False,
+            prefill_context_parallel_size,
+        )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
         """Whether it writes to `_folder` or to a folder in it, and only its files tell which."""

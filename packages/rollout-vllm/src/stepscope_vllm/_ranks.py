@@ -1,6 +1,7 @@
 """Global ranks of an engine's workers.
 
-Replica r owns [r * size, (r + 1) * size). In it tp is the fastest, then pp, and dp the slowest.
+Replica r owns [r * size, (r + 1) * size). In it tp is the fastest, then prefill context parallel, pp, and
+dp the slowest.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None
         return replica * layout.size + trace.rank
     if layout.dp > 1 and trace.dp is None:
         return None
-    engine = layout.tp * layout.pp
-    return replica * layout.size + (trace.dp or 0) * engine + trace.rank % engine
+    return replica * layout.size + (trace.dp or 0) * layout.engine + trace.rank % layout.engine
 
 
 def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
-    """`{"tp": 1, "pp": 0, "dp": 0}`; without `dp` where nothing says which engine it was."""
+    """`{"tp": 1, "pp": 0, "dp": 0}`; `pcp` where there is any; no `dp` where nothing says which it was."""
     if trace.frontend or trace.rank is None or layout is None:
         return None
-    engine = layout.tp * layout.pp
-    inside = trace.rank % engine
-    found = {"tp": inside % layout.tp, "pp": inside // layout.tp}
-    dp = trace.rank // engine if _one_world(trace, layout) else trace.dp if layout.dp > 1 else 0
+    inside = trace.rank % layout.engine
+    found = {"tp": inside % layout.tp, "pp": inside // (layout.tp * layout.pcp)}
+    if layout.pcp > 1:
+        found["pcp"] = inside // layout.tp % layout.pcp
+    dp = trace.rank // layout.engine if _one_world(trace, layout) else trace.dp if layout.dp > 1 else 0
     return found if dp is None else {**found, "dp": dp}
 
 

@@ -175,7 +175,7 @@ def serve(
             )
         served = Served(f"http://127.0.0.1:{port}", Path(profiler["torch_profiler_dir"]), process)
         try:
-            _wait_until_healthy(served, log)
+            _wait_until_healthy(served.url, process, log)
             yield served
         finally:
             process.send_signal(signal.SIGTERM)
@@ -186,6 +186,37 @@ def serve(
                 process.wait()
 
     return serving
+
+
+@pytest.fixture(scope="session")
+def route(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[str]]:
+    """`with route(urls, *words) as url`: vLLM's router in front of servers."""
+
+    @contextmanager
+    def routing(urls: list[str], *words: str) -> Iterator[str]:
+        ports = []
+        for _ in range(2):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                ports.append(str(free.getsockname()[1]))
+        place = ["--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
+        workers = ["--policy", "round_robin", "--worker-urls", *urls]
+        log = tmp_path_factory.mktemp("router") / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_router.launch_router", *place, *workers, *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        url = f"http://127.0.0.1:{ports[0]}"
+        try:
+            _wait_until_healthy(url, process, log)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+    return routing
 
 
 class Served(NamedTuple):
@@ -207,11 +238,11 @@ class Served(NamedTuple):
             return int(answer.status)
 
 
-def _wait_until_healthy(served: Served, log: Path) -> None:
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + 280
-    while time.monotonic() < until and served.process.poll() is None:
+    while time.monotonic() < until and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{served.url}/health", timeout=5):
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
             time.sleep(0.5)

@@ -6,14 +6,10 @@ Two real servers behind it are in `test_vllm_layouts.py`: they take minutes.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -78,39 +74,10 @@ def backends() -> Iterator[list[Backend]]:
 
 
 @pytest.fixture(scope="module")
-def router(backends: list[Backend], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(str(free.getsockname()[1]))
-    words = ["--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
-    words += ["--policy", "round_robin", "--worker-urls", *(each.url for each in backends)]
-    # Twice each, as it does by itself for servers with data parallelism: http://host:8000@0, http://host:8000@1
-    words += ["--intra-node-data-parallel-size", "2"]
-    log = tmp_path_factory.mktemp("router") / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_router.launch_router", *words], stdout=file, stderr=subprocess.STDOUT
-        )
-    url = f"http://127.0.0.1:{ports[0]}"
-    try:
-        _wait(url, process, log)
+def router(backends: list[Backend], route: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    # Each stands there twice, as it does by itself with data parallelism: http://host:8000@0, http://host:8000@1
+    with route([each.url for each in backends], "--intra-node-data-parallel-size", "2") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(f"the router did not come up:\n{log.read_text()[-3000:]}")
 
 
 def post(url: str) -> int:

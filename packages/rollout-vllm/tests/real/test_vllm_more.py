@@ -11,11 +11,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import pytest
+
+from stepscope import ProfileConfig, capture
+from stepscope.files.sidecar import Sidecar
+from stepscope_vllm import VllmServer
 
 Said: TypeAlias = dict[str, dict[str, Any]]
 """What `more_main.py` printed of each thing."""
@@ -133,3 +139,23 @@ def test_an_engine_whose_core_is_killed_in_a_capture_fails_it_and_its_worker_end
     assert found["state"] == "failed"
     assert "dead" in found["reason"]
     assert "its worker ends with it" in run("trouble")
+
+
+def test_each_server_behind_a_router_is_a_replica_with_the_files_that_it_wrote_itself(
+    serve: Callable[[ProfileConfig, int], AbstractContextManager[Any]],
+    route: Callable[..., AbstractContextManager[str]],
+    config: ProfileConfig,
+    run_folder: Path,
+) -> None:
+    with serve(config, 0) as first, serve(config, 1) as second, route([first.url, second.url]) as url:
+        replicas = VllmServer.behind(url, run_folder / ".vllm")
+        for step, worker in ((1, first), (2, second)):
+            with capture(step, engines=replicas, config=config) as cap:
+                worker.complete(20)
+            cap.result.raise_for_missing()
+            sidecars = sorted((run_folder / f"step_{step:06d}").rglob("*.meta.json"))
+            found = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in sidecars]
+            assert [each.artifact.replica for each in found] == [0, 1]
+            sizes = {str(each.options["url"]): each.artifact.size_bytes or 0 for each in found}
+            # The one that generated has the larger trace, under its own URL.
+            assert max(sizes, key=sizes.__getitem__) == worker.url
