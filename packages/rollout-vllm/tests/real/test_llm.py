@@ -21,7 +21,8 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope_vllm import VllmProfiler, _versions
+from stepscope_vllm import VllmProfiler, _line, _versions
+from stepscope_vllm._recording import Desk
 
 MODERN = _versions.dialect_of_engine(LLM).bounds
 
@@ -72,10 +73,18 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
+        await _line.outcome(
+            _line.submit(_settled(profiler._desk))
+        )  # what a cancelled start has begun is undone
         (active,) = profiler.engine.collective_rpc(
             lambda worker: bool(getattr(worker.profiler, "_active", False))
         )
         return bool(active)
+
+
+async def _settled(desk: Desk) -> None:
+    async with desk.turn:
+        pass
 
 
 def test_a_plain_llm_is_recognised_and_found_by_name(llm: LLM) -> None:
