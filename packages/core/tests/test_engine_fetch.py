@@ -54,6 +54,11 @@ def remove(step_dir: str, artifact: Artifact) -> None:
     Path(step_dir, artifact.path).unlink()
 
 
+def put_empty(*paths: str) -> None:
+    for path in paths:
+        Path(path).touch()
+
+
 async def brought(line: OtherHost, given: EngineCapture, *artifacts: Artifact) -> dict[str, str]:
     return await fetch.bring_home(cast(ActorLine, line), given.step_dir, artifacts)
 
@@ -70,6 +75,20 @@ async def test_a_trace_on_a_hosts_own_disk_comes_home_whole_with_its_sidecar(
     assert home.read_bytes() == content
     assert sidecar_of(home).read_bytes() == sidecar_of(Path(f"{line.disk}{home}")).read_bytes()
     assert sorted(each.name for each in home.parent.iterdir()) == [home.name, sidecar_of(home).name]
+
+
+async def test_a_recording_that_is_a_folder_comes_home_with_its_empty_files(tmp_path: Path) -> None:
+    given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
+    artifact = there(line.disk, given, "a_ascend_pt/FRAMEWORK/torch.op_range", b"operators")
+    artifact = msgspec.structs.replace(artifact, path=artifact.path.partition("/FRAMEWORK")[0])
+    folder = Path(given.step_dir) / artifact.path
+    put_empty(f"{line.disk}{folder}/empty", f"{line.disk}{folder}.meta.json")
+    assert await brought(line, given, artifact) == {}
+    assert [path.name for path in files_below(str(folder))][:2] == [
+        "torch.op_range",
+        "torch.op_range.meta.json",
+    ]
+    assert (folder / "empty").read_bytes() == b""
 
 
 async def test_what_is_here_already_is_not_asked_for(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ async def _copy(line: ActorLine, path: Path) -> None:
     part = temporary(path)
     await own_thread(_make_folder, path.parent)
     try:
+        await own_thread(_append, part, b"")  # it may be empty
         offset = 0
         while piece := await line.call(read_piece, str(path), offset):
             await own_thread(_append, part, piece)
