@@ -18,7 +18,8 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm import _ascend, _engines, _options, _recording
-from stepscope_vllm._engines import Layout, Started
+from stepscope_vllm._engines import Started
+from stepscope_vllm._ranks import Layout
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import dialect_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepscope_vllm import _traces
-from stepscope_vllm._engines import Layout
-from stepscope_vllm._ranks import global_rank, topology
+from stepscope_vllm._ranks import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope_vllm import _ascend, _extension, _facts, _fetch, _line, _versions
+from stepscope_vllm._ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 _KINDS = {"AsyncLLM", "LLM"}
@@ -87,27 +88,6 @@ def _held(value: object) -> list[object]:
     if isinstance(value, (type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())
-
-
-class Layout(NamedTuple):
-    """How one engine is spread over GPUs."""
-
-    tp: int
-    pp: int
-    dp: int
-    external: bool
-    """Its workers are processes of a larger torch.distributed job, each with an engine object of its own."""
-    pcp: int = 1
-    """Prefill context parallel, between tp and pp."""
-
-    @property
-    def engine(self) -> int:
-        """Workers of one of its data-parallel engines."""
-        return self.tp * self.pcp * self.pp
-
-    @property
-    def size(self) -> int:
-        return self.engine * self.dp
 
 
 class Started(NamedTuple):

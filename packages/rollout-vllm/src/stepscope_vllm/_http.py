@@ -15,7 +15,8 @@ from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableE
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _facts, _options, _recording, _traces, _versions
-from stepscope_vllm._engines import Layout, Started
+from stepscope_vllm._engines import Started
+from stepscope_vllm._ranks import Layout
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import Dialect
 

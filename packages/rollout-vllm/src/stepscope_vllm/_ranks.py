@@ -7,9 +7,30 @@ dp the slowest.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
-from stepscope_vllm._engines import Layout
 from stepscope_vllm._traces import Trace
+
+
+class Layout(NamedTuple):
+    """How one engine is spread over GPUs."""
+
+    tp: int
+    pp: int
+    dp: int
+    external: bool
+    """Its workers are processes of a larger torch.distributed job, each with an engine object of its own."""
+    pcp: int = 1
+    """Prefill context parallel, between tp and pp."""
+
+    @property
+    def engine(self) -> int:
+        """Workers of one of its data-parallel engines."""
+        return self.tp * self.pcp * self.pp
+
+    @property
+    def size(self) -> int:
+        return self.engine * self.dp
 
 
 def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None:

@@ -25,7 +25,8 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
-from stepscope_vllm._engines import Layout, Started
+from stepscope_vllm._engines import Started
+from stepscope_vllm._ranks import Layout
 
 
 class Target(Protocol):
