@@ -147,6 +147,10 @@ class FakeManager:
         """`start` or `stop`: this is not answered until `answer` is set."""
         self.answer = asyncio.Event()
         self.dead = False
+        self.lag_s = 0.0
+        """The later ranks of a pipeline hear of a stop this long after the first one has answered."""
+        self.lost = 0
+        """Schedulers that died because their folder was gone."""
         self.shows_count = True
         """The schedulers have loaded our plugin."""
 
@@ -194,9 +198,23 @@ class FakeManager:
         except asyncio.CancelledError:
             self.wedged = True
             raise
-        each = [s.stop() if request is None else s.start(request) for s in self.schedulers]
+        first = self.schedulers
+        if request is None and self.lag_s:
+            first = [scheduler for scheduler in self.schedulers if "-PP-0" in scheduler.suffix]
+            later = [scheduler for scheduler in self.schedulers if scheduler not in first]
+            for scheduler in later:
+                asyncio.get_running_loop().call_later(self.lag_s, self._late, scheduler)
+        each = [s.stop() if request is None else s.start(request) for s in first]
         if each[0] is not None:  # the others' answers are not looked at
             raise RuntimeError(each[0])
+
+    def _late(self, scheduler: Scheduler) -> None:
+        if scheduler.recording is None:
+            return
+        if Path(scheduler.request.output_dir or "").is_dir():
+            scheduler.stop()
+        else:
+            self.lost += 1
 
     def _bind(self) -> None:
         running = asyncio.get_running_loop()

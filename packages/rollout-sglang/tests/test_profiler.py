@@ -15,7 +15,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import files_below
-from stepscope_sglang import SglangProfiler
+from stepscope_sglang import SglangProfiler, _session
 
 
 def options_of(artifact: Artifact, capture: EngineCapture) -> dict[str, object]:
@@ -111,6 +111,37 @@ async def test_a_later_start_on_an_engine_without_the_plugin_is_refused(tmp_path
     with pytest.raises(EngineError, match="shows that count to nobody"):
         await recorded(manager, asked(tmp_path, iterations=Iterations(start=2)), 4)
     assert manager.asked == []
+
+
+@pytest.mark.parametrize("iterations", [Iterations(), Iterations(count=50)])
+async def test_the_later_ranks_of_a_pipeline_are_waited_for(tmp_path: Path, iterations: Iterations) -> None:
+    manager = FakeManager(pp=2)
+    manager.lag_s = 0.3
+    artifacts = await recorded(manager, asked(tmp_path, iterations=iterations), 4)
+    assert [artifact.rank for artifact in artifacts] == [0, 1]
+    assert not manager.lost
+    assert not any(artifact.ignored for artifact in artifacts)
+
+
+async def test_a_folder_that_is_cleared_in_stays_until_the_whole_pipeline_has_written(tmp_path: Path) -> None:
+    manager = FakeManager(pp=2)
+    manager.lag_s = 0.3
+    with pytest.raises(EngineError, match="no forward pass"):
+        await recorded(manager, asked(tmp_path), 0)
+    assert not manager.recording
+    assert not manager.lost
+    assert not files_below(str(tmp_path))
+
+
+async def test_a_pipeline_rank_that_writes_nothing_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_session, "_PIPELINE_S", 0.1)
+    manager = FakeManager(pp=2)
+    manager.lag_s = 3600
+    (artifact,) = await recorded(manager, asked(tmp_path), 4)
+    assert artifact.ignored["files"].startswith("1 of 2 ranks left a file")
+    assert len(await asyncio.to_thread(lambda: list(tmp_path.rglob(".sglang-*")))) == 1
 
 
 async def test_a_capture_without_a_forward_pass_says_so_and_leaves_nothing_armed(

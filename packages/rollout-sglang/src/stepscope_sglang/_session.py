@@ -9,6 +9,11 @@
 SGLang does not say which it is: a stop after it has stopped, and one before it has begun, get the same
 answer. The files tell. It has no way to disarm either: what is left armed would begin with a later forward
 pass and never end, so wherever something may be, a recording is started and stopped at once, which clears it.
+
+The answer to a stop is the first pipeline rank's: the others write after it, and die where their folder is
+gone by then. So no folder goes before the whole pipeline has written.
+
+This file is above 400 lines, because what has become of a capture is read off its files, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
@@ -43,6 +49,8 @@ State: TypeAlias = Literal["armed", "stopped", "by itself", "unused"]
 
 _PATIENCE_S = (5.0, 30.0)
 """How long a file may take to be complete once SGLang says it is: here, and on a disk that is shared."""
+_PIPELINE_S = 300.0
+"""How long the later ranks of a pipeline may write after the first one's answer."""
 _LOOK_S = 0.05
 _MEMORY = "cuda_memory_snapshot"
 
@@ -92,6 +100,8 @@ class Session:
         self._facts: EngineFacts | None = None
         self._plan: Plan | None = None
         self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
+        self._left = False
+        """A rank may still write, and dies if it finds no folder."""
         self._folder = Path(capture.out_dir, f".sglang-{uuid.uuid4().hex[:12]}")
 
     def open(self) -> None:
@@ -164,14 +174,15 @@ class Session:
             self._wait()
             return self._publish()
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove(self._folder)
 
     def drop(self) -> None:
         """Ends the recording and leaves nothing of it."""
         try:
             self.end()
+            self._wait()
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove(self._folder)
 
     # What the engine has done.
 
@@ -191,10 +202,11 @@ class Session:
             raise RuntimeError("Session.open comes first")
         return self._facts
 
-    def _files(self) -> list[tuple[Path, TraceName]]:
-        if not self._folder.is_dir():
+    def _files(self, folder: Path | None = None) -> list[tuple[Path, TraceName]]:
+        folder = folder or self._folder
+        if not folder.is_dir():
             return []
-        found = ((path, parse_name(path.name)) for path in sorted(self._folder.iterdir()))
+        found = ((path, parse_name(path.name)) for path in sorted(folder.iterdir()))
         return [(path, name) for path, name in found if name is not None]
 
     def _content(self, path: Path) -> Content:
@@ -243,25 +255,49 @@ class Session:
                 {"output_dir": str(scrap), "activities": ["CPU"], "with_stack": False, "record_shapes": False}
             )
             self._line.stop()
+            self._await_pipeline(scrap)
         except RefusedError as error:
             self.ignored["stop"] = f"what is left armed in the engine could not be cleared: {error}"
         finally:
-            shutil.rmtree(scrap, ignore_errors=True)
+            self._remove(scrap)
 
     def _wait(self) -> None:
         """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
         if self._state == "unused":
             return
-        deadline = time.monotonic() + self.patience_s
-        never = threading.Event()
-        while not self._settled() and time.monotonic() < deadline:
-            never.wait(_LOOK_S)
+        self._until(lambda: bool(self._files()) and self._complete(self._folder), self.patience_s)
+        self._await_pipeline(self._folder)
 
-    def _settled(self) -> bool:
-        files = self._files()
-        return bool(files) and all(
-            self._content(path).complete for path, name in files if name.kind == "torch_trace"
+    def _await_pipeline(self, folder: Path) -> None:
+        """SGLang's answer to a stop is its first pipeline rank's. The others hear of it afterwards."""
+        if self._known.pp > 1:
+            self._left = not self._until(lambda: self._pipeline_there(folder), _PIPELINE_S)
+
+    def _pipeline_there(self, folder: Path) -> bool:
+        """For each file of one pipeline rank, those of all."""
+        traces = [name for _, name in self._files(folder) if name.kind == "torch_trace"]
+        ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in traces)
+        return all(count >= self._known.pp for count in ranks.values()) and self._complete(folder)
+
+    def _complete(self, folder: Path) -> bool:
+        return all(
+            self._content(path).complete for path, name in self._files(folder) if name.kind == "torch_trace"
         )
+
+    def _until(self, there: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        never = threading.Event()
+        while not there():
+            if time.monotonic() > deadline:
+                return False
+            never.wait(_LOOK_S)
+        return True
+
+    def _remove(self, folder: Path) -> None:
+        if self._left:
+            self.ignored["folder"] = f"{folder} is left: a pipeline rank that has not written yet needs it"
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
     # From files to artifacts.
 

@@ -106,20 +106,18 @@ async def test_an_answer_over_http_says_where_its_time_went(server: str) -> None
     assert {"request_id", "queued_s", "prefill_s", "decode_s"} <= set(facts)
 
 
-async def test_two_servers_of_one_replica_keep_their_files_apart(server: str, tmp_path: Path) -> None:
-    # One server under two names: a start on the second finds the first one's profile running.
-    profiler = SglangServer(server, server.replace("127.0.0.1", "localhost"))
-    await profiler.start(a_capture(tmp_path))
-    await asyncio.to_thread(post, server, 3)
-    (artifact,) = await profiler.stop()
-    assert artifact.rank is None, "nothing says which of the two comes first"
-
-
-async def test_a_server_that_dies_fails_its_capture_at_once(live: Live, tmp_path: Path) -> None:
+async def test_a_server_whose_scheduler_dies_fails_its_capture_and_leaves_the_earlier_ones(
+    live: Live, tmp_path: Path
+) -> None:
     """The last one: nobody starts it again."""
     profiler = SglangServer(live.url)
     await profiler.start(a_capture(tmp_path))
     await asyncio.to_thread(post, live.url, 3)
-    os.killpg(live.group, signal.SIGKILL)
-    with pytest.raises(EngineError, match="/stop_profile: "):
-        await asyncio.wait_for(profiler.stop(), 30)
+    (artifact,) = await profiler.stop()
+    assert artifact.pid is not None
+    await profiler.start(a_capture(tmp_path, step=2))
+    await asyncio.to_thread(post, live.url, 3)
+    os.kill(artifact.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="/stop_profile"):
+        await asyncio.wait_for(profiler.stop(), 60)
+    assert_complete(artifact, a_capture(tmp_path))
