@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +67,27 @@ def test_an_analysed_recording_is_left_alone(recording: Path, monkeypatch: pytes
     assert NpuAnalyser().waiting(recording.parent) == []
 
 
+def test_it_runs_without_what_msprof_or_torchs_own_loading_of_torch_npu_would_do_to_it(
+    recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PROFILING_MODE", "PROFILER_SAMPLECONFIG"):
+        monkeypatch.setenv(name, "dynamic")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    seen = "Path(sys.argv[1], 'seen').write_text('\\n'.join(f'{k}={v}' for k, v in os.environ.items()))"
+    run_instead(monkeypatch, f"import os\n{seen}\n{WRITES}")
+    analyse(recording, timeout_s=60)
+    lines = (recording / "seen").read_text().splitlines()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in lines
+    assert not [line for line in lines if line.startswith("PROFIL")]
+
+
+def test_recordings_that_are_still_being_made_or_moved_are_not_analysed(recording: Path) -> None:
+    for above in (".recordings/process", ".export-1"):
+        (recording.parent / above).mkdir(parents=True)
+        shutil.copytree(recording, recording.parent / above / recording.name)
+    assert NpuAnalyser().waiting(recording.parent) == [recording]
+
+
 def test_half_a_timeline_of_an_analysis_that_was_ended_does_not_count(
     recording: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,16 +124,48 @@ def test_a_process_that_the_analysis_has_started_ends_with_it(
     assert ends(pids[0], within_s=20)
 
 
-def test_an_adviser_that_is_installed_is_asked_and_what_it_prints_is_not_shown(
-    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.fixture
+def adviser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A stand-in for msprof-analyze, for what the published one does not do when it is asked to. What that
+    one leaves is in real/test_analysis.py."""
+
+    def install(program: str) -> None:
+        tool = tmp_path / "msprof-analyze"
+        tool.write_text(f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\n{program}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return install
+
+
+def test_without_an_adviser_nothing_is_said_of_one(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert advise(recording, 60) == []
-    tool = tmp_path / "msprof-analyze"
-    tool.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\nprint('secret')\n"
-        "out = Path(sys.argv[sys.argv.index('-o') + 1])\nout.mkdir()\n(out / 'advice.html').write_text('')\n"
+
+
+def test_an_adviser_gets_the_recording_and_a_folder_in_it_and_what_it_prints_is_not_shown(
+    recording: Path, adviser: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    adviser(
+        "print('secret', sys.argv[-4:-2] == ['-d', str(Path(sys.argv[-1]).parent)])\n"
+        "log = Path(sys.argv[-1], 'log')\nlog.mkdir(parents=True)\n"
+        "(log / 'a.xlsx').write_text('')\n(log.parent / 'advice.html').write_text(' '.join(sys.argv[1:3]))"
     )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert advise(recording, 60) == ["msprof_analyze/advice.html"]
+    assert advise(recording, 60) == ["msprof_analyze/advice.html", "msprof_analyze/log/a.xlsx"]
+    assert (recording / "msprof_analyze" / "advice.html").read_text() == "advisor all"
     assert "secret" not in "".join(capfd.readouterr())
+
+
+def test_an_adviser_that_fails_costs_its_advice_alone_and_is_said(
+    recording: Path, adviser: Callable[[str], None]
+) -> None:
+    adviser("Path(sys.argv[-1]).mkdir(); sys.exit(3)")
+    assert advise(recording, 60) == ["msprof-analyze exited with 3, wrote nothing"]
+    assert not (recording / "msprof_analyze").exists()
+
+
+def test_an_adviser_that_does_not_end_is_ended(recording: Path, adviser: Callable[[str], None]) -> None:
+    adviser("import threading; threading.Event().wait()")
+    assert advise(recording, 1) == ["msprof-analyze took too long"]

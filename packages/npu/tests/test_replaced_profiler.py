@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stepscope_npu._engines import patched_torch_profiler
+from stepscope_npu._engines import sglang_profiler
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, profile_of: str, **torch_npu: object) -> None:
@@ -22,15 +22,19 @@ def modules(monkeypatch: pytest.MonkeyPatch, profile_of: str, **torch_npu: objec
 
 def test_torchs_own_profiler_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch, "torch.profiler.profiler")
-    assert patched_torch_profiler() is None
+    assert sglang_profiler() is None
 
 
 def test_a_replaced_torch_profiler_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch, "torch_npu.profiler.profiler", _apply_patches=object())
-    assert "SGLang replaces it" in str(patched_torch_profiler())
-    assert "prof_if" not in str(patched_torch_profiler())
+    assert "SGLang replaces it" in str(sglang_profiler())
 
 
-def test_what_sglang_breaks_on_a_newer_torch_npu_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules(monkeypatch, "torch_npu.profiler.profiler")
-    assert "AttributeError: prof_if" in str(patched_torch_profiler())
+@pytest.mark.parametrize("imported", [False, True])
+def test_what_a_newer_torch_npu_breaks_of_sglang_is_explained_where_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
+    modules(monkeypatch, "torch.profiler.profiler")
+    if imported:
+        monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    assert ("AttributeError: prof_if" in str(sglang_profiler())) == imported

@@ -95,7 +95,8 @@ class NpuAnalyser:
 
 
 def advise(folder: Path, timeout_s: float) -> list[str]:
-    """What msprof-analyze, where it is installed, says of an analysed recording: names of its files.
+    """What msprof-analyze, where it is installed, says of an analysed recording: names of its files, a page
+    first; or why there are none. Empty where it is not installed.
 
     It is never needed, so what it fails at is its own. Nothing that it prints is shown: its banner holds the
     address of a repository with a password in it.
@@ -104,8 +105,14 @@ def advise(folder: Path, timeout_s: float) -> list[str]:
     if tool is None:
         return []
     output = folder / "msprof_analyze"
-    _run([tool, "advisor", "all", "-d", str(folder), "-o", str(output)], timeout_s)
-    return [str(path.relative_to(folder)) for path in sorted(output.rglob("*.html"))]
+    code, _ = _run([tool, "advisor", "all", "-d", str(folder), "-o", str(output)], timeout_s)
+    files = sorted(path for path in output.rglob("*") if path.is_file())
+    if not files:
+        shutil.rmtree(output, ignore_errors=True)
+        return [
+            "msprof-analyze " + ("took too long" if code is None else f"exited with {code}, wrote nothing")
+        ]
+    return [str(path.relative_to(folder)) for path in sorted(files, key=lambda path: path.suffix != ".html")]
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:

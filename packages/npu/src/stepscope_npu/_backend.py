@@ -17,7 +17,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout
 from stepscope_npu import _analysis, _disk, _operators, _process, _versions
-from stepscope_npu._engines import patched_torch_profiler
+from stepscope_npu._engines import sglang_profiler
 from stepscope_npu._options import Options, resolve
 from stepscope_npu._window import NpuWindow, Recorded
 
@@ -127,7 +127,7 @@ class NpuBackend:
                 **window.options.recorded,
                 "cycle": recorded.cycle,
                 "operators_of": window.operators_of,
-                "replaced_torch_profiler": patched_torch_profiler(),
+                "sglang_profiler": sglang_profiler(),
             },
             versions={**window.options.versions, **({} if cann is None else {"cann": cann})},
         )

@@ -352,6 +352,30 @@ def test_a_stop_that_fails_in_cpp_is_finished_all_the_same(
     assert record(make())
 
 
+def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(make: Any, compiled: Compiled) -> None:
+    backend = make()
+    backend.start(a_window())
+    compiled.fails["_stop_profiler"] = "aclprofStop: 100000"
+    [artifact] = backend.stop()
+    artifact.discard()
+    gc.collect()
+    assert compiled.calls.count("_stop_profiler()") == compiled.calls.count("_finalize_profiler()") == 1
+
+
+def test_a_recording_of_others_is_known_without_torch_npus_own_mark_of_it(
+    make: Any, compiled: Compiled, their_profile: Any
+) -> None:
+    from torch_npu.profiler._profiler_path_creator import ProfPathCreator
+
+    make().prepare()
+    theirs = their_profile()
+    theirs.start()
+    ProfPathCreator().is_prof_inited = False  # as a recording that ends in between leaves it
+    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+        make().start(a_window())
+    theirs.stop()
+
+
 def test_a_device_that_does_not_synchronize_does_not_keep_the_recording(
     make: Any, compiled: Compiled, tmp_path: Path
 ) -> None:
@@ -611,7 +635,7 @@ def test_a_torch_profiler_that_sglang_has_replaced_is_not_in_the_way(
     monkeypatch.setattr(torch.profiler, "profile", torch_npu.profiler.profile)
     [artifact] = record(make())
     artifact.discard()
-    assert "SGLang replaces it" in str(artifact.options["replaced_torch_profiler"])
+    assert "SGLang replaces it" in str(artifact.options["sglang_profiler"])
 
 
 def test_the_torch_backend_says_what_sglang_has_done_to_torch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from torch_npu.profiler import dynamic_profile
 
 from stepscope.backends import Backend, PendingArtifact, SpanInfo
 from stepscope.backends.process_lock import PROCESS_LOCK
@@ -30,6 +32,7 @@ from stepscope.testing.backend_conformance import (
     written,
 )
 from stepscope_npu._backend import NpuBackend
+from tests.tree import ROOT
 
 LOG = Path(os.environ["FAKE_CANN_LOG"])
 
@@ -287,6 +290,32 @@ def test_two_recordings_of_torch_npu_do_not_mix(make: Callable[..., NpuBackend],
     assert b"aten::matmul" not in operators(their_folder)
 
 
+def test_dynamic_profile_ends_our_window_and_has_its_own_data(
+    make: Callable[..., NpuBackend], tmp_path: Path
+) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    theirs.mkdir()
+    dynamic_profile.init(str(mine))
+    config = json.loads((mine / "profiler_config.json").read_text())
+    chosen = mine / "now.json"
+    chosen.write_text(json.dumps(config | {"prof_dir": str(theirs), "analyse": False, "active": 1}))
+    backend = make()
+    backend.start(a_window())
+    torch.ones(2).cumsum(0)
+    dynamic_profile.start(str(chosen))
+    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+        make().start(a_window())
+    torch.ones(2).cumprod(0)
+    dynamic_profile.step()
+    [artifact] = backend.stop()
+    assert "other code started torch_npu.profiler" in str(artifact.truncated)
+    [folder] = written([artifact], tmp_path / "out")
+    [their_folder] = theirs.glob("*_ascend_pt")
+    assert (b"aten::cumsum" in operators(folder), b"aten::cumprod" in operators(folder)) == (True, False)
+    assert b"aten::cumprod" in operators(their_folder)
+
+
 def test_torch_profiler_reaches_mspti_where_the_torch_backend_is_told_to(tmp_path: Path) -> None:
     """Of what runs on a device nothing is known: the stand-in hands out no record."""
     activities = {"activities": ["cpu", "privateuse1"]}
@@ -314,3 +343,17 @@ def test_hooks_of_torch_npu_are_named(make: Callable[..., NpuBackend]) -> None:
     [artifact] = backend.stop()
     artifact.discard()
     assert artifact.options["patched_by_torch_npu"] == "DataLoader.__iter__,torch.serialization.save"
+
+
+@pytest.mark.parametrize("command", ["window", "threads", "cost"])
+def test_what_the_page_for_a_machine_with_npus_has_one_run_runs(command: str, tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "examples" / "ascend_check.py"))
+    settings = {"tool": "npu", "save_path": str(tmp_path), "steps": [0, 1]}
+    config = ProfileConfig.from_mapping(settings | {"roles": {"*": {"ranks": "all"}}})
+    check["COMMANDS"][command](check["Trainer"]("cpu", 8), config)
+    captured = {"window": 2, "threads": 2, "cost": 12}
+    folders = sorted(tmp_path.rglob("*_ascend_pt"))
+    assert len(folders) == captured[command]
+    if command != "cost":
+        assert [operators(folder).count(b"aten::matmul") for folder in folders] == [20, 20]
+        assert all(ranges(folder) == ["default:actor.update"] for folder in folders)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,22 @@ def captured(over_fake_cann: dict[str, str], tmp_path_factory: pytest.TempPathFa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def told(captured: Path, over_fake_cann: dict[str, str]) -> str:
+    """What `stepscope analyse` has said of that run, with the published msprof-analyze on PATH."""
+    environ = over_fake_cann | {"PATH": f"{Path(sys.executable).parent}:{over_fake_cann['PATH']}"}
+    assert shutil.which("msprof-analyze", path=environ["PATH"]) is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope", "analyse", str(captured)],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -87,9 +104,8 @@ def test_an_analysis_that_takes_too_long_is_ended(captured: Path, here_is_cann: 
 
 
 def test_the_whole_run_is_analysed_and_merged_where_it_was(
-    captured: Path, here_is_cann: None, capsys: pytest.CaptureFixture[str]
+    captured: Path, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["analyse", str(captured)]) == 0, capsys.readouterr().err
     assert NpuAnalyser().waiting(captured) == []
     for step in (1, 2):
         _, events = merged(captured, step, capsys)
@@ -102,11 +118,26 @@ def test_the_whole_run_is_analysed_and_merged_where_it_was(
         assert "NPU 0 stream 0" in names
 
 
+def test_msprof_analyze_is_asked_too_and_what_it_writes_is_kept_and_named(captured: Path, told: str) -> None:
+    joined = "".join(told.split())  # lines are broken anywhere
+    for step in (1, 3):
+        recording = the_recording(captured, step)
+        files = [path for path in (recording / "msprof_analyze").rglob("*") if path.is_file()]
+        assert sorted(path.suffix for path in files) == [".html", ".xlsx"]
+        assert all(path.stat().st_size and str(path.relative_to(recording)) in joined for path in files)
+    assert "://" not in told  # nothing of its own lines is shown: a banner of it is not for logs
+
+
+def test_what_msprof_analyze_cannot_read_is_said_to_have_come_to_nothing(captured: Path, told: str) -> None:
+    """Its adviser reads text, and no database."""
+    assert not (the_recording(captured, 2) / "msprof_analyze").exists()
+    assert "profiler.db,msprof-analyzeexitedwith0,wrotenothing" in "".join(told.split())
+
+
 def test_a_recording_without_cann_data_is_merged_where_it_was_too(
-    captured: Path, here_is_cann: None, capsys: pytest.CaptureFixture[str]
+    captured: Path, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch_npu itself places it early by what CLOCK_MONOTONIC and CLOCK_MONOTONIC_RAW differ."""
-    run(["analyse", str(captured), "--step", "3"])
     _, events = merged(captured, 3, capsys)
     span, operator = the_slice(events, "inner"), the_slice(events, "aten::mm")
     assert span[0] - MS <= operator[0] <= operator[1] <= span[1] + MS

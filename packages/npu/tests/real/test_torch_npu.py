@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from packages.npu.tests.real.cann.build import build, environment, make_home
+from stepscope.cli.app import run as cli
+from stepscope.files.manifest import Manifest
 from tests.tree import ROOT
 
 HERE = Path(__file__).parent
@@ -39,8 +42,9 @@ def start(libraries: Path, *arguments: str, **variables: str) -> subprocess.Comp
 def test_the_backend_keeps_its_contract_on_the_real_code(libraries: Path, tmp_path: Path) -> None:
     home = make_home(tmp_path / "cann")
     (home / "lib64").symlink_to(libraries)  # where MSPTI is looked for, once in a process
-    pytest_on = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "over_fake_cann.py")]
+    scenes = [str(HERE / name) for name in ("over_fake_cann.py", "over_sglang.py")]
     installed = {"ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}
+    pytest_on = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *scenes]
     done = start(libraries, *pytest_on, FAKE_CANN_LOG=str(tmp_path / "calls"), **installed)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -60,3 +64,38 @@ def test_a_process_that_leaves_an_open_capture_keeps_its_recording(
     assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
     assert list(folder.glob("profiler_info*.json"))
     assert list(folder.glob("PROF_*/host/fake_ranges.tsv"))
+
+
+def test_a_live_run_records_the_next_step_when_it_is_asked_to(
+    libraries: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    training = subprocess.Popen(
+        [sys.executable, str(HERE / "live.py"), str(run)],
+        cwd=ROOT,
+        env=environment(libraries, more={"FAKE_CANN_PROF": "1", "FAKE_CANN_DEVICES": "2"}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with training:
+        assert training.stdin is not None
+        assert training.stdout is not None
+        said = (line.strip() for line in training.stdout)  # torch_npu's own lines are among them
+        for step in range(3):
+            assert f"step {step}" in said
+            if step == 1:
+                assert cli(["trigger", str(run), "--steps", "next", "--tool", "npu", "--wait", "120"]) == 0
+            training.stdin.write("\n")
+            training.stdin.flush()
+        assert training.wait() == 0
+    assert "heard" in capsys.readouterr().out
+    [manifest] = run.glob("step_*/manifest.json")
+    found = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
+    [window] = [item for part in found.processes for item in part.expected if item.name == "npu trace"]
+    assert (found.step, window.state) == (1, "ok")
+    [artifact] = window.artifacts
+    folder = manifest.parent / artifact.path
+    assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
+    [ranges] = folder.glob("PROF_*/host/fake_ranges.tsv")
+    assert "actor.update" in ranges.read_text()
