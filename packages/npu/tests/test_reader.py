@@ -18,7 +18,18 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import merge_step
-from stepscope.timeline.readers import Claim, Counter, Event, Flow, FoundFile, Notes, Reader, Slice, Track
+from stepscope.timeline.readers import (
+    Claim,
+    Counter,
+    Event,
+    Flow,
+    FoundFile,
+    Instant,
+    Notes,
+    Reader,
+    Slice,
+    Track,
+)
 from stepscope_npu._layers import layer_category
 from stepscope_npu._reader import DatabaseReader, TraceViewReader
 from stepscope_npu._trace_view import nanoseconds
@@ -289,6 +300,59 @@ def test_with_data_of_cann_nothing_is_corrected(tmp_path: Path) -> None:
     start_info.parent.mkdir(parents=True)
     start_info.touch()
     assert first_operator(TraceViewReader(), path, sidecar()) == AT - 250_000_000
+
+
+def host_database(folder: Path, *, task: bool) -> Path:
+    """As `host_alone`, with few columns in an order of their own."""
+    path = host_alone(folder).with_name("ascend_pytorch_profiler.db")
+    early = AT - 250_000_000
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE STRING_IDS (value TEXT, id INTEGER)")
+        database.execute("INSERT INTO STRING_IDS VALUES ('aten::mm', 1)")
+        database.execute("CREATE TABLE PYTORCH_API (name INTEGER, endNs TEXT, startNs TEXT)")
+        database.execute("INSERT INTO PYTORCH_API VALUES (1, ?, ?)", (str(early + 1_000), str(early)))
+        if task:
+            database.execute("CREATE TABLE TASK (endNs INTEGER, startNs INTEGER)")
+            database.execute("INSERT INTO TASK VALUES (?, ?)", (AT + 10, AT))
+    return path
+
+
+@pytest.mark.parametrize("task", [False, True])
+def test_a_database_is_corrected_unless_cann_has_recorded_any_of_it(tmp_path: Path, task: bool) -> None:
+    path = host_database(tmp_path, task=task)
+    assert first_operator(DatabaseReader(), path, sidecar()) == (AT - 250_000_000 if task else AT)
+    assert first_operator(DatabaseReader(), path, None) == AT - 250_000_000
+
+
+def test_marks_are_instants_of_threads_whose_numbers_need_more_than_16_bits(tmp_path: Path) -> None:
+    path = recording(tmp_path) / "ascend_pytorch_profiler.db"
+    thread = (1 << 22) + 3  # as large as Linux numbers them
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE STRING_IDS (id INTEGER, value TEXT)")
+        database.execute("INSERT INTO STRING_IDS VALUES (1, 'loaded')")
+        columns = "startNs INTEGER, endNs INTEGER, eventType INTEGER, message INTEGER, globalTid INTEGER"
+        database.execute(f"CREATE TABLE MSTX_EVENTS ({columns})")
+        for kind in range(4):
+            row = (AT + kind, AT + kind, kind, 1, PID << 32 | thread)
+            database.execute("INSERT INTO MSTX_EVENTS VALUES (?, ?, ?, ?, ?)", row)
+    with closing(DatabaseReader().open(found(path), Notes())) as read:
+        track, *events = read.events()
+    assert isinstance(track, Track)
+    assert track.name == f"mstx thread {thread}"
+    assert [type(event) for event in events] == [Instant, Slice, Slice, Instant]
+
+
+def test_columns_that_a_producer_leaves_out_are_unknown_and_cost_no_row(tmp_path: Path) -> None:
+    with closing(DatabaseReader().open(found(host_database(tmp_path, task=True)), Notes())) as read:
+        events = list(read.events())
+    assert [event.name for event in events if isinstance(event, Track)] == [
+        "thread unknown",
+        "NPU None stream None",
+    ]
+    assert [(e.name, e.category, e.dur_ns) for e in events if isinstance(e, Slice)] == [
+        ("aten::mm", None, 1_000),
+        ("(no name)", None, 10),
+    ]
 
 
 def test_waits_and_events_on_a_device_are_no_kernels() -> None:
