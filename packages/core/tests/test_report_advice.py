@@ -9,7 +9,8 @@ import pytest
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest import OwnCost
-from stepscope.report import Advice, report_step
+from stepscope.report import Advice, check_health, report_step
+from stepscope.report.health_text import say_other
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces
 
@@ -90,6 +91,29 @@ def prompts(case: Case) -> None:
 
 def weights(case: Case) -> None:
     case.replica.span("load_weights", 880 * MS, 1000 * MS)
+
+
+def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="next", step=3)
+    assert "never-ended" not in case.advice()
+    health = check_health(load_step(case.folder.layout.root))
+    (other,) = health.other_steps
+    assert (health.open_spans, other.spans, other.under_way) == ((), 1, 1)
+    assert say_other(other).endswith("; 1 went on when the capture closed")
+
+
+def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_waiting(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = folder.process("trainer", owner=True), folder.process("actor", 1)
+    driver.span("update", 0, None)
+    actor.span("update_policy", 300 * MS, None)
+    driver.close(1000 * MS)
+    report = report_step(load_step(folder.write()))
+    assert [span.process for span in report.health.open_spans] == ["actor 1", "trainer"]
+    (found,) = (each for each in report.advice if each.rule == "never-ended")
+    assert found.what == "1 call never ended: its process was killed, or still runs"
+    assert found.because == ("the longest: actor 1, actor update_policy, began at 300 ms, seen for 0",)
 
 
 @pytest.mark.parametrize(

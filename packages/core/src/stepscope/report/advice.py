@@ -70,18 +70,30 @@ def advise(evidence: Evidence) -> Table[Advice]:
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
+    """Calls of a process that never closed its capture, else those that went on when theirs closed."""
     spans = evidence.health.open_spans
     if not spans:
         return None
-    longest = max(spans, key=lambda span: span.wall_ns)
+    gone = {process.name for process in evidence.health.processes if not process.closed}
+    killed = [span for span in spans if span.process in gone]
+    if killed:
+        whose = "its" if len(killed) == 1 else "their"
+        what = f"{count(len(killed), 'call')} never ended: {whose} process was killed, or still runs"
+        remedy = "look at that process' log and at what it waited for, under `Never ended`"
+    else:
+        what = (
+            f"{count(len(spans), 'call')} had not ended when the capture closed: a hang, or work that goes on"
+        )
+        remedy = "see `Never ended`; work for a later step should say so: trajectory(step=...)"
+    first = (killed or spans)[0]
+    began = "" if first.start_ns is None else f" began at {duration(first.start_ns)},"
+    seen = f"seen for {duration(first.wall_ns)}"
     return Advice(
         rule="never-ended",
         kind="alarm",
-        what=f"{count(len(spans), 'call')} never ended: a hang, or a killed process",
-        because=(
-            f"the longest: {longest.process}, {longest.role} {longest.stage}, {duration(longest.wall_ns)}",
-        ),
-        do="look at that process' log and at what it waited for, under `Never ended`",
+        what=what,
+        because=(f"the longest: {first.process}, {first.role} {first.stage},{began} {seen}",),
+        do=remedy,
         saves_ns=None,
     )
 

@@ -49,6 +49,8 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     total_ns: int
     policy_versions: tuple[int, ...]
+    under_way: int = 0
+    """How many of them went on when their process closed the capture, as work for a later step may."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""
     open_spans: tuple[SpanRow, ...]
+    """Spans without an end: those of processes that never closed their capture first, the longest first. Work
+    for a later step that goes on when its process closes is none of them: it is in `other_steps`."""
     errors: tuple[SpanRow, ...]
     other_steps: tuple[OtherStep, ...]
     processes: tuple[ProcessRow, ...]
@@ -87,7 +91,7 @@ def check_health(timeline: Timeline) -> Health:
         captures=timeline.captures,
         broken=timeline.problems,
         dropped=dropped,
-        open_spans=_rows(timeline, (span for span in timeline.spans if span.end_ns is None)),
+        open_spans=_rows(timeline, _never_ended(timeline)),
         errors=_rows(timeline, (span for span in timeline.spans if span.error is not None)),
         other_steps=_other_steps(timeline),
         processes=_processes(timeline),
@@ -111,6 +115,21 @@ def _skipped(timeline: Timeline) -> tuple[str, ...]:
 def _user_error(timeline: Timeline) -> str | None:
     parts = () if timeline.manifest is None else timeline.manifest.processes
     return next((part.error for part in parts if part.error is not None), None)
+
+
+def _never_ended(timeline: Timeline) -> list[Span]:
+    found = [span for span in timeline.spans if span.end_ns is None and not _goes_on(timeline, span)]
+
+    def place(span: Span) -> tuple[bool, int]:
+        return timeline.processes[span.process].closed_ns is not None, span.start_ns - timeline.until_ns(span)
+
+    return sorted(found, key=place)
+
+
+def _goes_on(timeline: Timeline, span: Span) -> bool:
+    """Whether a span without an end is work for a later step, of a process that closed its capture."""
+    closed = timeline.processes[span.process].closed_ns is not None
+    return closed and span.end_ns is None and span.step > timeline.step
 
 
 def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
@@ -140,6 +159,7 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
             spans=len(spans),
             total_ns=sum(span.dur_ns or 0 for span in spans),
             policy_versions=tuple(sorted({v for span in spans if (v := span.policy_version) is not None})),
+            under_way=sum(_goes_on(timeline, span) for span in spans),
         )
         for step, spans in sorted(found.items())
     )

@@ -162,4 +162,5 @@ def say_other(other: OtherStep) -> str:
     """`step 1: 3 spans, 1.20 s in sum, policy version 4`."""
     versions = ", ".join(map(str, other.policy_versions))
     said = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
-    return said + (f", policy version {versions}" if versions else "")
+    said += f", policy version {versions}" if versions else ""
+    return said + (f"; {other.under_way} went on when the capture closed" if other.under_way else "")
