@@ -78,6 +78,30 @@ def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path:
     assert (actor.alone_ns, actor.active_ns) == (2 * MS, 6 * MS)
 
 
+def test_a_later_steps_rollout_is_hidden_behind_this_steps_work(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor, replica = driver_of(folder), folder.process("actor", 0), folder.process("rollout", 0)
+    replica.span("decode", 0, 4 * MS)
+    actor.span("update_policy", 4 * MS, 10 * MS)
+    driver.span("advantages", 10 * MS, 12 * MS)
+    driver.span("tool", 10 * MS, 16 * MS, role="env", step=3)
+    replica.span("prefill", 4 * MS, 14 * MS, step=3)
+    close(folder, 16 * MS)
+    assert account(folder) == {
+        "actor update_policy": 6, "rollout decode": 4,
+        "rollout prefill": 2, "trainer advantages": 2, "env tool": 2,
+    }  # fmt: skip
+
+
+def test_work_that_an_earlier_step_consumes_shares_as_this_steps_does(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver_of(folder)
+    folder.process("actor", 0).span("update_policy", 0, 4 * MS)
+    folder.process("rollout", 0).span("decode", 0, 4 * MS, step=1)
+    close(folder, 4 * MS)
+    assert account(folder) == {"actor update_policy": 2, "rollout decode": 2}
+
+
 def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)
@@ -182,7 +206,7 @@ def test_ranks_that_each_own_their_capture_are_equals(tmp_path: Path) -> None:
 def test_work_of_another_step_is_in_the_account_and_counted_by_its_owner(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path, step=4)
     driver, replica = driver_of(folder), folder.process("rollout", 0)
-    driver.span("update", 0, 10 * MS)
+    driver.span("update", 4 * MS, 10 * MS)
     for version in (2, 3):
         replica.span("generate", 0, 4 * MS, step=5, policy_version=version)
     close(folder, 10 * MS)

@@ -129,22 +129,31 @@ class ByHand:
                 from_, _ = extents[above]
                 covered[above][max(0, start - from_) : max(0, end - from_)] = True
         leaves: dict[tuple[int, str, str], Instants] = {}
+        now: dict[str, Instants] = {}
+        """As `busy`, of spans for this step alone."""
         for (key, number), (start, end) in extents.items():
             process, span = processes[key], processes[key].spans[number]
-            tier = 2 if span["stage"] in ("queue", "wait") else int(process.owner)
+            later = span.get("step", self.number) > self.number
+            tier = 4 if span["stage"] in ("queue", "wait") else 2 * later + process.owner
             found = leaves.setdefault((tier, span["role"], span["stage"]), np.zeros(self.count, bool))
             low, high = max(0, start), max(0, min(end, self.count))
             if low < high:
                 found[low:high] |= ~covered[key, number][low - start : high - start]
             if process.aligned:
-                busy = self.busy.setdefault(key, np.zeros(self.count, bool))
-                if tier < 2 and low < high:
-                    busy[low:high] |= ~covered[key, number][low - start : high - start]
-        # The owner's own spans count while no worker works.
-        workers = np.any([busy for key, busy in self.busy.items() if not processes[key].owner], axis=0)
+                for busy in (self.busy, now) if tier < 2 else (self.busy,):
+                    mine = busy.setdefault(key, np.zeros(self.count, bool))
+                    if tier < 4 and low < high:
+                        mine[low:high] |= ~covered[key, number][low - start : high - start]
+        # The owner's own spans count while no worker works; those for this step while none works for it.
+        nobody = np.zeros(self.count, bool)
+        workers, workers_now = (
+            np.any([nobody, *(busy[key] for key in busy if not processes[key].owner)], axis=0)
+            for busy in (self.busy, now)
+        )
         for key, busy in self.busy.items():
             if processes[key].owner:
                 busy &= ~workers
+                busy |= now.get(key, False) & ~workers_now
         return leaves
 
     def _above(self, place: tuple[str, int], processes: dict[str, Process]) -> Iterator[tuple[str, int]]:
@@ -166,7 +175,7 @@ class ByHand:
     def _divide(self, leaves: dict[tuple[int, str, str], Instants]) -> None:
         """Each instant to the leaves of the lowest tier, in equal parts."""
         free = np.ones(self.count, bool)
-        for tier in (0, 1, 2):
+        for tier in range(5):
             mine = sorted((role, stage) for number, role, stage in leaves if number == tier)
             if not mine:
                 continue

@@ -64,6 +64,25 @@ def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) ->
     assert causes(driver)[0] == ("rollout", "decode", 400)
 
 
+def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
+    """Rollouts for the next step run all the time; those of this one end at 200 ms, its update at 600 ms."""
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    replicas = [folder.process("rollout", rank) for rank in (0, 1)]
+    actor = folder.process("actor", 0)
+    replicas[0].span("decode", 0, 200 * MS)
+    replicas[1].span("decode", 0, 1000 * MS, step=3)
+    actor.span("update_policy", 200 * MS, 600 * MS)
+    driver.span("advantages", 600 * MS, 700 * MS)
+    for process in folder.processes:
+        process.close(1000 * MS)
+    found = rows(folder)
+    assert found["trainer"].busy_ns == 100 * MS
+    assert causes(found["trainer"]) == [("rollout", "decode", 500), ("other work", "update_policy", 400)]
+    assert causes(found["actor 0"]) == [("rollout", "decode", 500), ("other work", "advantages", 100)]
+    assert causes(found["rollout 0"]) == [("slowest rank", "decode", 800)]
+
+
 def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(100 * MS)
@@ -94,6 +113,7 @@ spans = st.lists(
         st.sampled_from(["a", "queue", "sync_weights"]),
         st.integers(0, 90),
         st.integers(0, 30),
+        st.sampled_from([None, 1, 3]),
     ),
     max_size=25,
 )
@@ -101,15 +121,15 @@ spans = st.lists(
 
 @given(spans)
 def test_busy_and_causes_add_up_to_the_step(
-    tmp_path_factory: Any, spans: list[tuple[int, str, int, int]]
+    tmp_path_factory: Any, spans: list[tuple[int, str, int, int, int | None]]
 ) -> None:
     folder = StepFolder(tmp_path_factory.mktemp("step"))
     folder.process("trainer", owner=True)
     folder.process("actor", 0)
     folder.process("actor", 1)
     folder.process("rollout", 0)
-    for process, stage, start, length in spans:
-        folder.processes[process].span(stage, start, start + length)
+    for process, stage, start, length, owned in spans:
+        folder.processes[process].span(stage, start, start + length, step=owned)
     for each in folder.processes:
         each.close(100)
     for row in rows(folder).values():

@@ -13,7 +13,7 @@ from stepscope.timeline import Span, Timeline
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
 WAITING = frozenset({"queue", "wait"})
 """Stages that are waiting and not work: they are billed only while nothing works."""
-_WORKER, _OWNER, _WAITING = range(3)
+_WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, _WAITING = range(5)
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,9 @@ def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
 
 
 def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> Shares:
-    """Divides a stretch of time among some of the spans: a worker's before the owner's, and waiting last."""
+    """Divides a stretch of time among some of the spans: this step's before a later one's, a worker's before
+    the owner's, and waiting last.
+    """
     intervals, labels, tiers = work_of(timeline, indices)
     return divide(intervals, start_ns, end_ns, labels=labels, tiers=tiers)
 
@@ -117,4 +119,7 @@ def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_
 def _tier(timeline: Timeline, span: Span) -> int:
     if span.stage in WAITING:
         return _WAITING
-    return _OWNER if timeline.processes[span.process].owner else _WORKER
+    owner = timeline.processes[span.process].owner
+    if span.step > timeline.step:  # nobody in this step waits for it
+        return _LATER_OWNER if owner else _LATER_WORKER
+    return _OWNER if owner else _WORKER

@@ -52,13 +52,21 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     """Of that, before the last of the ranks was in the collective. None: nothing to match."""
 
 
+class _Work(NamedTuple):
+    """What goes on, whoever does it."""
+
+    waiting: bool
+    later: bool
+    """A later step consumes it."""
+    owner: bool
+    label: Label
+
+
 class _Kind(NamedTuple):
     """What a bit of the walk stands for."""
 
     process: int
-    label: Label
-    waiting: bool
-    owner: bool
+    work: _Work
 
 
 def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
@@ -124,13 +132,15 @@ class _Shift:
         self._owners = [index for index, process in enumerate(timeline.processes) if process.owner]
         self._runs = Counter[int]()
         """Leaves that work, by process."""
-        self._labels = Counter[tuple[bool, bool, Label]]()
-        """Leaves by (waiting, the owner's, label)."""
-        self._workers = 0
-        """Leaves that work and are not the owner's."""
+        self._runs_now = Counter[int]()
+        """Of these, those for this step."""
+        self._labels = Counter[_Work]()
+        """Leaves by what they are."""
+        self._workers = self._workers_now = 0
+        """Leaves that work and are not the owner's; of these, those for this step."""
         self._waited: dict[str, Counter[Label | None]] = {role: Counter() for role in self._roles}
         """How long each label has been what a role's idle processes wait for, since the window's start."""
-        self._chosen: dict[frozenset[tuple[bool, bool, Label]], dict[str, Label | None]] = {}
+        self._chosen: dict[frozenset[_Work], dict[str, Label | None]] = {}
         self._since: dict[int, Counter[Label | None]] = {}
         """By idle process: `_waited` of its role when it became idle."""
 
@@ -160,8 +170,9 @@ class _Shift:
         timeline, found = self._timeline, []
         for span in timeline.spans:
             process = timeline.processes[span.process]
-            label, waiting = (span.role, span.stage), span.stage in WAITING
-            kind = _Kind(span.process, label, waiting, process.owner)
+            later = span.step > timeline.step
+            work = _Work(span.stage in WAITING, later, process.owner, (span.role, span.stage))
+            kind = _Kind(span.process, work)
             ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
             bit = self._kinds.setdefault(kind, len(self._kinds))
             found.append(Interval(span.start_ns, ends_ns, span.parent, bit))
@@ -169,25 +180,31 @@ class _Shift:
 
     def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
         """Takes over what began and ended; returns the processes that this may make busy or idle."""
-        touched, workers = set(), self._workers
+        touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
             kind = kinds[bit]
             sign = 1 if mask >> bit & 1 else -1
-            key = kind.waiting, kind.owner, kind.label
-            self._labels[key] += sign
-            if not self._labels[key]:
-                del self._labels[key]
-            if not kind.waiting:
+            work = kind.work
+            self._labels[work] += sign
+            if not self._labels[work]:
+                del self._labels[work]
+            if not work.waiting:
                 self._runs[kind.process] += sign
-                self._workers += sign * (not kind.owner)
+                self._runs_now[kind.process] += sign * (not work.later)
+                self._workers += sign * (not work.owner)
+                self._workers_now += sign * (not work.owner and not work.later)
                 touched.add(kind.process)
-        if bool(workers) != bool(self._workers):
+        if workers != (bool(self._workers), bool(self._workers_now)):
             touched.update(self._owners)
         return touched
 
     def _busy(self, index: int) -> bool:
-        """The owner's own spans around what workers do are waiting for them."""
-        return self._runs[index] > 0 and not (self._timeline.processes[index].owner and self._workers)
+        """The owner's spans around what workers do for this step are waiting for them."""
+        if not self._timeline.processes[index].owner:
+            return self._runs[index] > 0
+        return bool(
+            (self._runs_now[index] and not self._workers_now) or (self._runs[index] and not self._workers)
+        )
 
     def _begin(self, index: int) -> None:
         if index not in self._since:
@@ -207,16 +224,19 @@ class _Shift:
         return self._chosen[running]
 
 
-def _likeliest(running: Iterable[tuple[bool, bool, Label]], role: str) -> Label | None:
-    """Weights that move, then one's own role, then the rollout, then other workers, then the owner."""
+def _likeliest(running: Iterable[_Work], role: str) -> Label | None:
+    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Behind
+    all that comes what a later step consumes, save for roles that do such work themselves.
+    """
 
-    def rank(item: tuple[bool, bool, Label]) -> tuple[bool, bool, bool, bool, bool, Label]:
-        waiting, owner, label = item
+    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, bool, Label]:
+        own, label = work.label[0] == role, work.label
         moves = MOVES_WEIGHTS.search(label[1]) is not None
-        return waiting, not moves, owner, label[0] != role, label[0] not in ROLLOUT, label
+        later = work.later and role not in ROLLOUT
+        return work.waiting, later, not moves, work.owner, not own, label[0] not in ROLLOUT, label
 
     first = min(running, key=rank, default=None)
-    return None if first is None else first[2]
+    return None if first is None else first.label
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
