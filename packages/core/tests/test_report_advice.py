@@ -184,7 +184,7 @@ def traces(case: Case, make: Callable[[int, FakeProcess], None]) -> dict[str, Ad
     return case.advice(traces=True)
 
 
-@pytest.mark.parametrize(("late_ms", "says"), [(200, "wait for each other"), (0, "not hidden")])
+@pytest.mark.parametrize(("late_ms", "says"), [(200, "wait for actor 3 in"), (0, "not hidden")])
 def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says: str) -> None:
     case = Case(tmp_path)
 
@@ -194,6 +194,23 @@ def test_collectives_are_told_from_late_ranks(tmp_path: Path, late_ms: int, says
         add_trace(case.folder, actor, [op("aten::mm", 500_000, enters - 500_000), reduce])
 
     assert says in traces(case, make)["collectives"].what
+
+
+def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def make(rank: int, actor: FakeProcess) -> None:
+        events = []
+        for turn in range(4):
+            at = 500_000 + turn * 100_000
+            enters = at + 10_000 + 60_000 * (rank == turn)
+            events.append(op("aten::mm", at, enters - at))
+            events.append(event("gloo:all_reduce", "user_annotation", enters, at + 80_000 - enters, tid=2))
+        add_trace(case.folder, actor, events)
+
+    found = traces(case, make)["collectives"]
+    assert found.what == "ranks wait for each other in collectives"
+    assert "180 ms before the last rank had entered" in found.because
 
 
 def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:

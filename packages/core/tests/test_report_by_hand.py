@@ -140,15 +140,15 @@ class ByHand:
             if low < high:
                 found[low:high] |= ~covered[key, number][low - start : high - start]
             if process.aligned:
-                for busy in (self.busy, now) if tier < 2 else (self.busy,):
-                    mine = busy.setdefault(key, np.zeros(self.count, bool))
+                for of in (self.busy, now) if tier < 2 else (self.busy,):
+                    mine = of.setdefault(key, np.zeros(self.count, bool))
                     if tier < 4 and low < high:
                         mine[low:high] |= ~covered[key, number][low - start : high - start]
         # The owner's own spans count while no worker works; those for this step while none works for it.
         nobody = np.zeros(self.count, bool)
         workers, workers_now = (
-            np.any([nobody, *(busy[key] for key in busy if not processes[key].owner)], axis=0)
-            for busy in (self.busy, now)
+            np.any([nobody, *(of[key] for key in of if not processes[key].owner)], axis=0)
+            for of in (self.busy, now)
         )
         for key, busy in self.busy.items():
             if processes[key].owner:

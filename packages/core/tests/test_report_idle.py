@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from packages.core.tests.pictures import rl_step
 from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.report import Idle, find_idle
+from stepscope.report.sections_text import say_collectives
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 
@@ -148,8 +149,23 @@ def test_time_in_collectives_comes_from_traces_and_the_late_rank_shows(tmp_path:
         ])  # fmt: skip
     found = rows(folder, traces=True)
     assert (found["actor 0"].collective_ns, found["actor 0"].skew_ns) == (50 * MS, 40 * MS)
+    assert (found["actor 0"].awaited, found["actor 0"].awaited_ns) == ("actor 1", 40 * MS)
     assert (found["actor 1"].collective_ns, found["actor 1"].skew_ns) == (10 * MS, 0)
+    assert found["actor 1"].awaited is None
+    assert say_collectives(found["actor 0"]) == "50.0 ms (40.0 ms before all were there: actor 1)"
     assert found["rollout 0"].collective_ns is None
+
+
+def test_calls_of_a_stage_that_have_traces_of_their_own_are_matched_in_order(tmp_path: Path) -> None:
+    folder = step(tmp_path)
+    for rank, process in enumerate(each for each in folder.processes if each.info.role == "actor"):
+        for call, late_us in enumerate((40_000, 0)):
+            at = 600_000 + 50_000 * call
+            enters = at + late_us * rank
+            reduce = event("gloo:all_reduce", "user_annotation", enters, at + 45_000 - enters, tid=2)
+            add_trace(folder, process, [reduce], name=f"update_{call}", stage="update_policy")
+    found = rows(folder, traces=True)
+    assert [found[f"actor {rank}"].skew_ns for rank in (0, 1)] == [40 * MS, 0]
 
 
 def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:

@@ -65,17 +65,17 @@ def write_trace(path: Path, events: list[Any], **fields: Any) -> Path:
 
 def add_trace(
     folder: StepFolder, process: FakeProcess, events: list[Any], *, options: dict[str, Any] | None = None,
-    ignored: dict[str, str] | None = None, **fields: Any,
+    ignored: dict[str, str] | None = None, name: str = "trace", stage: str | None = None, **fields: Any,
 ) -> Path:  # fmt: skip
     """Puts a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
     for each in events:
         each["ts"] += (OPENED_NS - BASE_NS) / 1000
     info = process.info
-    path = folder.layout.traces / info.role / f"trace_pid{info.pid}.json.gz"
+    path = folder.layout.traces / info.role / f"{name}_pid{info.pid}.json.gz"
     write_trace(path, events, **fields)
     artifact = Artifact(
         path=path.relative_to(folder.layout.root).as_posix(), kind="torch_trace", tool="torch",
-        role=info.role, rank=info.rank, host=info.host, pid=info.pid,
+        role=info.role, rank=info.rank, host=info.host, pid=info.pid, stage=stage,
         size_bytes=path.stat().st_size, ignored=ignored or {},
     )  # fmt: skip
     sidecar = Sidecar(

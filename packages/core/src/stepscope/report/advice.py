@@ -303,19 +303,24 @@ def collectives(evidence: Evidence) -> Advice | None:
         return None
     late = worst.skew_ns is not None and worst.skew_ns * 2 >= worst.collective_ns
     because = [f"{worst.process}: {duration(worst.collective_ns)} of {duration(worst.busy_ns)} busy"]
+    one = late and worst.awaited is not None and worst.awaited_ns * 2 >= (worst.skew_ns or 0)
     if worst.skew_ns is not None:
         because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
+        if late and worst.awaited is not None:
+            because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
+    whom = worst.awaited if one else "each other"
     return Advice(
         rule="collectives",
         kind="hint",
         what=(
-            "ranks wait for each other in collectives"
+            f"ranks wait for {whom} in collectives"
             if late
             else "communication is not hidden behind computation"
         ),
         because=tuple(because),
         do=(
             "even out what the ranks do before them: tokens in a micro-batch, work on one rank alone"
+            + ("; if it is always that rank, look at its host" if one else "")
             if late
             else "larger buckets, overlap of gradient reduction and backward, or fewer ranks to a replica"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -50,6 +50,10 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     """Of the recorded time: in a collective, with no computation beside it. None: no trace holds any."""
     skew_ns: int | None
     """Of that, before the last of the ranks was in the collective. None: nothing to match."""
+    awaited: str | None = None
+    """The process that was the last one for most of that time."""
+    awaited_ns: int = 0
+    """How long it was waited for."""
 
 
 class _Work(NamedTuple):
@@ -81,6 +85,7 @@ def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> T
         ran[span.process].add((span.role, span.stage))
     in_collectives = _collectives(activities)
     skews = _skews(activities)
+    names = [process.name for process in timeline.processes]
     return Table(
         Idle(
             process=process.name,
@@ -90,7 +95,9 @@ def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> T
             idle_ns=sum(found[index].values()),
             causes=_causes(found[index], process.info.role, ran[index]),
             collective_ns=in_collectives.get(index),
-            skew_ns=None if index not in skews else min(skews[index], in_collectives.get(index, 0)),
+            skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
+            awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
+            awaited_ns=skews[index].awaited_ns if index in skews else 0,
         )
         for index, process in enumerate(timeline.processes)
         if process.aligned
@@ -250,22 +257,52 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
     return dict(found)
 
 
-def _skews(activities: Iterable[TraceActivity]) -> dict[int, int]:
-    """By process, how long it stood in collectives before the last rank was there."""
-    groups: dict[tuple[str, str | None, str, int], list[tuple[TraceActivity, list[int], list[int]]]]
-    groups = defaultdict(list)
+class _Skew(NamedTuple):
+    """How long a process stood in collectives before the last rank was there."""
+
+    ns: int
+    awaited: int
+    """The process that it waited for longest, and how long."""
+    awaited_ns: int
+
+
+def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
+    """By process that is in collectives with others."""
+    waits: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    """By process, and by the one that was last: (from, until)."""
+    for members in _matched(activities):
+        for calls in zip(*members.values(), strict=True):
+            last_ns, awaited = max(zip((start_ns for start_ns, _ in calls), members, strict=True))
+            for process, (start_ns, end_ns) in zip(members, calls, strict=True):
+                mine = waits[process]  # also of one that waits for nobody
+                if start_ns < min(last_ns, end_ns):
+                    mine[awaited].append((start_ns, min(last_ns, end_ns)))
+    return {process: _skew(process, of) for process, of in waits.items()}
+
+
+def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, list[tuple[int, int]]]]:
+    """Ranks' calls of one collective, in order: (start, end) by process. With `mode: discrete` a process may
+    have several traces of a stage.
+    """
+    found: dict[tuple[str, str | None, str], dict[int, list[tuple[int, int]]]] = {}
     for activity in activities:
         if activity.unaligned is not None or activity.process is None:
             continue
-        for collective in activity.content.collectives:
-            key = activity.info.role, activity.stage, collective.name, len(collective.starts_us)
-            starts = [activity.unix_ns(us) for us in collective.starts_us]
-            groups[key].append((activity, starts, [activity.unix_ns(us) for us in collective.ends_us]))
-    waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for members in groups.values():
-        if len(members) > 1:
-            last = [max(starts) for starts in zip(*(starts for _, starts, _ in members), strict=True)]
-            for activity, starts, ends in members:
-                mine = waits[activity.process or 0]
-                mine += [pair for pair in zip(starts, map(min, last, ends), strict=True) if pair[0] < pair[1]]
-    return {process: union_ns(pairs) for process, pairs in waits.items()}
+        for each in activity.content.collectives:
+            of = found.setdefault((activity.info.role, activity.stage, each.name), defaultdict(list))
+            times = zip(
+                map(activity.unix_ns, each.starts_us), map(activity.unix_ns, each.ends_us), strict=True
+            )
+            of[activity.process] += times
+    for of in found.values():
+        for number in {len(calls) for calls in of.values()}:
+            members = {process: sorted(calls) for process, calls in of.items() if len(calls) == number}
+            if len(members) > 1:
+                yield members
+
+
+def _skew(process: int, waits: Mapping[int, Sequence[tuple[int, int]]]) -> _Skew:
+    total_ns = union_ns([pair for pairs in waits.values() for pair in pairs])
+    longest = ((union_ns(pairs), -awaited) for awaited, pairs in waits.items())
+    awaited_ns, awaited = max(longest, default=(0, -process))
+    return _Skew(total_ns, -awaited, awaited_ns)

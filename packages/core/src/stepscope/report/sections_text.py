@@ -82,11 +82,13 @@ def say_causes(row: Idle, most: int = 3) -> str:
 
 
 def say_collectives(row: Idle) -> str:
-    """`163 ms (128 ms before all were there)`; empty where no trace says it."""
+    """`163 ms (128 ms before all were there: actor 3)`; empty where no trace says it."""
     if row.collective_ns is None:
         return ""
-    skew = "" if not row.skew_ns else f" ({duration(row.skew_ns)} before all were there)"
-    return duration(row.collective_ns) + skew
+    if not row.skew_ns:
+        return duration(row.collective_ns)
+    last = "" if row.awaited is None else f": {row.awaited}"
+    return f"{duration(row.collective_ns)} ({duration(row.skew_ns)} before all were there{last})"
 
 
 def say_held(tail: LongTail) -> str:
