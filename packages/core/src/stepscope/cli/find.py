@@ -8,6 +8,7 @@ from pathlib import Path
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.parts import read_parts
 from stepscope.files.reading import read_record
 from stepscope.files.run import RunRecord
 
@@ -28,6 +29,23 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     if records:
         raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
     raise CommandError(_no_run(path))
+
+
+def find_numbered(path: Path) -> dict[int, StepLayout]:
+    """As `find_run`, and a step's folder is a run of this step alone, whatever it is called.
+
+    Raises:
+        CommandError: as `find_run`, or no process of the step left anything that says which it is.
+    """
+    if not is_step(path):
+        return find_run(path)
+    layout = StepLayout(path)
+    parts, _ = read_parts(layout)
+    if not parts:
+        raise CommandError(
+            f"{path} is the folder of a step whose number nothing in it says: give the run's: {path.parent}"
+        )
+    return {parts[0].step: layout}
 
 
 def find_steps(path: Path, step: int | None = None, run: str | None = None) -> list[StepLayout]:

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_run
+from stepscope.cli.find import find_numbered
 from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart, State
@@ -46,7 +46,9 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its save_path.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
     pending: Annotated[
         bool, typer.Option("--pending", help="Only what is still waited for, and what of it has come since.")
@@ -61,7 +63,7 @@ def ls(
     if pending:
         _show_pending(run, json=json, collect=collect)
     shortages = read_out_of_memory(RunLayout(run))
-    steps = RunLayout(run).steps() if shortages else find_run(run)
+    steps = RunLayout(run).steps() if shortages else find_numbered(run)
     rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
     if json:
         screen.show_json(rows)
@@ -72,7 +74,7 @@ def ls(
 
 
 def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
-    layouts = list(find_run(run).values())
+    layouts = list(find_numbered(run).values())
     found = [each for layout in layouts for each in waiting(layout)]
     if collect:
         entered = [each for layout in layouts for each in take_in(layout, waiting(layout))]
