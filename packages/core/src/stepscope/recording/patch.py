@@ -325,11 +325,17 @@ def _missing(module: ModuleType, name: str) -> ConfigError:
         parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
     there = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
     close = difflib.get_close_matches(name, there, n=1)
+    fix = "take one of these" if there else "correct the module"
+    if module.__name__ == "__main__":
+        fix = (
+            "a script's functions are not there when they are looked up, and never in its workers: move "
+            "them into a module that it imports, or mark them with profile_step"
+        )
     return ConfigError(
         "instrument()",
         f"{module.__name__}:{name}",
         ", ".join(there[:20] + ["..."] * (len(there) > 20)) or "nothing: there is no function",
-        f"did you mean {close[0]!r}?" if close else "take one of these",
+        f"did you mean {close[0]!r}?" if close else fix,
     )
 
 
