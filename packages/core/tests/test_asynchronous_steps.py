@@ -157,6 +157,7 @@ def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
     assert "consume" not in {stage.stage for stage in found.stages}
     assert "consume" not in {line.stage for line in found.breakdown.lines}
     assert found.long_tail is not None
+    assert found.long_tail.consumed == 5
     assert (found.long_tail.trajectories, found.long_tail.of_other_steps, found.long_tail.under_way) == (
         1,
         1,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest import OwnCost
-from stepscope.report import Advice, check_health, report_step
+from stepscope.report import Advice, Table, check_health, report_step
+from stepscope.report.advice import Evidence, advise
 from stepscope.report.health_text import say_other
+from stepscope.report.long_tail import Late
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces
 
@@ -170,6 +173,37 @@ def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
 def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:
     found = Case(tmp_path, update=False).advice()
     assert found["blind-spot"].saves_ns == 500 * MS
+
+
+def test_what_unaligned_processes_did_may_be_the_blind_spot(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    other_host(case)
+    found = case.advice()["blind-spot"]
+    assert found.because[1] == "it may be the work of the 1 process whose clock was not measured"
+
+
+@pytest.mark.parametrize(("late", "consumed", "speaks"), [(2, 16, True), (2, 9, False), (5, 16, False)])
+def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
+    tmp_path: Path, late: int, consumed: int, speaks: bool
+) -> None:
+    case = Case(tmp_path)
+    for number in range(late):
+        case.replica.span("decode", 0, (100 + number) * MS, trajectory=f"t{number}")
+    case.replica.span("decode", 0, 900 * MS, trajectory="next", step=3)
+    for process in case.folder.processes:
+        process.close(1000 * MS)
+    report = report_step(load_step(case.folder.write()))
+    tail = report.long_tail
+    assert tail is not None
+    assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
+    found = advise(
+        Evidence(
+            breakdown=report.breakdown, baseline=report.baseline, stages=Table(report.stages),
+            idle=Table(report.idle), long_tail=msgspec.structs.replace(tail, consumed=consumed),
+            engines=Table(report.engines), traces=report.traces, health=report.health,
+        )
+    )  # fmt: skip
+    assert [each.saves_ns for each in found if each.rule == "long-tail"] == [101 * MS] * speaks
 
 
 def test_ten_trajectories_too_few_are_no_long_tail(tmp_path: Path) -> None:

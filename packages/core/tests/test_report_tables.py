@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.files.manifest import OwnCost
-from stepscope.report import StepReport, find_long_tail, report_step, time_stages
+from stepscope.report import StepReport, break_down, find_long_tail, report_step, time_stages
 from stepscope.report.figures import duration, middle, moment, percents, plain
 from stepscope.report.health_text import worst_first
 from stepscope.report.html import render_step
-from stepscope.report.sections_text import trajectories
+from stepscope.report.sections_text import say_left_out, trajectories
+from stepscope.report.tables import LISTED
 from stepscope.report.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
@@ -252,8 +253,18 @@ def test_durations_have_three_digits_and_a_unit() -> None:
     ]  # fmt: skip
 
 
+def test_of_many_unaligned_processes_a_few_are_named(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True).close(MS)
+    for rank in range(LISTED + 3):
+        folder.process("actor", rank, host="elsewhere").span("update", 0, MS)
+    said = say_left_out(break_down(load_step(folder.write())))
+    assert said.endswith(f"actor {LISTED - 1} and 3 more")
+
+
 def test_names_from_files_cannot_command_a_terminal() -> None:
-    assert plain("\x1b[31mred\x07\nline") == "\\x1b[31mred\\x07\\nline"
+    assert plain("\x1b[31mred\x07") == "\\x1b[31mred\\x07"
+    assert plain("two\n\tlines") == "two lines"
     assert plain("Größe 大") == "Größe 大"
 
 

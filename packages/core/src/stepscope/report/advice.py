@@ -233,6 +233,8 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
 def long_tail(evidence: Evidence) -> Advice | None:
     """The last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
     tail = evidence.long_tail
+    if tail is not None and not tail.trajectories:
+        return _begun_before(tail, evidence)
     if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < 10:
         return None
     if tail.held_ns * 100 < 15 * tail.rollout_ns or tail.held_ns * 50 < evidence.breakdown.window_ns:
@@ -255,6 +257,26 @@ def long_tail(evidence: Evidence) -> Advice | None:
         because=tuple(because),
         do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
         saves_ns=tail.held_ns,
+    )
+
+
+def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
+    """The last tenth of ten or more that the step consumes had begun before, and went on for 2 % of it."""
+    late = tail.late
+    if late is None or tail.consumed < 10 or late.trajectories > -(-tail.consumed // 10):
+        return None
+    if late.until_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    return Advice(
+        rule="long-tail",
+        kind="hint",
+        what="the step waits for its slowest trajectories, begun before it",
+        because=(
+            f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",
+            f"the last, {late.last}, for {_share(late.until_ns, evidence)}",
+        ),
+        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
+        saves_ns=late.until_ns,
     )
 
 
@@ -441,12 +463,22 @@ def blind_spot(evidence: Evidence) -> Advice | None:
     line = _line(evidence, "unaccounted")
     if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None
+    because = [_share(line.wall_ns, evidence)]
+    unaligned = len(evidence.breakdown.left_out)
+    if unaligned:
+        because.append(
+            f"it may be the work of the {count(unaligned, 'process')} whose clock was not measured"
+        )
     return Advice(
         rule="blind-spot",
         kind="hint",
         what="a part of the step is in no span, and nobody knows what it is",
-        because=(_share(line.wall_ns, evidence),),
-        do="decorate more stages with profile_step, or open a span() around what the driver does",
+        because=tuple(because),
+        do=(
+            "have their clocks measured first"
+            if unaligned
+            else "decorate more stages with profile_step, or open a span() around what the driver does"
+        ),
         saves_ns=line.wall_ns,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
@@ -59,8 +60,9 @@ def moment(unix_ns: int) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` without control characters: names come from files, and terminals obey what they are sent."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    """`text` on one line and without control characters: names come from files, and terminals obey these."""
+    one_line = re.sub(r"[\t\r\n]+", " ", text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in one_line)
 
 
 def turn(trajectory: str | None, index: int | None) -> str:

@@ -84,6 +84,16 @@ class Bubble(msgspec.Struct, frozen=True, kw_only=True):
     """In the tail."""
 
 
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that this step consumes and that were under way when its capture opened."""
+
+    trajectories: int
+    until_ns: int
+    """After the opening: when the last of them was over, or showed the last sign of life."""
+    last: str
+    """Its name."""
+
+
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Spans of stage `trajectory` that ended and that this step consumes."""
@@ -107,6 +117,10 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     bubble: Bubble | None
     """None with fewer than two trajectories."""
     worst: tuple[SlowTrajectory, ...]
+    late: Late | None = None
+    """None: none of those under way is consumed by this step."""
+    consumed: int = 0
+    """How many trajectories `consume` named in this step."""
 
 
 def find_long_tail(timeline: Timeline) -> LongTail | None:
@@ -137,7 +151,22 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
         holds=tuple(_holds(sorted(span.end_ns or 0 for span in placed))),
         bubble=_bubble(timeline, placed) if len(placed) > 1 else None,
         worst=tuple(_slow(timeline, index, members) for index in _worst(timeline, roots)),
+        late=_late(timeline, roots),
+        consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
     )
+
+
+def _late(timeline: Timeline, roots: Sequence[int]) -> Late | None:
+    begun = {timeline.spans[index].trajectory for index in roots}
+    ends_ns: dict[str, int] = {}
+    for span in timeline.spans:
+        name = span.trajectory
+        if name is None or name in begun or span.step > timeline.step:
+            continue
+        if timeline.processes[span.process].aligned:
+            ends_ns[name] = max(ends_ns.get(name, 0), timeline.until_ns(span) - timeline.window.start_ns)
+    last = max(ends_ns, key=lambda name: (ends_ns[name], name), default=None)
+    return None if last is None else Late(trajectories=len(ends_ns), until_ns=ends_ns[last], last=last)
 
 
 def _spreads(kinds: Mapping[Label, Sequence[Span]]) -> tuple[Spread, ...]:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from stepscope.report.advice import Advice
+from stepscope.report.breakdown import Breakdown
 from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 from stepscope.report.engine import Engine, Phaseless
 from stepscope.report.figures import count, duration, percents, plain, size
@@ -91,6 +92,13 @@ def say_collectives(row: Idle) -> str:
     return f"{duration(row.collective_ns)} ({duration(row.skew_ns)} before all were there{last})"
 
 
+def say_left_out(breakdown: Breakdown) -> str:
+    """Which processes are in no line, the first few by name."""
+    names = breakdown.left_out
+    more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
+    return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"
+
+
 def say_held(tail: LongTail) -> str:
     """How long the others waited for the last ones."""
     if tail.held_ns is None or tail.rollout_ns is None:
@@ -125,8 +133,12 @@ def say_bubble(tail: LongTail) -> str:
 
 def say_others(tail: LongTail) -> str:
     """Trajectories that are in the times of stages, and not among those that the others waited for."""
+    late = tail.late
+    until = (
+        "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
+    )
     others = (
-        (tail.under_way, "under way when the capture opened: how long they took is not known"),
+        (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
         (tail.of_other_steps, "for other steps to consume: nobody waited for them"),
         (tail.open, "never seen to end"),
     )

@@ -22,6 +22,7 @@ from stepscope.report.sections_text import (
     name_slow,
     say_bubble,
     say_held,
+    say_left_out,
     say_others,
     staleness,
     traces,
@@ -130,7 +131,7 @@ def _breakdown(breakdown: Breakdown) -> RenderableType:
     note = "%: of the total, with opening and closing the capture (profiler).\n"
     note += "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
     if breakdown.left_out:
-        note += f"\nNot in here, because their clocks are unaligned: {plain(', '.join(breakdown.left_out))}"
+        note += f"\n{plain(say_left_out(breakdown))}"
     return table("Where it went", ("role", "stage", ">wall", ">%", ">alone", ">active"), rows, note)
 
 

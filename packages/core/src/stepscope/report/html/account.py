@@ -9,6 +9,7 @@ from stepscope.report.figures import count, duration, percents
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
+from stepscope.report.sections_text import say_left_out
 
 LINES = 24
 """Stages with a bar of their own; the smallest of more are one bar."""
@@ -74,9 +75,7 @@ def _note(breakdown: Breakdown) -> str:
         "profiler: opening and closing the capture. unaccounted: no span ran anywhere."
     )
     if breakdown.left_out:
-        names = ", ".join(breakdown.left_out[:8])
-        more = "" if len(breakdown.left_out) <= 8 else f" and {len(breakdown.left_out) - 8:,} more"
-        note += f" Not in here, because their clocks are unaligned: {names}{more}."
+        note += f" {say_left_out(breakdown)}."
     return note
 
 
