@@ -51,7 +51,8 @@ def missing_workers(*, engines: bool) -> str | None:
         return None
     return (
         "Ray runs here and capture() was given no workers: actors are not recorded. "
-        "Fix: capture(step, workers={...}), or workers={} where there are none"
+        "Fix: capture(step, workers={...}), or workers={} where there are none; in an `instrument` list, "
+        "workers: {actor: path to them} beside `step`"
     )
 
 
