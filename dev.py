@@ -419,7 +419,8 @@ def demo(arguments: list[str]) -> bool:
 
 def test(arguments: list[str]) -> bool:
     """check, then every test; with arguments pytest alone, with those. Or first one of --engines [NAME ...],
-    --two-engines (vLLM and SGLang in one run), --no-engines, --pythons (the core, on every Python here)"""
+    --two-engines (vLLM and SGLang in one run), --two-hosts (needs root), --no-engines, --pythons (the core,
+    on every Python here)"""
     first, rest = (arguments or [""])[0], arguments[1:]
     if first == "--pythons":
         passed_on = [test_on(base, rest) for base in other_pythons()]
@@ -429,6 +430,8 @@ def test(arguments: list[str]) -> bool:
     if first == "--two-engines":
         built = [newest(name).ready() for name in ("vllm", "sglang")]
         return all(built) and run(DEV.ready(), "-m", "pytest", "tests/two_engines.py", *rest)
+    if first == "--two-hosts":
+        return run(DEV.ready(), "-m", "pytest", "tests/two_hosts.py", *rest)
     python = DEV.ready()
     if arguments and first != "--no-engines":
         return run(python, "-m", "pytest", *arguments)
@@ -439,6 +442,7 @@ def test(arguments: list[str]) -> bool:
         for name, reason in left_to_request().items():
             say(f"NOT RUN: the tests on {name}: {reason} Fix: `python3 dev.py test --engines`")
         say("NOT RUN: vLLM and SGLang in one run, minutes long. Fix: `python3 dev.py test --two-engines`")
+    say("NOT RUN: two hosts that share no folder, which takes root. Fix: `python3 dev.py test --two-hosts`")
     for what in (what for what, good in passed.items() if not good):
         say(f"FAILED: {what}; see above")
     return all(passed.values())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stepscope import profile_step, redact, span
+from stepscope import attach, consume, profile_step, redact, span, trajectory
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
-from stepscope.files.values import AttrValue
+from stepscope.files.values import MAX_TEXT, AttrValue
 from stepscope.recording import attributes
 from stepscope.recording.capture import capture
 from stepscope.testing.recorded_run import RecordedRun
@@ -120,3 +120,27 @@ def test_what_is_no_pattern_is_refused(wrong: object) -> None:
 def test_what_nobody_could_call_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"redact\(hook\)"):
         redact("prompt")  # type: ignore[type-var]  # as somebody might
+
+
+def test_names_are_bounded_as_texts_are_and_those_that_differ_at_the_end_stay_apart(
+    recorded: RecordedRun,
+) -> None:
+    long = "x" * 10_000
+    with capture(1):
+        for end in "ab":
+            with trajectory(long + end), span(long + end, role=long + end):
+                consume(long + end)
+        with attach({"trajectory": long + "a"}), span("elsewhere"):
+            pass
+        with attach({"process": long, "span": 1}), span("below nobody"):
+            pass
+    written = recorded.spans()
+    names = [name for each in written for name in (each.stage, each.role, each.trajectory) if name]
+    assert max(map(len, names)) == MAX_TEXT
+    assert len({each.trajectory for each in written} - {None}) == 2
+    assert len({each.stage for each in written if each.stage[:1] == "x"}) == 2
+    assert [each.trajectory for each in written if each.stage == "elsewhere"] == [
+        next(each.trajectory for each in written if each.stage == "trajectory")
+    ]
+    assert all(each.link is None for each in written)
+    assert max(len(path.name) for path in recorded.layout.root.rglob("*")) < 255

@@ -291,6 +291,18 @@ def test_what_out_of_memory_errors_left_is_copied_too(tmp_path: Path, url: str) 
     assert (tmp_path / "store" / "oom" / "actor_1.pickle").read_bytes() == b"snapshot"
 
 
+def test_what_steps_took_that_nobody_captured_is_copied_too_and_again_once_it_grew(
+    tmp_path: Path, url: str
+) -> None:
+    a_step(tmp_path / "run", files=0)
+    file = tmp_path / "run" / "uncaptured" / "trainer_rank0_h_pid1_run1.jsonl"
+    file.parent.mkdir()
+    for line in ("{}\n", "{}\n{}\n"):
+        file.write_text(line)
+        assert run(["mirror", str(tmp_path / "run"), "--to", url]) == 0
+        assert (tmp_path / "store" / "uncaptured" / file.name).read_text() == line
+
+
 def test_two_runs_in_one_mirror_keep_their_records_apart(tmp_path: Path, url: str) -> None:
     for name, run_id in (("one", "aaaaaaaa"), ("two", "bbbbbbbb")):
         a_step(tmp_path / name)

@@ -106,8 +106,34 @@ def test_an_old_step_is_removed_once_its_copy_is_whole_and_not_before(
     assert sorted(path.name for path in store.glob("step*")) == [f"step_00000{step}" for step in (1, 2, 3, 4)]
 
 
-def start(config: ProfileConfig) -> None:
-    request = StartRequest(capture_id="c1", run_id="run1", step=1, config=config, role="actor", position=0)
+def test_a_rank_that_does_not_mirror_leaves_old_steps_to_the_one_that_does(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot know that a copy is under way in another process: it said that there was none."""
+    config = a_config(tmp_path, url, budget={"keep_steps": 1})
+    for step in (1, 2):
+        with capture(step, config=config, rank=1):
+            pass
+        settle()
+    assert list(RunLayout(config.save_path).steps()) == [1, 2]
+    assert "no whole copy" not in caplog.text
+    for step in (3, 4):
+        with capture(step, config=config, rank=0):
+            pass
+        settle()
+    assert 3 not in RunLayout(config.save_path).steps()
+
+
+def start(config: ProfileConfig, owner_part: str = "owner.json") -> None:
+    request = StartRequest(
+        capture_id="c1",
+        run_id="run1",
+        step=1,
+        config=config,
+        role="actor",
+        position=0,
+        owner_part=owner_part,
+    )
     assert worker.start_worker(request).refused is None
 
 
@@ -124,9 +150,9 @@ def test_a_worker_that_shares_no_folder_with_the_owner_sends_its_own_files(tmp_p
 def test_a_worker_that_shares_the_folder_leaves_it_to_the_owner(tmp_path: Path, url: str) -> None:
     config = a_config(tmp_path, url)
     folder = StepFolder(config.save_path, step=1)
-    folder.process("trainer", 0, owner=True)
+    owner = folder.process("trainer", 0, owner=True)
     folder.write()
-    start(config)
+    start(config, RunLayout(config.save_path).step(1).part_of(owner.info, "run1").name)
     worker.stop_worker(StopRequest(capture_id="c1"))
     settle()
     assert "mirror" not in said(RunLayout(config.save_path).step(1))

@@ -194,3 +194,110 @@ def test_stepscope_run_prints_the_variables_that_a_cluster_needs(
     config = ProfileConfig.from_env({name: text for name, text in variables.items() if name[:5] == "STEPS"})
     assert config == ProfileConfig(steps=[2], instrument=["verl"], save_path=tmp_path / "outputs" / "profile")
     assert (Path(variables["PYTHONPATH"].split(os.pathsep)[0]) / "sitecustomize.py").exists()
+
+
+# Where no step begins.
+
+ENTRIES = """
+roles: {nobody: {ranks: all}}
+instrument:
+- {module: loop, name: Loop.step, step: around}
+- {module: loop, name: Loop.update, role: actor}
+- {module: other_loop, name: Loop.step, step: begin}
+"""
+
+
+def launch(
+    folder: Path, program: str, *words: str, entries: str = ENTRIES
+) -> subprocess.CompletedProcess[str]:
+    """`stepscope run` of a program beside `loop.py`."""
+    (folder / "loop.py").write_text(LOOP)
+    (folder / "train.py").write_text(program)
+    (folder / "stepscope.yaml").write_text(entries)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    command = ["-m", "stepscope", "run", "--config", "stepscope.yaml", "--save-path", "run", *words]
+    return subprocess.run(
+        [sys.executable, *command, *([] if words else ["train.py"])],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "STEPSCOPE_RAISE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_a_step_boundary_that_never_fires_is_said_once_at_the_end_and_stays_in_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import subprocess, sys, loop\nsubprocess.run([sys.executable, '-c', 'import loop'], check=True)\n"
+    )
+    done = launch(tmp_path, program)
+    (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
+    assert "loop:Loop.step (step: around) was patched, and was never called" in line
+    assert "other_loop:Loop.step (step: begin)" in line
+    assert "Fix: under `instrument`" in line
+    for command in (["ls"], ["report"], ["report", "--json"]):
+        assert main.run([*command, str(tmp_path / "run")]) == 3
+        assert "was patched, and was never called" in capsys.readouterr().err
+
+
+def test_a_boundary_that_a_child_process_calls_is_no_silence(tmp_path: Path) -> None:
+    """The steps that are selected never come, and still the loop was found."""
+    program = (
+        "import subprocess, sys, loop\n"
+        "subprocess.run([sys.executable, '-c', 'import loop; loop.Loop().train(2)'], check=True)\n"
+    )
+    done = launch(tmp_path, program, entries="steps: [90]\n" + ENTRIES)
+    assert "no step began" not in done.stderr
+    assert main.run(["ls", str(tmp_path / "run")]) != 0
+
+
+def test_a_boundary_whose_condition_never_holds_says_how_often_it_was_called(tmp_path: Path) -> None:
+    entries = "instrument:\n- {module: loop, name: Loop.train, step: around, where: {steps: 7}}\n"
+    done = launch(tmp_path, "import loop\nloop.Loop().train(3)\n", entries=entries)
+    assert "was patched, and began no step in 1 calls" in done.stderr
+
+
+def test_a_program_that_is_no_python_leaves_it_to_the_python_that_it_starts(tmp_path: Path) -> None:
+    done = launch(tmp_path, "import loop\n", "sh", "-c", f"{sys.executable} train.py; true")
+    assert done.stderr.count("no step began") == 1
+
+
+def test_the_ranks_of_a_launcher_say_it_once(tmp_path: Path) -> None:
+    shell = f"for rank in 0 1 2; do RANK=$rank {sys.executable} train.py; done"
+    done = launch(tmp_path, "import loop\n", "sh", "-c", shell)
+    assert done.stderr.count("no step began") == 1
+
+
+def test_a_program_that_configures_itself_hears_of_it_too(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    program = (
+        "import stepscope, sys\n"
+        "entry = {'module': 'loop', 'name': 'Loop.step', 'step': 'around'}\n"
+        "stepscope.configure(save_path=sys.argv[1], steps=[1], instrument=[entry])\n"
+        "import loop\n"
+        "for step in range(int(sys.argv[2])):\n"
+        "    with stepscope.capture(step): pass\n"
+    )
+    (tmp_path / "own.py").write_text(program)
+    for captures, expected in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "own.py", str(tmp_path / captures), captures],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr.count("no step began") == expected
+
+
+def test_a_patched_function_that_no_process_called_in_a_captured_step_is_named_in_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = ENTRIES + "- {module: loop, name: Loop.train, role: trainer, stage: fit}\n"
+    program = "import loop\nloop.Loop().step()\nloop.Loop().train(1)\n"
+    launch(tmp_path, program, entries="steps: [0]\n" + entries)
+    main.run(["report", str(tmp_path / "run"), "--json"])
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["health"]["uncalled"] == ["loop:Loop.train (trainer/fit)"]
+    main.run(["report", str(tmp_path / "run")])
+    assert "Instrumented, and not called in this step" in capsys.readouterr().out
+    assert "loop:Loop.train" in (tmp_path / "run" / "step_000000" / "report.html").read_text()

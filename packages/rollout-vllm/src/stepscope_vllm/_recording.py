@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +24,9 @@ from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import ProcessPart
 from stepscope.files.parts import read_parts
+from stepscope.files.processes import is_running
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
 from stepscope_vllm._engines import Started
@@ -185,7 +189,7 @@ class Run:
         named = {name: step for name in names if (step := _traces.step_of(name)) is not None}
         for step in sorted(set(named.values())):
             layout = run.step(step)
-            for run_id in {part.run_id for part in read_parts(layout)[0]}:
+            for run_id in _over(read_parts(layout)[0]):
                 stem = f"step_{step:06d}_{run_id}{self._of_replica()}"
                 mine = {name for name in named if name.startswith(f"{prefix_of(stem)}_")}
                 whole = {
@@ -338,6 +342,26 @@ def _kind(trace: _traces.Trace) -> str:
     if _recorded(trace):
         return "npu_recording"  # as stepscope-npu names its own
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
+
+
+def _over(parts: Sequence[ProcessPart]) -> set[str]:
+    """The runs whose one capture of the step is over. Where several processes opened one, each with a replica
+    0, nothing in a file's name says whose it is: it stays where it lies.
+    """
+    owners: dict[str, list[ProcessPart]] = {}
+    for part in parts:
+        if part.owner:
+            owners.setdefault(part.run_id, []).append(part)
+    return {
+        run_id
+        for run_id, mine in owners.items()
+        if len({part.process.key for part in mine}) == 1 and all(map(_has_ended, mine))
+    }
+
+
+def _has_ended(part: ProcessPart) -> bool:
+    here = part.process.host == socket.gethostname()
+    return part.closed is not None or (here and not is_running(part.process.pid))
 
 
 def prefix_of(name: str) -> str:

@@ -12,13 +12,14 @@ from rich.console import RenderableType
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_numbered
+from stepscope.cli.find import find_numbered, say_unreached
 from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.uncaptured import uncaptured_near
+from stepscope.files.unreached import read_unreached
 from stepscope.report.baseline import comparable
 from stepscope.report.figures import count, duration, middle, moment, size
 from stepscope.report.tables import listing, table
@@ -68,7 +69,7 @@ def ls(
     if json:
         screen.show_json(rows)
     else:
-        screen.show(*_render(run, rows), *_out_of_memory(shortages))
+        screen.show(*_render(run, rows), *_out_of_memory(shortages), *unreached(run))
     sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
 
@@ -159,6 +160,13 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
     if problems:
         yield listing("Problems", problems)
+
+
+def unreached(run: Path) -> Iterator[RenderableType]:
+    """Runs in the folder whose configuration says where steps begin, and in which none did."""
+    found = read_unreached(RunLayout(run))
+    if found:
+        yield listing("Runs in which no step began", [say_unreached(record) for record in found])
 
 
 def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]:

@@ -124,11 +124,18 @@ def _render(found: Status) -> Sequence[RenderableType]:
     parts: list[RenderableType] = [
         table("Requests", ("id", "steps", "different from the configuration", "expires"), requests)
     ]
-    answers = [
+    answers: list[tuple[str, ...]] = [
         (name, f"{process.host} pid {process.pid}", answer.state, _steps(answer.steps), answer.reason or "")
         for process in found.listening
         for name, answer in process.answers.items()
     ]
+    answers += [
+        (name, f"  {other}", "captured" if said == "began" else "absent", _steps(answer.steps[-1:]),
+         "" if said == "began" else said)
+        for process in found.listening
+        for name, answer in process.answers.items()
+        for other, said in answer.others.items()
+    ]  # fmt: skip
     if answers:
         parts.append(table("Answers", ("id", "process", "state", "steps", "reason"), answers))
     return [*parts, *_who(found.listening)]

@@ -217,6 +217,10 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     """Who gets the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed writer."""
     mirror: str | None = None
     """A URL of a store that fsspec knows, for a copy of the run."""
+    gather: bool = True
+    """Whether what Ray workers recorded on hosts that do not share `save_path` is fetched, over Ray. Not with
+    `mirror`.
+    """
     timeout_s: Seconds = 600
     """Each of these is killed after that, with its children."""
     ranks: Ranks = "first"
@@ -230,6 +234,7 @@ class FinishConfig(Section, frozen=True, kw_only=True):
             command: str | None = ...,
             report_to: str | Sequence[str] = ...,
             mirror: str | None = ...,
+            gather: bool = ...,
             timeout_s: float = ...,
             ranks: Ranks | Sequence[int] = ...,
         ) -> None: ...

@@ -17,7 +17,7 @@ PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
 """What `finish.command` finds in its environment, besides others that have a meaning anyway."""
 RESERVED_VARIABLES = _FINISH | frozenset(
-    PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID")
+    PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )
 """`STEPSCOPE_` variables that are no settings of `ProfileConfig`."""
 

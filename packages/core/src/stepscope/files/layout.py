@@ -77,6 +77,20 @@ class RunLayout:
         """How long steps took that this process did not capture."""
         return self.root / "uncaptured" / f"{_process_name(process)}_{safe(run_id)}.jsonl"
 
+    def uncaptured_files(self) -> list[Path]:
+        return sorted((self.root / "uncaptured").glob("[!.]*.jsonl"))
+
+    def reached(self, run_id: str) -> Path:
+        """A mark that some step of a run began whose loop nobody edits."""
+        return self.root / f".reached_{safe(run_id)}"
+
+    def unreached(self, run_id: str) -> Path:
+        """What is said where none did."""
+        return self.root / f"unreached_{safe(run_id)}.json"
+
+    def all_unreached(self) -> list[Path]:
+        return sorted(self.root.glob("unreached_*.json"))
+
     @property
     def report(self) -> Path:
         """The page of the whole run; each step has its own."""
@@ -138,6 +152,10 @@ class StepLayout:
             capture: The how-manieth capture of this step in this process (a step that is tried again).
         """
         return self.processes / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
+
+    def has_part(self, name: str | None) -> bool:
+        """Whether a part of that file name is to be seen from here. True where nobody named one."""
+        return name is None or (self.processes / Path(name).name).exists()
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.spans / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"

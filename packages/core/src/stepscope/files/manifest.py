@@ -20,6 +20,7 @@ _TROUBLE = ("missing", "partial", "failed")
 NOT_CLOSED = "the process has not closed its capture"
 NOT_EXPORTED = "not exported yet"
 NOT_RUN = "it has not run yet"
+NOT_FETCHED = "on its own host, which shares no folder with this one; not fetched yet"
 STILL_AWAITED = "its files may still come"
 """How the reason ends of an engine whose stop took longer than its deadline."""
 
@@ -84,6 +85,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Owner only: {`ProcessInfo.key`: name} of the workers that began, each of which writes a part."""
     error: str | None = None
     """`ExceptionType: message` of the user's exception that ended the capture."""
+    instrumented: dict[str, tuple[str, ...]] = {}
+    """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Int] = []
     """Captured so far."""
     reason: str | None = None
+    others: dict[str, str] = {}
+    """What workers and replicas said to the latest of them: `began`, or why they take no part. They need not
+    see this folder.
+    """
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import TypeAlias
 AttrValue: TypeAlias = str | int | float | bool | None
 
 MAX_TEXT = 500
-"""Characters kept of a text attribute."""
+"""Characters kept of a text attribute, and of names: stages, roles, trajectories."""
 _PLAIN = {int, float, bool, type(None)}
 
 
@@ -25,6 +25,15 @@ def settled_value(value: object) -> AttrValue:
         return _number(value) if not isinstance(value, str) else _cut(value)
     except Exception:  # its own __str__, or __float__, is the user's
         return f"<{type(value).__name__}>"
+
+
+def bounded(name: str) -> str:
+    """A name of at most MAX_TEXT characters: names that are longer and differ stay apart."""
+    if len(name) <= MAX_TEXT:
+        return name
+    from zlib import crc32
+
+    return f"{name[: MAX_TEXT - 9]}~{crc32(name.encode(errors='surrogatepass')):08x}"
 
 
 def whole(value: object) -> int | None:

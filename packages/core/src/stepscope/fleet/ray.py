@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +25,13 @@ from stepscope.errors import ConfigError, EngineError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
 from stepscope.files.processes import boot_id
-from stepscope.recording import guard
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording import gather, guard
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
+from stepscope.recording.gather import Arrival, Home, Remote
 from stepscope.recording.worker import (
+    GatherRequest,
     PrepareAnswer,
     PrepareRequest,
     StartAnswer,
@@ -114,13 +117,26 @@ class RayFleet:
         begun = [worker for worker in self.workers if worker.begun is not None]
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
+    async def gather(
+        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+    ) -> list[WorkerOutcome]:
+        """Fetches the files of the workers that are apart; one outcome each. An engine's files come with the
+        first of them on its host.
+        """
+        apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
+        files = dict(request.engine_files)
+        asked = [(worker, files.pop(worker.host, [])) for worker in apart]
+        return await asyncio.gather(
+            *(worker.gather(request.capture_id, named, home, left_s) for worker, named in asked)
+        )
+
 
 class Begun(NamedTuple):
     """What a worker said when it began."""
 
-    process: str
-    """`ProcessInfo.key`."""
+    process: ProcessInfo
     where: Where
+    apart: bool
 
 
 class Worker:
@@ -173,6 +189,56 @@ class Worker:
         # The worker itself keeps to the time; the second is for its answer.
         return await self._within(timeout_s + 1, "the wait for its files", self._drain(timeout_s))
 
+    async def gather(
+        self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
+    ) -> WorkerOutcome:
+        try:
+            left = await self._fetch(capture_id, engine_files, home, left_s)
+        except asyncio.TimeoutError:
+            return self._outcome("failed", f"not fetched in time; they lie on {self.host}")
+        except (EngineError, OSError) as error:
+            return self._outcome("failed", f"{error}; what was not fetched lies on {self.host}")
+        return self._outcome("ok") if left is None else self._outcome("failed", left)
+
+    @property
+    def host(self) -> str:
+        return "" if self.begun is None else self.begun.process.host
+
+    async def _fetch(
+        self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
+    ) -> str | None:
+        """Why something was left there; None when all is here."""
+        unwritten = ["everything"]
+        while unwritten and left_s() > 0:  # in short waits: there may be less time than there was
+            unwritten = await asyncio.wait_for(self._line.call(drain_here, min(1.0, left_s())), left_s() + 1)
+        files = await asyncio.wait_for(self._line.call(files_here, capture_id, engine_files), left_s())
+        refused: str | None = None
+        for file in files:
+            if not await own_thread(home.lacks, file):
+                continue
+            reason = await own_thread(home.refuses, file)
+            if reason is None:
+                await self._fetch_file(capture_id, file, await own_thread(home.begin, file), left_s)
+            refused = refused or reason
+        if refused is not None:
+            return f"traces were left on {self.host}: {refused}"
+        return f"on {self.host}, not written in time: {', '.join(unwritten)}" if unwritten else None
+
+    async def _fetch_file(
+        self, capture_id: str, file: Remote, arrival: Arrival, left_s: Callable[[], float]
+    ) -> None:
+        try:
+            while arrival.bytes < file.size_bytes:
+                call = self._line.call(piece_here, capture_id, file.path, arrival.bytes)
+                piece = await asyncio.wait_for(call, left_s())
+                if not piece:
+                    raise EngineError(f"{file.path} became shorter while it was fetched")
+                await own_thread(arrival.add, piece)
+            await own_thread(arrival.finish)
+        except BaseException:
+            await own_thread(arrival.give_up)
+            raise
+
     async def _start(self, request: StartRequest, until_s: float) -> WorkerOutcome:
         await self._line.ask(present)
         left_ns = int((until_s - time.monotonic()) * 1e9)
@@ -180,8 +246,8 @@ class Worker:
         answer, where = await self._line.call(start_here, request, expires_ns)
         if answer.refused is not None:
             return self._outcome("failed", answer.refused)
-        self.begun = Begun(answer.process.key, where)
-        return self._outcome("ok")
+        self.begun = Begun(answer.process, where, answer.apart)
+        return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
         answer = await self._line.call(prepare_here, request)
@@ -227,7 +293,7 @@ class Worker:
         if found is None:
             return outcome
         clock = ClockOffset(
-            process=self.begun.process,
+            process=self.begun.process.key,
             offset_ns=found[0],
             uncertainty_ns=found[1],
             at_mono_ns=time.monotonic_ns(),
@@ -239,7 +305,7 @@ class Worker:
             await self._line.ask(present)
 
     def _outcome(self, state: State, reason: str | None = None) -> WorkerOutcome:
-        process = None if self.begun is None else self.begun.process
+        process = None if self.begun is None else self.begun.process.key
         return WorkerOutcome(name=self.name, state=state, reason=reason, process=process)
 
 
@@ -301,6 +367,14 @@ def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where
 
 async def drain_here(instance: object, timeout_s: float) -> list[str]:
     return await own_thread(drain_worker, timeout_s)
+
+
+def files_here(instance: object, capture_id: str, engine_files: list[str]) -> list[Remote]:
+    return gather.files_of(capture_id, engine_files)
+
+
+def piece_here(instance: object, capture_id: str, path: str, offset: int) -> bytes:
+    return gather.piece_of(capture_id, path, offset)
 
 
 def _where() -> Where:

@@ -137,20 +137,21 @@ class _Work:
 
 
 def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
-    """Copies `run.json` and its like, and `oom/`; another run's `run.json` stays, as it would in a folder.
+    """Copies what lies beside the steps: `run.json` and its like, `oom/`, `uncaptured/`, and why a run has no
+    step. Another run's `run.json` stays, as it would in a folder.
 
     Returns:
         What failed, and why.
     """
-    failed = {}
-    held = None
-    for file in sorted(run.oom.glob("[!.]*")):
+    failed: dict[str, str] = {}
+    for files in (sorted(run.oom.glob("[!.]*")), run.uncaptured_files()):
+        _copy_folder(store, files, failed)
+    for file in run.all_unreached():
         try:
-            held = store.listing(run.oom.name) if held is None else held
-            if held.get(file.name, {}).get("size") != file.stat().st_size:
-                store.put(file, f"{run.oom.name}/{file.name}", md5_of(file))
+            if store.read(file.name) != file.read_bytes():
+                store.put(file, file.name, md5_of(file))
         except Exception as error:
-            failed[f"{run.oom.name}/{file.name}"] = _say(error)
+            failed[file.name] = _say(error)
     for file in run.runs():
         try:
             mine, name = file.read_bytes(), file.name
@@ -163,6 +164,19 @@ def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
         except Exception as error:
             failed[file.name] = _say(error)
     return failed
+
+
+def _copy_folder(store: Store, files: list[Path], failed: dict[str, str]) -> None:
+    """Files that are written once, or only grow: one whose copy is as long is there."""
+    held = None
+    for file in files:
+        name = f"{file.parent.name}/{file.name}"
+        try:
+            held = store.listing(file.parent.name) if held is None else held
+            if held.get(file.name, {}).get("size") != file.stat().st_size:
+                store.put(file, name, md5_of(file))
+        except Exception as error:
+            failed[name] = _say(error)
 
 
 def _run_id(data: bytes) -> str | None:

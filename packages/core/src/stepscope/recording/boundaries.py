@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -49,6 +50,13 @@ _step: Step | None = None
 """The step that this process' loop is in. One writer: this module."""
 _next = 0
 """The number of the next step that is counted."""
+_calls: Counter[str] = Counter()
+"""How often each boundary was called here. One writer: `begin`."""
+
+
+def calls_of(target: str) -> int:
+    """How often this process called the boundary `module:name`."""
+    return _calls[target]
 
 
 def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
@@ -64,19 +72,17 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
     boundary.condition.check(arguments, target)
     for path in (*([boundary.number] if boundary.number else ()), *boundary.workers.values()):
         arguments.check(path, target)
-    made = (
-        _async(fn, boundary, arguments) if inspect.iscoroutinefunction(fn) else _sync(fn, boundary, arguments)
-    )
+    made = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
     return cast(FunctionType, made)
 
 
 # What is closed over travels with a Ray class by value: modules and importable classes alone.
 
 
-def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments) -> Callable[..., Any]:
+def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     @functools.wraps(fn)
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, args, kwargs)
+        call = begin(boundary, arguments, target, args, kwargs)
         switch(call.before)
         try:
             result = fn(*args, **kwargs)
@@ -89,10 +95,10 @@ def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments) -> Callabl
     return stepped
 
 
-def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments) -> Callable[..., Any]:
+def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
     @functools.wraps(fn)
     async def stepped(*args: Any, **kwargs: Any) -> Any:
-        call = begin(boundary, arguments, args, kwargs)
+        call = begin(boundary, arguments, target, args, kwargs)
         await aswitch(call.before)
         try:
             result = await fn(*args, **kwargs)
@@ -190,9 +196,14 @@ class Call:
 
 
 def begin(
-    boundary: Boundary, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]
+    boundary: Boundary,
+    arguments: Arguments,
+    target: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Call:
     """A call of a boundary, about to be made."""
+    _calls[target] += 1
     return Call(boundary, arguments, args, kwargs)
 
 

@@ -132,6 +132,10 @@ class Capture:
         self, step: int, workers: object, engines: object, config: ProfileConfig, role: str, rank: int | None
     ) -> None:
         self.step = step
+        if config.instrument:
+            from stepscope.recording import unreached
+
+            unreached.reached(config)
         if config.cuda_memory.oom_any_step != "off":
             from stepscope.recording import out_of_memory
 
@@ -236,7 +240,7 @@ class Capture:
             self._others.join(session.ledger, session.layout, self.config)
         self._say_missing_workers(session)
         self._state, self._session, _open = "opening", session, self
-        self.result = CaptureResult(step=self.step, session=session, fleet=fleet)
+        self.result = CaptureResult(step=self.step, session=session, others=self._others)
         return session
 
     def _say_missing_workers(self, session: Session) -> None:
@@ -265,9 +269,17 @@ class Capture:
         from stepscope.recording.worker import StartRequest
 
         request = StartRequest(
-            capture_id=session.capture_id, run_id=session.run_id, step=self.step, config=self.config
+            capture_id=session.capture_id,
+            run_id=session.run_id,
+            step=self.step,
+            config=self.config,
+            owner_part=session.part_name,
         )
         await others.start(request, self.config.budget.fanout_seconds)
+        if self._asked_for:
+            from stepscope.recording import requests
+
+            requests.tell_others(self.step, others.taking_part())
 
     def _begin(self, session: Session) -> None:
         """The last part of opening, on the thread whose work is recorded."""
@@ -400,7 +412,7 @@ class Capture:
 
     def _retain(self, session: Session) -> None:
         keep = self.config.budget.keep_steps
-        if keep is not None:
+        if keep is not None and (self.config.finish.mirror is None or finish.mirrors(session)):
             from stepscope.recording.control import retain
 
             retain(
@@ -416,6 +428,8 @@ class Capture:
         alone = self._others is None
         if manifest is None or mine.part.absent or mine.state(untold.WORKERS) is not None:
             return  # who is not there may have the role
+        if self.result.apart:
+            return  # nor is it known yet what those do
         if alone and not identity.is_alone():
             return
         roles = {role for part in manifest.processes for role in (part.process.role, *part.roles)}

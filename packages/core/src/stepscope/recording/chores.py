@@ -156,8 +156,13 @@ class Chores:
         """Of the capture's other processes; read off the disk, because a call would hold up a busy worker."""
         if self._result is not None and self._session.config.export.when == "deferred":
             self._result.drain_workers(self._files_until - time.monotonic())
+        if self._result is not None:
+            self._result.gather(self._left_s)
         while time.monotonic() < self._files_until and self._unfinished() and not self._over.wait(POLL_S):
             pass
+
+    def _left_s(self) -> float:
+        return 0 if self._over.is_set() else self._files_until - time.monotonic()
 
     def _unfinished(self) -> bool:
         if self._result is None:

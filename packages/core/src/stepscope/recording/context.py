@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
-from stepscope.files.values import AttrValue, whole
+from stepscope.files.values import MAX_TEXT, AttrValue, whole
 from stepscope.recording import runtime
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         return Place()
     process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
     link = None
-    if isinstance(process, str) and span is not None:
+    if isinstance(process, str) and len(process) <= MAX_TEXT and span is not None:
         # A carrier names a span when a capture is on somewhere: who is recorded has loaded this already.
         from stepscope.files.spans import SpanLink
 

@@ -21,7 +21,6 @@ import msgspec
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_RUN, Expectation
 from stepscope.files.mirror import is_whole
-from stepscope.files.parts import read_parts
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording import export, guard
@@ -150,11 +149,9 @@ def promise(session: Session, *, alone: bool) -> None:
     _expect(session, wanted)
 
 
-def promise_in_worker(session: Session) -> None:
+def promise_in_worker(session: Session, *, apart: bool) -> None:
     """A worker's session opens. Where it shares no folder with the owner, it mirrors its host's files."""
-    if session.config.finish.mirror is None:
-        return
-    if not any(part.owner and part.run_id == session.run_id for part in read_parts(session.layout)[0]):
+    if apart and session.config.finish.mirror is not None:
         _expect(session, [MIRROR])
         session.when_closed = worker_done
 
@@ -182,7 +179,7 @@ def wanted(session: Session) -> bool:
 
 def hand_over(result: CaptureResult, session: Session) -> None:
     """The capture is closed: what comes after it begins when its files of this process are written."""
-    if not wanted(session):
+    if not (wanted(session) or result.apart):
         return
     _awaited.add(session.step)
     deferred = session.config.export.when == "deferred"
@@ -193,7 +190,7 @@ def capture_done(result: CaptureResult, session: Session) -> None:
     """The capture is closed and its files of this process are written, or given up."""
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
-    if _promised(session):
+    if _promised(session) or result.apart:
         _commands.put(Chores(session, result, _tell_figures(session)))
     _awaited.discard(session.step)  # last: it is in the line now
 
@@ -219,6 +216,11 @@ def busy_steps(run: RunLayout) -> set[int]:
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
     }
     return written | _awaited | {job.step for job in _unfinished_commands()}
+
+
+def mirrors(session: Session) -> bool:
+    """Whether this process copies the step: another rank that does knows when it may go."""
+    return session.ledger.state(MIRROR) not in (None, "skipped")
 
 
 def is_mirrored(session: Session, step: StepLayout) -> bool:

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
-from stepscope.recording.worker import PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.gather import Home
+from stepscope.recording.worker import GatherRequest, PrepareRequest, StartRequest, StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class WorkerOutcome:
     clock: ClockOffset | None = None
     roles: tuple[str, ...] = ()
     """After `prepare`: the roles that it does the work of."""
+    apart: bool = False
+    """After `start`: it writes to a folder that this process does not see."""
 
 
 class Fleet(Protocol):
@@ -53,6 +56,14 @@ class Fleet(Protocol):
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
         """Waits until the workers have written their files; `failed` with what is unfinished at the
         deadline.
+        """
+        ...
+
+    async def gather(
+        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+    ) -> list[WorkerOutcome]:
+        """Fetches the files of the workers that are apart, until `left_s` says that no time is left. One
+        outcome each.
         """
         ...
 

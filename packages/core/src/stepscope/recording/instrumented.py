@@ -10,7 +10,7 @@ from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
 from stepscope.recording import guard, patch
-from stepscope.recording.boundaries import Boundary
+from stepscope.recording.boundaries import Boundary, calls_of
 from stepscope.recording.calls import Condition
 from stepscope.recording.patch import Instrument, Timing
 
@@ -56,6 +56,47 @@ def apply_to(instance: object) -> None:
             handle.install_on(type(instance))
         except Exception as error:
             _note(handle, error)
+
+
+def timed() -> dict[str, tuple[str, ...]]:
+    """Functions that are replaced in this process and timed: {`module:name`: what calls are recorded as}."""
+    return {
+        f"{handle.module}:{handle.name}": tuple(
+            f"{timing.role}/{timing.stage or handle.name.rpartition('.')[2]}" for timing in handle.timings
+        )
+        for handle in _applied.values()
+        if handle.installed and handle.timings
+    }
+
+
+def boundaries() -> list[str]:
+    """Each function that was to begin a step, and what became of it in this process."""
+    begins = [
+        handle
+        for handle in _applied.values()
+        if handle.boundary is not None and handle.boundary.kind != "end"
+    ]
+    said = [f"{handle.module}:{handle.name} (step: {_kind(handle)}) {_fate(handle)}" for handle in begins]
+    listed = {(handle.module, handle.name) for handle in _applied.values()}
+    for entry in _entries:
+        if entry.step not in (None, "end") and (entry.module, entry.name) not in listed:
+            said.append(f"{entry.module}:{entry.name} (step: {entry.step}) could not be patched: see the log")
+        elif entry.preset is not None and not _is_here(read_preset(entry.preset, _installed)):
+            said.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
+    return said
+
+
+def _kind(handle: Instrument) -> str:
+    return "" if handle.boundary is None else handle.boundary.kind
+
+
+def _fate(handle: Instrument) -> str:
+    calls = calls_of(f"{handle.module}:{handle.name}")
+    if handle.installed:
+        return f"was patched, and {f'began no step in {calls} calls' if calls else 'was never called'}"
+    if handle.module in sys.modules:
+        return "could not be patched: see the log"
+    return "was not patched: its module was never imported"
 
 
 def _note(handle: Instrument, error: Exception) -> None:

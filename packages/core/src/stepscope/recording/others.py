@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from stepscope.config import ProfileConfig
-from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Absent
+from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.manifest import NOT_CLOSED, NOT_FETCHED, Absent, Expectation, State
+from stepscope.recording import finish
 from stepscope.recording.engine_group import EngineGroup, profilers_of
 from stepscope.recording.fleet_port import Fleet, WorkerOutcome, load_fleet
+from stepscope.recording.gather import Home
 from stepscope.recording.ledger import Ledger
-from stepscope.recording.worker import StartRequest, StopRequest
+from stepscope.recording.worker import GatherRequest, StartRequest, StopRequest
 
 
 class Others:
@@ -25,13 +28,17 @@ class Others:
         self.fleet: Fleet | None = None
         if workers is not None or recorded:
             self.fleet = load_fleet(workers, recorded)
+        self.apart: list[str] = []
+        """Workers whose files are to be fetched: they write to a folder that this process does not see."""
         self._group: EngineGroup | None = None
         self._ledger: Ledger | None = None
+        self._home: Home | None = None
+        self._capture_id = ""
 
     def join(self, ledger: Ledger, layout: StepLayout, config: ProfileConfig) -> None:
         """Ties them to one session's ledger."""
         part = ledger.part
-        self._ledger = ledger
+        self._ledger, self._home = ledger, Home(layout, config)
         self._group = EngineGroup(
             self.profilers,
             config=config,
@@ -44,6 +51,7 @@ class Others:
     async def start(self, request: StartRequest, deadline_s: float) -> None:
         """Returns when every one has begun, failed, or used up its deadline."""
         ledger, group = self._joined()
+        self._capture_id = request.capture_id
         await asyncio.gather(self._start_workers(ledger, request, deadline_s), group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
@@ -51,10 +59,46 @@ class Others:
         ledger, group = self._joined()
         await asyncio.gather(self._stop_workers(ledger, request, deadline_s), group.stop(deadline_s))
 
+    async def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetches the files of workers that are apart, and of engines on their hosts."""
+        ledger, _ = self._joined()
+        home = self._home
+        if self.fleet is None or home is None:
+            return
+        artifacts = [each for item in ledger.part.expected for each in item.artifacts]
+        remote = [artifact for artifact in artifacts if not home.path_of(artifact.path).exists()]
+        files: dict[str, list[str]] = {}
+        for artifact in remote:
+            files.setdefault(artifact.host, []).append(artifact.path)
+        request = GatherRequest(capture_id=self._capture_id, engine_files=files)
+        for outcome in await self.fleet.gather(request, home, left_s):
+            state: State = "ok" if outcome.state == "ok" else "failed"
+            ledger.expect(Expectation(name=files_of(outcome.name), state=state, reason=outcome.reason))
+        ledger.write()
+        for path in (home.path_of(artifact.path) for artifact in remote):
+            if sidecar_of(path).exists():
+                finish.artifact_done(path, None, ledger)
+
+    def taking_part(self) -> dict[str, str]:
+        """What the others said to the start: {worker or replica: `began`, or why it takes no part}."""
+        part = self._joined()[0].part
+        said = dict.fromkeys((*part.began.values(), *self.apart), "began")
+        said |= {absent.name: absent.reason for absent in part.absent}
+        for item in part.expected:
+            if item.name.startswith("replica "):
+                said[item.name] = "began" if item.reason == NOT_CLOSED else item.reason or item.state
+        return said
+
     async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
         if self.fleet is not None:
             outcomes = await self.fleet.start(request, deadline_s)
-            ledger.update(began={each.process: each.name for each in outcomes if each.process is not None})
+            gathered = request.config.finish.gather and request.config.finish.mirror is None
+            self.apart = [each.name for each in outcomes if each.apart and gathered]
+            for name in self.apart:
+                item = Expectation(name=files_of(name), state="missing", reason=NOT_FETCHED)
+                ledger.expect(item)
+            began = {each.process: each.name for each in outcomes if each.process is not None}
+            ledger.update(began={key: name for key, name in began.items() if name not in self.apart})
             _enter(ledger, outcomes)
 
     async def _stop_workers(self, ledger: Ledger, request: StopRequest, deadline_s: float) -> None:
@@ -65,6 +109,11 @@ class Others:
         if self._ledger is None or self._group is None:
             raise RuntimeError("Others.join comes first")
         return self._ledger, self._group
+
+
+def files_of(name: str) -> str:
+    """What the manifest calls the files of a worker that is apart."""
+    return f"files of {name}"
 
 
 def _enter(ledger: Ledger, outcomes: list[WorkerOutcome]) -> None:

@@ -169,6 +169,15 @@ class Listener:
                     return chosen
         return None
 
+    def tell_others(self, step: int, said: dict[str, str]) -> None:
+        """Workers and replicas have answered to the capture of a step that was asked for."""
+        with self._lock:
+            answers = {
+                name: msgspec.structs.replace(answer, others=said) if step in answer.steps[-1:] else answer
+                for name, answer in self._said.answers.items()
+            }
+            self._said = msgspec.structs.replace(self._said, answers=answers)
+
     def listens_for(self, save_path: str) -> bool:
         """Not in a forked child either: it has the object and not the thread."""
         return self._save_path == save_path and self._said.pid == os.getpid()
@@ -268,6 +277,12 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
         standing = _listener = Listener(config, identify(role, rank=rank))
         _install_signal()
     return standing
+
+
+def tell_others(step: int, said: dict[str, str]) -> None:
+    """See `Listener.tell_others`."""
+    if _listener is not None:
+        _listener.tell_others(step, said)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import NOT_EXPORTED, NOT_RUN, Manifest
+from stepscope.files.manifest import NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
 from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.recording import export
 
 if TYPE_CHECKING:
-    from stepscope.recording.fleet_port import Fleet
+    from collections.abc import Callable
+
+    from stepscope.recording.others import Others
     from stepscope.recording.session import Session
 
 
@@ -21,11 +24,12 @@ class CaptureResult:
     missing.
     """
 
-    def __init__(self, *, step: int, session: Session | None = None, fleet: Fleet | None = None) -> None:
+    def __init__(self, *, step: int, session: Session | None = None, others: Others | None = None) -> None:
         self.step = step
         self.captured = session is not None
         self._session = session
-        self._fleet = fleet
+        self._others = others
+        self._gathering = threading.Lock()
 
     def __repr__(self) -> str:
         if not self.captured:
@@ -58,7 +62,8 @@ class CaptureResult:
         """One line for each thing that is missing, partial or failed; exports that are under way do not
         count, nor does a `finish.command` that has not run yet.
         """
-        return [line for line in _problems(self.manifest()) if NOT_EXPORTED not in line]
+        under_way = (NOT_EXPORTED, NOT_FETCHED)
+        return [line for line in _problems(self.manifest()) if not any(why in line for why in under_way)]
 
     def summary(self) -> str:
         """One line for the log: who took part, how many traces there are or are on their way, where."""
@@ -68,8 +73,9 @@ class CaptureResult:
         items = [item for part in manifest.processes for item in part.expected]
         traces = sum(len(item.artifacts) + (item.reason == NOT_EXPORTED) for item in items)
         processes, save_path = len(manifest.processes), self._session.config.save_path
+        apart = f" and {len(self.apart)} on other hosts, whose files are fetched" if self.apart else ""
         return (
-            f"step {self.step} captured: {processes} process{'es' * (processes != 1)}, "
+            f"step {self.step} captured: {processes} process{'es' * (processes != 1)}{apart}, "
             f"{traces} trace{'s' * (traces != 1)}, in {self.path}; "
             f"`stepscope report {save_path} --step {self.step}`"
         )
@@ -90,15 +96,36 @@ class CaptureResult:
         until = time.monotonic() + timeout_s
         export.exporter().drain(timeout_s)
         self.drain_workers(until - time.monotonic())
+        self.gather(lambda: until - time.monotonic())
         self.fold()
         return self.manifest()
 
     def drain_workers(self, timeout_s: float) -> None:
         """Waits until the workers have written their files, deferred ones too."""
-        if self._fleet is not None:
+        if self._others is not None and self._others.fleet is not None:
             from stepscope.recording import loop
 
-            loop.run(self._fleet.drain(max(0.0, timeout_s)))
+            loop.run(self._others.fleet.drain(max(0.0, timeout_s)))
+
+    @property
+    def apart(self) -> list[str]:
+        """Workers whose files are fetched once the capture is closed: their hosts share no folder with this
+        one.
+        """
+        return [] if self._others is None else self._others.apart
+
+    def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetches the files of workers that are apart; a second call, beside the first or after it, fetches
+        what that left.
+        """
+        session, others = self._session, self._others
+        if session is None or others is None or others.fleet is None or not others.apart:
+            return
+        from stepscope.recording import loop
+
+        with self._gathering:
+            loop.run(others.gather(left_s))
+            self.fold()
 
     def raise_for_missing(self, timeout_s: float | None = None) -> None:
         """Waits as `wait` does, then raises if anything that was promised is not there.

@@ -77,9 +77,10 @@ def start_up() -> None:
 def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
     """Puts its `instrument` list into effect in this process; `recording.instrumented` says how."""
     if config.instrument or "stepscope.recording.instrumented" in sys.modules:
-        from stepscope.recording import instrumented
+        from stepscope.recording import instrumented, unreached
 
         instrumented.apply(config, lenient=lenient)
+        unreached.watch(config)
 
 
 def check(config: ProfileConfig, *, on_ray: bool) -> None:

@@ -108,6 +108,11 @@ class Session:
         self._closed = False
         self._lock = threading.RLock()  # a signal may close the session while it is being closed
 
+    @property
+    def part_name(self) -> str:
+        """The file name of this process' part of the manifest."""
+        return self.layout.part_of(self.process, self.run_id, self.number).name
+
     def open(self) -> None:
         """Creates the files and starts the profiler."""
         self.open_files()
@@ -207,6 +212,7 @@ class Session:
             ended = self._end(discard=discard)
             self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
             self._close_spans(ended, discard)
+            self._say_instrumented()
             if self.forks:
                 self.ledger.add_absent((_forked(self.forks),))
             self.ledger.write()
@@ -215,6 +221,11 @@ class Session:
                 export.exporter().then(partial(_tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
+
+    def _say_instrumented(self) -> None:
+        instrumented = sys.modules.get("stepscope.recording.instrumented")
+        if instrumented is not None and self.config.instrument:
+            self.ledger.update(instrumented=instrumented.timed())
 
     def truncate(self, reason: str) -> None:
         """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its

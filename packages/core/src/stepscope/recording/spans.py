@@ -25,7 +25,7 @@ from stepscope.files import spans as lines
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
-from stepscope.files.values import MAX_TEXT, AttrValue, settled, settled_value
+from stepscope.files.values import MAX_TEXT, AttrValue, bounded, settled, settled_value
 from stepscope.recording import attributes, context, guard, runtime
 from stepscope.recording.context import Place, Scope, current
 
@@ -427,7 +427,8 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
     log, said = span.log, context.inherited(span)
     parent, link = _above(span)
     step = None if said.step == log.step else said.step
-    role, stage = str(said.role or log.process.role), str(span.stage)
+    role, stage = bounded(str(said.role or log.process.role)), bounded(str(span.stage))
+    trajectory = said.trajectory if said.trajectory is None else bounded(said.trajectory)
     log.roles.add(role)
     attrs = attributes.written(span.attrs, log.redact) if span.attrs else None
     # Two calls, spelled out: building the second from the first would double the cost of a line.
@@ -441,7 +442,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
             start_ns=span.start_ns,
             step=step,
             policy_version=said.policy_version,
-            trajectory=said.trajectory,
+            trajectory=trajectory,
             turn=said.turn,
             thread=span.thread,
             attrs=attrs,
@@ -455,7 +456,7 @@ def _line(span: Span, end_ns: int | None) -> lines.Open | lines.Span:
         start_ns=span.start_ns,
         step=step,
         policy_version=said.policy_version,
-        trajectory=said.trajectory,
+        trajectory=trajectory,
         turn=said.turn,
         thread=span.thread,
         attrs=attrs,

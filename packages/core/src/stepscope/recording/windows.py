@@ -21,7 +21,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import NOT_CLOSED, Expectation
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
-from stepscope.files.values import AttrValue
+from stepscope.files.values import AttrValue, bounded
 from stepscope.recording import clock, export, finish, guard, schedule
 from stepscope.recording.context import SHARED
 from stepscope.recording.ledger import Ledger
@@ -140,7 +140,8 @@ class Windows:
         if self.running is None:
             return None
         try:
-            info = SpanInfo(stage=span.stage, role=span.role or self._role, span=span.id, is_async=is_async)
+            stage, role = bounded(span.stage), bounded(span.role or self._role)
+            info = SpanInfo(stage=stage, role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
         except Exception as error:

@@ -16,7 +16,7 @@ import msgspec
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import capture, export, finish, runtime
+from stepscope.recording import capture, export, finish, gather, runtime
 from stepscope.recording.identity import identify
 from stepscope.recording.schedule import decide_process
 from stepscope.recording.session import Session, library_loaded
@@ -37,6 +37,8 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     spans_only: str | None = None
     """Why no profiler of ours starts there; None: the configuration decides."""
+    owner_part: str | None = None
+    """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
 
 
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     refused: str | None = None
     """Why no session was opened; None when one was."""
+    apart: bool = False
+    """Whether this process writes to a folder that the owner does not see."""
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,13 +100,17 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     )
     try:
         _watch_memory(request.config, process, request.run_id, request.step)
-        finish.promise_in_worker(session)
+        apart = not session.layout.has_part(request.owner_part)
+        finish.promise_in_worker(session, apart=apart)
+        if apart:
+            gather.keep(session)
         session.open()
         capture.activate(session)
     except BaseException as error:
         session.close(discard=f"opening failed: {describe(error)}")
         raise
-    return StartAnswer(process=process, recorded=session.decision.record, why=session.decision.reason)
+    decision = session.decision
+    return StartAnswer(process=process, recorded=decision.record, why=decision.reason, apart=apart)
 
 
 def stop_worker(request: StopRequest) -> StopAnswer:
@@ -113,6 +121,14 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         return StopAnswer(process=None)
     session.close(error=request.error, discard=request.discard)
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
+
+
+class GatherRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetches what workers recorded that share no folder with the owner."""
+
+    capture_id: str
+    engine_files: dict[str, list[str]]
+    """{host: paths in the step's folder} of what engines wrote there."""
 
 
 class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):

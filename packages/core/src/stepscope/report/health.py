@@ -60,6 +60,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """One line for each thing that was promised and is missing, partial or failed, with its reason."""
     skipped: tuple[str, ...]
     """One line for each thing that was not recorded on purpose, with its reason."""
+    uncalled: tuple[str, ...] = ()
+    """Functions that `instrument` replaced in some process, and of which no process recorded a call."""
     user_error: str | None
     """The user's exception that ended the capture. It alone leaves nothing incomplete."""
     captures: int = 1
@@ -87,6 +89,7 @@ def check_health(timeline: Timeline) -> Health:
         state=state,
         missing=missing,
         skipped=_skipped(timeline),
+        uncalled=_uncalled(timeline),
         user_error=_user_error(timeline),
         captures=timeline.captures,
         broken=timeline.problems,
@@ -109,6 +112,19 @@ def _skipped(timeline: Timeline) -> tuple[str, ...]:
         for part in parts
         for item in part.expected
         if item.state == "skipped"
+    )
+
+
+def _uncalled(timeline: Timeline) -> tuple[str, ...]:
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    replaced = {target: stages for part in parts for target, stages in part.instrumented.items()}
+    if not replaced:
+        return ()
+    seen = {f"{span.role}/{span.stage}" for span in timeline.spans}
+    return tuple(
+        f"{target} ({', '.join(dict.fromkeys(stages))})"
+        for target, stages in sorted(replaced.items())
+        if not seen & set(stages)
     )
 
 

@@ -30,6 +30,8 @@ def trust(health: Health) -> Iterator[RenderableType]:
         )
     if notes := clock_notes(health):
         yield listing("Collectives that align no clock", notes)
+    if health.uncalled:
+        yield listing("Instrumented, and not called in this step", health.uncalled)
     if health.skipped:
         yield listing("Not recorded, on purpose", health.skipped)
 

@@ -51,6 +51,8 @@ def _lists(found: Health) -> Iterator[Html]:
         yield listing("Work of other steps, recorded in this one", [say_other(o) for o in found.other_steps])
     if notes := clock_notes(found):
         yield listing("Collectives that align no clock", notes)
+    if found.uncalled:
+        yield listing("Instrumented, and not called in this step", found.uncalled)
     if found.skipped:
         yield listing("Not recorded, on purpose", found.skipped)
 
