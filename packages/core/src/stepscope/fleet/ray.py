@@ -3,6 +3,8 @@
 All workers are asked at once, and each has its own deadline. First it is asked whether it is there: one that
 is busy past the deadline has then not been sent anything that could happen late. Its answer also says how its
 clock stands, so the start that follows expires at the deadline as the worker's own clock shows it.
+
+One file above 400 lines: both sides of each call stand in it.
 """
 
 from __future__ import annotations

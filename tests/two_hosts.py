@@ -1,0 +1,292 @@
+"""Two hosts on one machine, which share no folder: a Ray node in namespaces of its own each (network, mounts,
+host name). On request, as root on Linux: `python3 dev.py test --two-hosts`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.files.requests import Listening, read_listening
+
+PORT = 6399
+PROGRAM = """
+import os, sys, time
+import ray
+from stepscope import capture, configure, profile_step
+from stepscope.engines.ray import RayRollout
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+class Learner:
+    @profile_step(role="actor")
+    def update(self):
+        time.sleep(0.01)
+
+class Server:
+    @profile_step(role="rollout")
+    async def generate(self):
+        pass
+
+def fake(engine, replica):
+    return FakeEngineProfiler(FakeEngine(workers=1), replica)
+
+def on(kind, host):
+    return ray.remote(kind).options(num_cpus=0, resources={host: 0.01}).remote()
+
+save_path, mirror, stop, address = sys.argv[1:]
+config = configure(
+    save_path=save_path, control={"poll_seconds": 0.1}, torch={"activities": ["cpu"]},
+    finish={"mirror": mirror or None}, budget={"fanout_seconds": 60, "keep_steps": 1},
+)
+ray.init(address=address, log_to_driver=False)
+learners, server = [on(Learner, "host-a"), on(Learner, "host-b")], on(Server, "host-b")
+engines = [RayRollout(server, fake)]
+step = 0
+while not os.path.exists(stop):
+    with capture(step, workers={"actor": learners, "rollout": server}, engines=engines) as cap:
+        ray.get([learner.update.remote() for learner in learners])
+    step += 1
+ray.shutdown()
+"""
+
+
+def must(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Host:
+    """Processes that see one network, one set of mounts and one host name."""
+
+    def __init__(self, name: str, address: str, run: Path) -> None:
+        self.name, self.address = name, address
+        self.netns = f"stepscope-{os.getpid()}-{name}"
+        must("ip", "netns", "add", self.netns)
+        made = f"mount -t tmpfs tmpfs {run} && mount -t tmpfs tmpfs /dev/shm && hostname {name}"
+        inside = f"{made} && ip link set lo up && echo ready && exec sleep infinity"
+        self.first = subprocess.Popen(
+            ["ip", "netns", "exec", self.netns, "unshare", "-m", "-u", "sh", "-c", inside],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.first.stdout is not None
+        assert self.first.stdout.readline() == "ready\n"
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def words(self, *command: str) -> list[str]:
+        return ["nsenter", "-t", str(self.first.pid), "-m", "-u", "-n", *command]
+
+    def start(self, log: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                self.words(*command),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "RAY_AUTH_MODE": "disabled", **environ},
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def say(self, *command: str) -> subprocess.CompletedProcess[str]:
+        words = self.words(sys.executable, "-m", "stepscope", *command)
+        return subprocess.run(words, capture_output=True, text=True)
+
+    def view(self, path: Path) -> Path:
+        """A path as this host sees it."""
+        return Path(f"/proc/{self.first.pid}/root{path}")
+
+    def end(self) -> None:
+        for process in reversed(self.processes):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        self.first.kill()
+        self.first.wait()
+        assert self.first.stdout is not None
+        self.first.stdout.close()
+        subprocess.run(["ip", "netns", "delete", self.netns])
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Short: the paths of Ray's sockets may not exceed 107 characters."""
+    made = Path(tempfile.mkdtemp(prefix="two-", dir="/tmp"))
+    (made / "run").mkdir()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.fail("this makes namespaces: it needs root, and `ip` (apt install iproute2)")
+    made: list[Host] = []
+    try:
+        for name, address in (("host-a", "10.213.7.1"), ("host-b", "10.213.7.2")):
+            made.append(Host(name, address, folder / "run"))
+        one, other = made
+        link = ("type", "veth", "peer", "name", "eth0", "netns", other.netns)
+        must("ip", "-n", one.netns, "link", "add", "eth0", *link)
+        for host in made:
+            must("ip", "-n", host.netns, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            must("ip", "-n", host.netns, "link", "set", "eth0", "up")
+            # It leads nowhere; Ray asks which address a host would use for the outside.
+            must("ip", "-n", host.netns, "route", "add", "default", "dev", "eth0")
+        ray = str(Path(sys.executable).with_name("ray"))
+        for host in made:
+            head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
+            where = head if host is one else [f"--address={one.address}:{PORT}"]
+            own = f'{{"{host.name}": 1}}'
+            common = [f"--node-ip-address={host.address}", "--num-cpus=4", f"--resources={own}", "--block"]
+            log = folder / f"{host.name}.log"
+            for left in (2, 1, 0):  # on a busy machine Ray gives a node up after 30 s
+                process = host.start(log, ray, "start", *where, *common)
+                wait_for(partial(says_or_ends, log, "Ray runtime started", process), log)
+                if process.poll() is None:
+                    break
+                assert left, log.read_text()
+        yield one, other
+    finally:
+        for host in reversed(made):
+            host.end()
+
+
+def says_or_ends(log: Path, words: str, process: subprocess.Popen[str]) -> bool:
+    return words in log.read_text() or process.poll() is not None
+
+
+def wait_for(condition: Callable[[], bool], log: Path | None = None, seconds: float = 180) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come" if log is None else log.read_text()
+        time.sleep(0.1)
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path]]:
+    """Starts the program on the first host: the folder of its run, there."""
+    stops: list[tuple[Path, subprocess.Popen[str]]] = []
+
+    def start(mirror: str = "") -> Path:
+        number = next(_numbers)
+        program, stop, save_path = folder / "program.py", folder / f"stop{number}", folder / f"run/{number}"
+        program.write_text(PROGRAM)
+        words = (
+            sys.executable,
+            str(program),
+            str(save_path),
+            mirror,
+            str(stop),
+            f"{hosts[0].address}:{PORT}",
+        )
+        log = folder / f"program{number}.log"
+        stops.append((stop, hosts[0].start(log, *words, STEPSCOPE_RAISE="0")))
+        wait_for(lambda: steps_of(hosts[0], save_path) >= 2, log)
+        return save_path
+
+    yield start
+    for stop, process in stops:
+        stop.touch()
+        assert process.wait(180) == 0, (folder / f"program{stop.name[4:]}.log").read_text()
+
+
+def steps_of(host: Host, save_path: Path) -> int:
+    """How far its loop is: listeners write once there is a folder, so one asks for nothing first."""
+    said: list[Listening] = read_listening(RunLayout(host.view(save_path)))
+    if not said:
+        host.view(save_path).mkdir(parents=True, exist_ok=True)
+        return 0
+    return said[0].step or 0
+
+
+def hosts_of(folder: Path) -> set[str]:
+    """Whose files lie there, by their names."""
+    return {path.name.split("_")[2] for path in folder.iterdir()}
+
+
+def captured(host: Host, save_path: Path) -> Manifest | None:
+    """The newest manifest in which nothing is on its way."""
+    for layout in reversed(RunLayout(host.view(save_path)).steps().values()):
+        if layout.manifest.exists():
+            manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
+            owner = manifest.processes[0]
+            if owner.closed is not None and not [
+                item for part in manifest.processes for item in part.expected if item.state == "missing"
+            ]:
+                return manifest
+    return None
+
+
+def test_a_request_on_one_host_captures_both_and_the_files_of_the_other_come_home(
+    hosts: tuple[Host, Host], train: Callable[..., Path]
+) -> None:
+    one, other = hosts
+    save_path = train()
+    asked = one.say("trigger", str(save_path), "--roles", "rollout", "--ranks", "all", "--wait", "60")
+    assert asked.returncode == 0, asked.stderr
+    wait_for(lambda: captured(one, save_path) is not None)
+    manifest = captured(one, save_path)
+    assert manifest is not None
+    assert not manifest.problems()
+    assert sorted((part.process.host, part.process.role) for part in manifest.processes) == [
+        ("host-a", "actor"), ("host-a", "trainer"), ("host-b", "actor"), ("host-b", "rollout"),
+    ]  # fmt: skip
+    (replica,) = (item for item in manifest.processes[0].expected if item.name == "replica 0")
+    assert [artifact.host for artifact in replica.artifacts] == ["host-b"]
+    step = RunLayout(one.view(save_path)).step(manifest.step)
+    assert all((step.root / artifact.path).exists() for artifact in replica.artifacts)
+    assert sorted(path.name.split("_")[2] for path in step.spans.iterdir()) == [
+        "host-a", "host-a", "host-b", "host-b",
+    ]  # fmt: skip
+    assert not (other.view(save_path) / "control.json").exists()
+    status = json.loads(one.say("trigger", str(save_path), "--status", "--json").stdout)
+    (answer,) = (answer for said in status["listening"] for answer in said["answers"].values())
+    assert sorted(answer["others"].values()) == ["began"] * 4
+    report = one.say("report", str(save_path), "--json")
+    assert report.returncode == 0, report.stderr
+    (found,) = json.loads(report.stdout)["steps"]
+    assert {row["host"] for row in found["health"]["processes"]} == {"host-a", "host-b"}
+    assert found["health"]["complete"]
+
+
+def test_each_host_sends_its_own_files_to_a_mirror(
+    folder: Path, hosts: tuple[Host, Host], train: Callable[..., Path]
+) -> None:
+    one, other = hosts
+    store = folder / "store"
+    save_path = train(f"file://{store}")
+    assert one.say("trigger", str(save_path), "--ranks", "all", "--wait", "60").returncode == 0
+
+    def records() -> set[str]:
+        return {path.name for path in store.glob("step_*/mirror_*.json")}
+
+    wait_for(lambda: records() == {"mirror_host-a.json", "mirror_host-b.json"})
+    (step,) = store.glob("step_*")
+    assert hosts_of(step / "processes") == {"host-a", "host-b"}
+    here = RunLayout(one.view(save_path)).step(int(step.name[5:]))
+    there = RunLayout(other.view(save_path)).step(int(step.name[5:]))
+    assert hosts_of(here.spans) == {"host-a"}
+    assert hosts_of(there.spans) == {"host-b"}
+    assert len(list(step.glob("spans/*"))) == 4
