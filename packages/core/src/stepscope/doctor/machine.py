@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from stepscope.errors import ConfigError
 OLDEST_PYTHON = (3, 10)
 OURS = ("stepscope", "stepscope-rollout-vllm", "stepscope-rollout-sglang", "stepscope-npu")
 GIB = 1 << 30
+SHARED_MEMORY = "/dev/shm"
+DAMAGED = "damaged"
 
 
 def python() -> Row:
@@ -28,13 +31,51 @@ def own_packages() -> Row:
     """stepscope's distributions: they work together in one version."""
     found = {name: version for name in OURS if (version := installed(name)) is not None}
     said = ", ".join(f"{name} {version}" for name, version in found.items()) or "none is installed"
+    said += f"; used from {Path(__file__).parent.parent}"
     if not found:
         fix = "pip install stepscope, or `pip install -e packages/core` in a checkout"
         return Row(subject="stepscope", state="red", found=said, fix=fix)
     if len(set(found.values())) > 1:
-        names = " ".join(f"{name}=={found['stepscope']}" for name in found)
+        names = " ".join(f"{name}=={found.get('stepscope') or max(found.values())}" for name in found)
         return Row(subject="stepscope", state="red", found=said, fix=f"pip install {names}")
     return Row(subject="stepscope", state="green", found=said)
+
+
+def damaged_packages() -> Iterator[Row]:
+    """Installed packages whose metadata cannot be read: adapters and backends are found by it."""
+    for distribution in metadata.distributions():
+        try:
+            name = distribution.metadata["Name"]
+            list(distribution.entry_points)
+            if name and distribution.version:
+                continue
+            why = "it names no name or no version"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        where = getattr(distribution, "_path", None)
+        yield Row(
+            subject="packages",
+            state="red",
+            found=f"the metadata of an installed package is damaged: {where or distribution!r}: {why}",
+            fix="remove that folder and install the package again",
+        )
+
+
+def entry_points(group: str) -> list[metadata.EntryPoint]:
+    """Those of all packages whose metadata can be read: `importlib.metadata` gives up at the first that
+    cannot.
+    """
+    try:
+        return list(metadata.entry_points(group=group))
+    except Exception:
+        return [point for each in metadata.distributions() for point in _points(each) if point.group == group]
+
+
+def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
+    try:
+        return list(distribution.entry_points)
+    except Exception:
+        return []
 
 
 def configuration(config: ProfileConfig | ConfigError) -> Row:
@@ -57,11 +98,8 @@ def save_path(config: ProfileConfig) -> Row:
         return Row(
             subject="save_path", state="red", found=f"{config.save_path}: {error.allowed}", fix=error.fix
         )
-    there = next(
-        path
-        for path in (Path(config.save_path).absolute(), *Path(config.save_path).absolute().parents)
-        if path.exists()
-    )
+    folder = Path(config.save_path).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     found = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
     allowed = config.budget.trace_mb << 20
@@ -74,10 +112,22 @@ def save_path(config: ProfileConfig) -> Row:
 
 def shared_memory() -> Row:
     """/dev/shm, which Ray's object store and the engines' workers live in."""
-    where = "/dev/shm"
-    if not os.path.isdir(where):
-        return Row(subject=where, state="absent", found="not on this system")
-    usage = shutil.disk_usage(where)
+    where = SHARED_MEMORY
+    try:
+        usage = shutil.disk_usage(where)
+        writable = os.access(where, os.W_OK | os.X_OK) and os.path.isdir(where)
+    except FileNotFoundError:
+        if sys.platform != "linux":
+            return Row(subject=where, state="absent", found="not on this system")
+        fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`); in a container: --shm-size=16g"
+        found = "not there: Ray falls back to the disk, and engines fail to start"
+        return Row(subject=where, state="amber", found=found, fix=fix)
+    except OSError as error:
+        fix = "it is to be a tmpfs that everybody may write to: mode 1777"
+        return Row(subject=where, state="amber", found=f"cannot be looked at: {error}", fix=fix)
+    if not writable:
+        fix = "it is to be a tmpfs that everybody may write to: chmod 1777 /dev/shm"
+        return Row(subject=where, state="red", found="this user cannot write there", fix=fix)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
     if usage.free < GIB:
         fix = (
@@ -88,8 +138,10 @@ def shared_memory() -> Row:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution."""
+    """The version of an installed distribution; "damaged" where its metadata does not say."""
     try:
-        return metadata.version(distribution)
+        return metadata.version(distribution) or DAMAGED
     except metadata.PackageNotFoundError:
         return None
+    except Exception:
+        return DAMAGED

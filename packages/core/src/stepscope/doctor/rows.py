@@ -11,6 +11,16 @@ State: TypeAlias = Literal["green", "amber", "red", "absent"]
 nothing here needs it."""
 
 
+_LONGEST = 1000
+
+
+def _shown(text: str) -> str:
+    """One line that any terminal and any JSON can take: what was found may be bytes that are no text."""
+    line = " ".join(text.split())
+    clean = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}..."
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `stepscope doctor`."""
 
@@ -23,5 +33,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What to do; every red row has one."""
 
     def __post_init__(self) -> None:
+        for field in ("subject", "found", "fix"):
+            said = getattr(self, field)
+            if said is not None:
+                msgspec.structs.force_setattr(self, field, _shown(said))
         if self.state == "red" and not self.fix:
             raise ValueError(f"the red row {self.subject!r} needs a fix")

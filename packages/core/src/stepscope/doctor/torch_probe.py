@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import Any
 
 TIMEOUT_S = 120.0
+_MARK = "stepscope: "
+"""Before the answer: a library that is imported may print, too."""
 
 
 class ProbeError(Exception):
@@ -27,13 +29,25 @@ def ask() -> dict[str, Any]:
     """
     command = [sys.executable, "-m", "stepscope.doctor.torch_probe"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         raise ProbeError(f"no answer within {TIMEOUT_S:g} s") from None
+    except (OSError, ValueError, TypeError) as error:  # no such Python any more, or none that is named
+        raise ProbeError(f"{sys.executable!r} cannot be started: {error}") from None
     if done.returncode:
         words = done.stderr.strip().splitlines()
         raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
+    if not said:
+        raise ProbeError("it ended well and answered nothing (is sys.stdout replaced in this environment?)")
+    answer: dict[str, Any] = json.loads(said[-1].removeprefix(_MARK))
     return answer
 
 
@@ -62,4 +76,4 @@ def answer() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(answer()))  # noqa: T201  # the answer, to the process that asked
+    print(f"\n{_MARK}{json.dumps(answer())}")  # noqa: T201  # the answer, to the process that asked
