@@ -1,8 +1,23 @@
 """Stands in for `nsys profile`: starts a program, and writes a report for each CUDA profiler range in it.
 
-Does what NVIDIA's User Guide says of `--capture-range=cudaProfilerApi` with `--capture-range-end=repeat` and
-`=stop`. A range is seen through a `libcudart.so` of our own (`build_cudart`), which writes to the file that
+A range is seen through a `libcudart.so` of our own (`build_cudart`), which writes to the file that
 STANDIN_RANGES names. A report holds what the program did in it: the lines that it added to STANDIN_WORK.
+
+What each part models (Guide: NVIDIA's Nsight Systems User Guide, "CLI Profile Command Switch Options"):
+
+* `main`: `nsys profile [options] program`; options are `--long=value`; the program goes on when a range ends
+  (Guide, `--kill`, for ranges by cudaProfilerStart/Stop), and its exit code is passed on.
+* `cudaProfilerStart`, `cudaProfilerStop`: a range is what lies between (CUDA Runtime API, Profiler Control).
+* `--capture-range=cudaProfilerApi` with `--capture-range-end`: `repeat` makes a report for each range, `stop`
+  one report, and later ranges are not recorded (Guide, the two options).
+* `%p` in `--output` is the program's process id; reports of `repeat` are numbered from 1 (Guide, `--output`).
+* `report`: a raw `.qdstrm` becomes the `.nsys-rep` beside it (Guide, "Installing the CLI on Your Target").
+* NSYS_PROFILING_SESSION_ID is set for what is recorded: others rely on it; it was not found in the Guide.
+* STANDIN_REFUSES: a range is refused with an error code. Which one a driver gives is not documented.
+
+Not modelled, and so shown by no test: that NVTX start/end ranges are in a report; how long one takes and
+whether it pauses while it grows; CUPTI's refusal beside torch.profiler; forked children; several recorded
+processes; that `nsys export` writes what `test_reader_nsys.py` makes; that Ray's `nsight` starts nsys.
 
     python nsys_standin.py profile --trace=cuda,nvtx ... python program.py
 """
