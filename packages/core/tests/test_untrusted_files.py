@@ -16,23 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.core.tests.damage import damage
-from packages.core.tests.test_reader_nsys import tables
-from packages.core.tests.test_reader_nsys import write as write_export
-from packages.core.tests.traces import event, kernel, op
+from packages.core.tests.traces import op
+from packages.core.tests.whole_run import write_whole_run
 from stepscope.cli.app import run
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, RecordError
-from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.layout import RunLayout
 from stepscope.files.reading import open_file, read_file, read_record
-from stepscope.files.requests import Answer, Control, Listening, Request
-from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
+from stepscope.files.sidecar import Sidecar
+from stepscope.testing.steps import StepFolder
 
 MS = 1_000_000
 SECRET = "what-lies-outside"
@@ -50,70 +47,11 @@ COMMANDS = (
     ("validate", "{run}/config.yaml"),
     ("diff", "{step}", "{step}"),
 )
-CONFIG = """
-save_path: out
-steps: [2, "10:50:10"]
-roles: {actor: {ranks: [0, 8]}, "*": {ranks: first}}
-torch: {activities: [cpu], schedule: {active: 2}}
-budget: {seconds: 3}
-"""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one step and a file of every kind that is read."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    folder = StepFolder(root)
-    actor, ref = folder.process("actor", 0, owner=True), folder.process("ref", 1, skew_ns=MS, host="host-b")
-    for process in (actor, ref):
-        work = process.span("work", MS, 20 * MS)
-        attrs: dict[str, str | int | float | bool | None] = {"request_id": "r", "tokens": 5}
-        process.span("turn", 2 * MS, 9 * MS, parent=work, trajectory="t", turn=1, attrs=attrs)
-        process.span("never", 3 * MS, None)
-        process.close(30 * MS)
-    actor.measures(ref, 4 * MS, uncertainty_ns=1000)
-    step = folder.write()
-    events = [op("aten::mm", 1000, 500), kernel("gemm", 1200, 300), event("nccl", "kernel", 2000, 100)]
-    ends = [
-        {"ph": phase, "id": 1, "pid": 1, "tid": 1, "ts": 1000 + at, "cat": "ac2g", "name": "ac2g", "bp": "e"}
-        for phase, at in (("s", 0), ("f", 200))
-    ]
-    fields = {"baseTimeNanoseconds": OPENED_NS, "distributedInfo": {"rank": 0, "world_size": 2}}
-    trace = json.dumps({**fields, "traceEvents": [*events, *ends]}).encode()
-    put(step, "traces/actor/a.json", actor, trace)
-    put(step, "traces/ref/b.json.gz", ref, gzip.compress(trace))
-    exported = write_export(root / "export.sqlite", tables())
-    put(step, "traces/actor/c.sqlite", actor, exported.read_bytes())
-    exported.unlink()
-    layout = RunLayout(root)
-    asked = Request(id="0123abcd", steps="next", created_ns=1, expires_ns=2**61)
-    layout.control.write_bytes(msgspec.json.encode(Control(requests=[asked])))
-    layout.listeners.mkdir()
-    answers = {"0123abcd": Answer(state="heard", steps=[1])}
-    hears = Listening(host="h", pid=1, role="actor", rank=0, since_ns=1, step=1, answers=answers)
-    layout.listener("h", 1).write_bytes(msgspec.json.encode(hears))
-    (root / "run.json").write_text('{"format": 1, "run_id": "run1"}')
-    (root / "config.yaml").write_text(CONFIG)
-    return root
-
-
-def put(step: Path, name: str, process: FakeProcess, data: bytes) -> None:
-    """A trace and its sidecar."""
-    path, info = step / name, process.info
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    artifact = Artifact(
-        path=name, kind="trace", tool="t", role=info.role, rank=info.rank, host=info.host, size_bytes=1
-    )
-    said = Sidecar(
-        step=2,
-        run_id="run1",
-        artifact=artifact,
-        process=info.key,
-        opened=process.anchor(0),
-        closed=process.anchor(30 * MS),
-    )
-    sidecar_of(path).write_bytes(msgspec.json.encode(said))
+    return write_whole_run(tmp_path_factory.mktemp("whole") / "run")
 
 
 def say(command: Sequence[str]) -> tuple[int, str]:
