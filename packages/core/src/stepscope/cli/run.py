@@ -13,9 +13,10 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.config import ProfileConfig, check_save_path, check_tool, resolve
-from stepscope.recording.unreached import MAIN
 
 STARTUP = Path(__file__).parent.parent / "startup"
+RUN_PID = "STEPSCOPE_RUN_PID"
+"""Which process speaks for the run when it is over: `recording.unreached`."""
 
 
 def run(
@@ -51,7 +52,7 @@ def run(
         command = [sys.executable, *command]
     sys.stdout.flush()
     try:
-        os.execvpe(command[0], command, {**os.environ, **variables, MAIN: str(os.getpid())})
+        os.execvpe(command[0], command, {**os.environ, **variables, RUN_PID: str(os.getpid())})
     except OSError as error:
         raise CommandError(f"cannot run {command[0]!r}: {error.strerror}", Exit.USAGE) from None
 
