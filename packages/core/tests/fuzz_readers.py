@@ -35,8 +35,9 @@ def _targets(atheris: Any, folder: Path) -> dict[str, Callable[[bytes], object]]
         from stepscope.files.sidecar import Sidecar
         from stepscope.files.uncaptured import read_uncaptured
         from stepscope.timeline import load_step, merge_step
+        from stepscope.timeline.readers.blocks import Notes
         from stepscope.timeline.readers.chrome import ChromeTrace
-        from stepscope.timeline.readers.contract import FoundFile, Notes
+        from stepscope.timeline.readers.contract import FoundFile
         from stepscope.timeline.readers.nsys import NsysReader
         from stepscope.timeline.readers.spans import read_spans
 

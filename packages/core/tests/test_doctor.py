@@ -231,7 +231,7 @@ def test_an_engine_is_held_against_the_range_of_its_adapter(
     monkeypatch.setattr(libraries, "entry_points", lambda group: points)
     monkeypatch.setattr(libraries, "installed", {"vllm": version}.get)
     stated = ["vllm<=0.33.0,>=0.8.5; extra == 'engine'", "httpx>=9; extra == 'other'", "stepscope==0.1.0"]
-    monkeypatch.setattr(libraries.metadata, "requires", lambda _: stated)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: stated)
     row = next(row for row in libraries.engines({}) if row.subject == "vllm")
     assert row.state == state
     assert said in row.found

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import atheris  # type: ignore[import-not-found,unused-ignore]  # in an environment of its own
+import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]  # has an environment of its own
 import pytest
 
 from packages.core.tests.fuzz_readers import NAMES
