@@ -28,6 +28,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.backend_conformance import a_window, in_thread, written
+from stepscope_npu import _disk
 from stepscope_npu._backend import NpuBackend
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -124,6 +125,30 @@ def test_the_calls_into_cpp_are_those_that_were_seen_before(
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text("\n".join(seen))
     assert "\n".join(seen) == golden.read_text()
+
+
+@pytest.mark.parametrize("level", ["level_none", "level0", "level1", "level2"])
+def test_a_level_is_torch_npus_of_that_name(make: Any, compiled: Compiled, level: str) -> None:
+    for artifact in record(make(level=level)):
+        artifact.discard()
+    [started] = [call for call in compiled.calls if call.startswith("_start_profiler")]
+    assert f"trace_level='{level.capitalize()}'" in started
+
+
+def test_data_is_simplified_as_asked(make: Any, tmp_path: Path) -> None:
+    """Nothing of it reaches C++: the analysis reads it in the recording."""
+    for kept in (True, False):
+        [folder] = written(record(make(data_simplification=kept)), tmp_path / str(kept))
+        [info] = folder.glob("profiler_info*.json")
+        assert json.loads(info.read_text())["config"]["experimental_config"]["_data_simplification"] is kept
+
+
+def test_empty_files_are_no_data(tmp_path: Path) -> None:
+    framework = tmp_path / "x_ascend_pt" / "FRAMEWORK"
+    framework.mkdir(parents=True)
+    (framework / "torch.op_range").touch()
+    (framework.parent / "profiler_info.json").write_text("{}")
+    assert "it is empty" in str(_disk.look(tmp_path, records_device=False).failed)
 
 
 def test_markers_survive_domains_that_do_not_name_their_own(make: Any, tmp_path: Path) -> None:
@@ -360,6 +385,19 @@ def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(make: Any, c
     artifact.discard()
     gc.collect()
     assert compiled.calls.count("_stop_profiler()") == compiled.calls.count("_finalize_profiler()") == 1
+
+
+def test_a_finish_that_fails_in_cpp_does_not_keep_the_next_recording_out(
+    make: Any, compiled: Compiled
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    compiled.fails["_finalize_profiler"] = "aclprofFinalize: 100000"
+    with pytest.raises(BackendError, match=r"did not finish it.*aclprofFinalize: 100000"):
+        backend.stop()
+    compiled.fails.clear()
+    for later in record(make()):
+        later.discard()
 
 
 def test_a_recording_of_others_is_known_without_torch_npus_own_mark_of_it(
