@@ -520,5 +520,5 @@ async def test_tasks_may_share_a_span_object(config: ProfileConfig) -> None:
 def test_a_place_that_is_entered_twice_is_left_twice() -> None:
     place = stepscope.trajectory("t")
     with place, place:
-        assert stepscope.carrier() == {"trajectory": "t"}
+        assert (stepscope.carrier() or {}).get("trajectory") == "t"
     assert current.get() is None

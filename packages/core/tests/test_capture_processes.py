@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from stepscope import ProfileConfig, capture
+from stepscope.errors import MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import End, Line, Open, Span
+from stepscope.recording.result import CaptureResult
 
 PRELUDE = """
 import os, sys, signal, time
@@ -287,3 +291,55 @@ for number in range(1, 6):
         found = parts(tmp_path, number)
         assert len({part.run_id for part in found}) == 2
         assert all(item.state == "ok" for part in found for item in part.expected if item.name == "spans")
+
+
+PEER = """
+with capture(1, config=config):
+    print("open", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """Another process of this run, in the middle of step 1, that goes on when it is told to."""
+    monkeypatch.setenv("STEPSCOPE_RUN_ID", "of-both")
+    code = f"os.environ['STEPSCOPE_RANK'] = '1'\n{PEER}"
+    with subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def captured_beside(folder: Path) -> CaptureResult:
+    config = ProfileConfig(save_path=folder / "run", steps=[1], roles={"rollout": {"ranks": "all"}})
+    with capture(1, config=config) as cap:
+        pass
+    return cap.result
+
+
+def test_a_wait_lasts_until_a_peer_that_nobody_called_has_closed(
+    tmp_path: Path, peer: subprocess.Popen[str]
+) -> None:
+    result = captured_beside(tmp_path)
+    assert result.unfinished()
+    assert peer.stdin is not None
+    peer.stdin.write("\n")
+    peer.stdin.flush()
+    result.raise_for_missing(60)
+    assert not result.unfinished()
+
+
+def test_nobody_waits_for_a_peer_that_was_killed(tmp_path: Path, peer: subprocess.Popen[str]) -> None:
+    result = captured_beside(tmp_path)
+    peer.kill()
+    peer.wait()
+    assert not result.unfinished()
+    with pytest.raises(MissingArtifactsError, match="has not closed its capture"):
+        result.raise_for_missing(60)

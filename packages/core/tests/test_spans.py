@@ -23,6 +23,7 @@ from stepscope.files.values import MAX_TEXT
 from stepscope.recording import context, spans
 from stepscope.recording.clock import read_anchor
 from stepscope.recording.context import Carrier, Place, Scope, attach, carrier
+from stepscope.recording.identity import identify
 from stepscope.recording.spans import PlacedSpan, SpanLog
 from stepscope.testing.fake_clock import START_NS, FakeClock
 from stepscope.timeline.readers.spans import read_spans
@@ -335,6 +336,27 @@ def test_the_end_of_a_span_says_the_place_that_its_open_line_could_not_know(log:
     assert generate.link is not None
     assert generate.trajectory == "t9"
     assert read_spans(log.path).spans[generate.span] == generate
+
+
+def test_a_method_that_attaches_what_began_before_the_capture_belongs_to_it_too(log: SpanLog) -> None:
+    early = Carrier(process="elsewhere_pid1", step=4, trajectory="t9", turn=2)
+    with spans.new(log, "score"), attach(early), spans.new(log, "verify"):
+        pass
+    for span in closed(log):
+        assert (span.step, span.trajectory, span.turn, span.link) == (4, "t9", 2, None)
+
+
+def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_keeps_its_place(
+    tmp_path: Path,
+) -> None:
+    mine = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
+    mine.open(read_anchor())
+    with context.trajectory("t9"):
+        early = carrier()
+    with spans.new(mine, "collect"), attach(early), spans.new(mine, "score"):
+        pass
+    by_stage = {span.stage: span for span in closed(mine)}
+    assert (by_stage["collect"].trajectory, by_stage["score"].trajectory) == (None, "t9")
 
 
 def test_a_method_that_works_for_several_callers_hangs_below_none_of_them(log: SpanLog) -> None:

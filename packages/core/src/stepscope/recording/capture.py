@@ -383,10 +383,11 @@ class Capture:
         """The last word in the manifest; then the process is free for the next capture."""
         global _open
         try:
-            if discard is None:
-                self._say_unmatched_roles(session)
-            else:
-                finish.withdraw(session, discard)
+            with session.ledger.closing():  # but for what follows the part's last write
+                if discard is None:
+                    self._say_unmatched_roles(session)
+                else:
+                    finish.withdraw(session, discard)
             session.ledger.write()
             try:
                 self.result.fold()

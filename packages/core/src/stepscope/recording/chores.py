@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation
+from stepscope.files.manifest import Expectation
 from stepscope.files.mirror import record_of, uncopied
-from stepscope.files.parts import read_parts
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording import guard
 from stepscope.recording.command import Command, of_our_own
@@ -154,27 +153,18 @@ class Chores:
 
     def _wait_for_files(self) -> None:
         """Of the capture's other processes; read off the disk, because a call would hold up a busy worker."""
-        if self._result is not None and self._session.config.export.when == "deferred":
+        if self._result is None:
+            return  # a worker answers for its own files alone
+        if self._session.config.export.when == "deferred":
             self._result.drain_workers(self._files_until - time.monotonic())
-        if self._result is not None:
-            self._result.gather(self._left_s)
-        while time.monotonic() < self._files_until and self._unfinished() and not self._over.wait(POLL_S):
+        self._result.gather(self._left_s)
+        while (
+            time.monotonic() < self._files_until and self._result.unfinished() and not self._over.wait(POLL_S)
+        ):
             pass
 
     def _left_s(self) -> float:
         return 0 if self._over.is_set() else self._files_until - time.monotonic()
-
-    def _unfinished(self) -> bool:
-        if self._result is None:
-            return False  # a worker answers for its own files
-        mine = self._session.ledger.part
-        lost = {absent.process for absent in mine.absent}
-        return any(
-            item.reason in (NOT_EXPORTED, NOT_CLOSED)
-            for part in read_parts(self._session.layout)[0]
-            if part.run_id == mine.run_id and part.process != mine.process and part.process.key not in lost
-            for item in part.expected
-        )
 
 
 def _environ(session: Session) -> dict[str, str]:

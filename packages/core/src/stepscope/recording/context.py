@@ -10,6 +10,7 @@ One file above 400 lines: scopes, and what reads and moves them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
@@ -138,7 +139,7 @@ class Scope:
 
     def awaits_place(self, process: str) -> bool:
         """Whether this is a running span that this very task or thread entered, that says nothing of its own
-        place, and whose process is not `process`.
+        place, and whose process is not `process` (its key, or the end of it: host and pid).
         """
         return False
 
@@ -146,7 +147,10 @@ class Scope:
 class Place(Scope):
     """A scope that says something and records nothing: an attached carrier, an uncaptured trajectory."""
 
-    __slots__ = ("link", "origin", "parent", "policy_version", "said", "step", "token", "trajectory", "turn")
+    __slots__ = (
+        "link", "origin", "parent", "policy_version", "process", "said", "step", "token", "trajectory",
+        "turn",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -156,13 +160,16 @@ class Place(Scope):
         trajectory: str | None = None,
         turn: int | None = None,
         link: SpanLink | None = None,
+        process: str | None = None,
     ) -> None:
+        """Args: process: Of a carrier: where it was made."""
         self.said = self.parent = self.token = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
         self.turn = turn
         self.link = link
+        self.process = process
 
     def reference(self) -> SpanLink | None:
         return self.link
@@ -174,6 +181,7 @@ class Place(Scope):
             trajectory=self.trajectory,
             turn=self.turn,
             link=self.link,
+            process=self.process,
         )
 
 
@@ -218,7 +226,7 @@ class Attached(Place):
             else:
                 top.forget()  # one call that works for several callers hangs below none of them
             self._forget_said()
-        elif top is not None and self.link is not None and top.awaits_place(self.link.process):
+        elif top is not None and self.process is not None and top.awaits_place(self.process):
             self._caller = top.parent = Caller(
                 step=self.step,
                 policy_version=self.policy_version,
@@ -288,6 +296,7 @@ class Carrier(TypedDict, total=False):
     """A place in one process' spans, as JSON-able data: send it along, `attach` it on the other side."""
 
     process: str
+    """That of `span`; where no span is recorded, the process that made this: `host_pid123`."""
     span: int
     captured: int
     """The captured step in whose files `span` stands."""
@@ -320,6 +329,8 @@ def carrier() -> Carrier | None:
         data["trajectory"] = said.trajectory
     if said.turn is not None:
         data["turn"] = said.turn
+    if data and link is None:
+        data["process"] = f"{os.uname().nodename}_pid{os.getpid()}"
     return data or None
 
 
@@ -334,18 +345,20 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         return Place()
     process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
     link = None
-    if isinstance(process, str) and len(process) <= MAX_TEXT and span is not None:
+    process = process if isinstance(process, str) and len(process) <= MAX_TEXT else None
+    if process is not None and span is not None:
         # A carrier names a span when a capture is on somewhere: who is recorded has loaded this already.
         from stepscope.files.spans import SpanLink
 
         link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
-    kind = Place if link is None else Attached
+    kind = Place if process is None else Attached
     return kind(
         step=_int(carried.get("step")),
         policy_version=_int(carried.get("policy_version")),
         trajectory=trajectory if isinstance(trajectory, str) else None,
         turn=_int(carried.get("turn")),
         link=link,
+        process=process,
     )
 
 

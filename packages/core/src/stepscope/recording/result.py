@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
+from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
 from stepscope.files.parts import fold, read_parts, write_manifest
+from stepscope.files.processes import is_running
 from stepscope.recording import export
 
 if TYPE_CHECKING:
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
     from stepscope.recording.others import Others
     from stepscope.recording.session import Session
+
+
+_POLL_S = 0.2
 
 
 class CaptureResult:
@@ -97,8 +102,26 @@ class CaptureResult:
         export.exporter().drain(timeout_s)
         self.drain_workers(until - time.monotonic())
         self.gather(lambda: until - time.monotonic())
+        while self.unfinished() and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, _POLL_S))
         self.fold()
         return self.manifest()
+
+    def unfinished(self) -> bool:
+        """Whether another process, a worker or a peer of torchrun's, still records or writes. Read off the
+        disk, because a call would hold up a busy one.
+        """
+        if self._session is None:
+            return False
+        mine, here = self._session.ledger.part, socket.gethostname()
+        lost = {absent.process for absent in mine.absent}
+        return any(
+            item.reason in (NOT_EXPORTED, NOT_CLOSED)
+            for part in read_parts(self._session.layout)[0]
+            if part.run_id == mine.run_id and part.process != mine.process and part.process.key not in lost
+            if part.process.host != here or is_running(part.process.pid)
+            for item in part.expected
+        )
 
     def drain_workers(self, timeout_s: float) -> None:
         """Waits until the workers have written their files, deferred ones too."""

@@ -146,7 +146,7 @@ class Span(Scope):
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
 
     def awaits_place(self, process: str) -> bool:
-        if self.parent is not None or self.token is None or self.log.process.key == process:
+        if self.parent is not None or self.token is None or self.log.process.key.endswith(process):
             return False
         if (
             self.thread != _thread.id
