@@ -1,6 +1,6 @@
 """The real router of vLLM, in front of servers that answer as vLLM 0.32 does and record what they are asked.
 
-Two real servers behind it are in `test_vllm_layouts.py`: they take minutes.
+Two real servers behind it are in `test_vllm_more.py`: they take minutes.
 """
 
 from __future__ import annotations

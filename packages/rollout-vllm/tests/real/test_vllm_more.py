@@ -74,7 +74,8 @@ def placed(said: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
 def two_workers(request: pytest.FixtureRequest, run: Run) -> Said:
     """Of two stages of a pipeline, with our extension; and of a mixture of experts, without it.
 
-    Not expert parallel: there vLLM 0.32's kernel for CPUs ends in a segmentation fault.
+    Not expert parallel: with this model vLLM 0.32 for CPUs ended in a segmentation fault; why was not
+    looked into.
     """
     if request.param == "pipeline":
         return run("pipeline", pipeline_parallel_size=2)
