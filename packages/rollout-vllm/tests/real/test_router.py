@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import vllm  # noqa: F401  where it is not installed this file is left out
 
 from stepscope.engines.http import workers_of
 from stepscope.errors import EngineError

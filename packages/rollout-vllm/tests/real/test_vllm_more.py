@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
+import vllm  # noqa: F401  where it is not installed this file is left out
 
 from stepscope import ProfileConfig, capture
 from stepscope.files.sidecar import Sidecar
