@@ -93,6 +93,16 @@ def test_a_later_steps_rollout_is_hidden_behind_this_steps_work(tmp_path: Path) 
     }  # fmt: skip
 
 
+def test_a_later_steps_rollout_that_began_in_this_steps_work_does_not_stand_for_it(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = driver_of(folder)
+    update = driver.span("update", 0, 10 * MS)
+    later = driver.span("generate", 0, 10 * MS, role="rollout", step=3, parent=update)
+    driver.span("decode", 4 * MS, 10 * MS, role="rollout", step=3, parent=later)
+    close(folder, 10 * MS)
+    assert account(folder) == {"trainer update": 10}
+
+
 def test_work_that_an_earlier_step_consumes_shares_as_this_steps_does(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)

@@ -170,6 +170,9 @@ class ByHand:
                 return
             if place[0] not in processes or place[1] not in processes[place[0]].spans:
                 return
+            above = processes[place[0]].spans[place[1]].get("step", self.number)
+            if span.get("step", self.number) > self.number >= above:
+                return  # a later step's work is no part of this step's
             yield place
 
     def _divide(self, leaves: dict[tuple[int, str, str], Instants]) -> None:

@@ -8,6 +8,7 @@ answer to a question for the internal state. Nothing is added to a forward pass.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 COUNT = "forward_ct"
@@ -28,7 +29,8 @@ def load() -> None:
 
 def show_count(answer: Any, scheduler: Any, *_: object) -> None:
     """Puts the scheduler's count into its answer, where SGLang has not done so itself."""
-    answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
+    with suppress(Exception):  # of a version that keeps it elsewhere: the scheduler would die of it
+        answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
 
 
 def counts_in(states: object) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ class Session:
             return
         self._state = "stopped"  # also where the next line raises: there is no second stop
         if not (self._bounded and self._all_there()):
+            self._left = self._known.pp > 1  # until all of them are seen to have written
             try:
                 self._line.stop()
             except RefusedError:
@@ -264,6 +265,7 @@ class Session:
     def _wait(self) -> None:
         """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
         if self._state == "unused":
+            self._left = False
             return
         self._until(lambda: bool(self._files()) and self._complete(self._folder), self.patience_s)
         self._await_pipeline(self._folder)

@@ -198,7 +198,7 @@ class Worker:
             left = await self._fetch(capture_id, engine_files, home, left_s)
         except asyncio.TimeoutError:
             return self._outcome("failed", f"not fetched in time; they lie on {self.host}")
-        except (EngineError, OSError) as error:
+        except (EngineError, OSError, RuntimeError) as error:  # the last: no threads at an interpreter's end
             return self._outcome("failed", f"{error}; what was not fetched lies on {self.host}")
         return self._outcome("ok") if left is None else self._outcome("failed", left)
 

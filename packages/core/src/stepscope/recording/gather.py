@@ -57,10 +57,12 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
         engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
 
     Raises:
-        EngineError: this process knows of no such capture.
+        EngineError: this process knows of no such capture, or has not closed it.
     """
     session = _session(capture_id)
     layout, part = session.layout, session.ledger.part
+    if part.closed is None:
+        raise EngineError("its capture is still open there")
     written = [artifact.path for item in part.expected for artifact in item.artifacts]
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stepscope.config import ProfileConfig
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_CLOSED, NOT_FETCHED, Absent, Expectation, State
-from stepscope.recording import finish
+from stepscope.recording import finish, guard
 from stepscope.recording.engine_group import EngineGroup, profilers_of
 from stepscope.recording.fleet_port import Fleet, WorkerOutcome, load_fleet
 from stepscope.recording.gather import Home
@@ -70,10 +70,18 @@ class Others:
         files: dict[str, list[str]] = {}
         for artifact in remote:
             files.setdefault(artifact.host, []).append(artifact.path)
+        fetched = [name for name in self.apart if ledger.state(files_of(name)) == "ok"]
+        if len(fetched) == len(self.apart) and not remote:
+            return
         request = GatherRequest(capture_id=self._capture_id, engine_files=files)
         for outcome in await self.fleet.gather(request, home, left_s):
+            if outcome.name in fetched:
+                continue  # it was asked for an engine's files; its own are here
+            name, reason = files_of(outcome.name), outcome.reason
             state: State = "ok" if outcome.state == "ok" else "failed"
-            ledger.expect(Expectation(name=files_of(outcome.name), state=state, reason=outcome.reason))
+            ledger.expect(Expectation(name=name, state=state, reason=reason))
+            if reason is not None:
+                guard.warn("stepscope: step %d: %s: %s", ledger.part.step, name, reason)
         ledger.write()
         for path in (home.path_of(artifact.path) for artifact in remote):
             if sidecar_of(path).exists():

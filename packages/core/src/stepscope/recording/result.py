@@ -146,9 +146,13 @@ class CaptureResult:
             return
         from stepscope.recording import loop
 
-        with self._gathering:
+        if not self._gathering.acquire(timeout=max(0.0, left_s())):
+            return  # the other one is at it, and enters what it fetched
+        try:
             loop.run(others.gather(left_s))
             self.fold()
+        finally:
+            self._gathering.release()
 
     def raise_for_missing(self, timeout_s: float | None = None) -> None:
         """Waits as `wait` does, then raises if anything that was promised is not there.

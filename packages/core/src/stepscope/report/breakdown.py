@@ -102,10 +102,18 @@ def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
     for index in indices:
         span = timeline.spans[index]
         bit = kinds.setdefault(((span.role, span.stage), _tier(timeline, span)), len(kinds))
-        above = None if span.parent is None else places.get(span.parent)
+        parent = part_of(timeline, span)
+        above = None if parent is None else places.get(parent)
         ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
         intervals.append(Interval(span.start_ns, ends_ns, above, bit))
     return Work(intervals, [label for label, _ in kinds], [tier for _, tier in kinds])
+
+
+def part_of(timeline: Timeline, span: Span) -> int | None:
+    """The span that it is a part of. A later step's work is no part of this step's: who began it goes on."""
+    if span.parent is None or span.step > timeline.step >= timeline.spans[span.parent].step:
+        return None
+    return span.parent
 
 
 def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> Shares:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
-from stepscope.report.breakdown import WAITING
+from stepscope.report.breakdown import WAITING, part_of
 from stepscope.report.rows import Table
 from stepscope.timeline import Timeline, TraceActivity
 
@@ -97,7 +97,7 @@ def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> T
             collective_ns=in_collectives.get(index),
             skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
             awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
-            awaited_ns=skews[index].awaited_ns if index in skews else 0,
+            awaited_ns=min(skews[index].awaited_ns, in_collectives.get(index, 0)) if index in skews else 0,
         )
         for index, process in enumerate(timeline.processes)
         if process.aligned
@@ -182,7 +182,7 @@ class _Shift:
             kind = _Kind(span.process, work)
             ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
             bit = self._kinds.setdefault(kind, len(self._kinds))
-            found.append(Interval(span.start_ns, ends_ns, span.parent, bit))
+            found.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
         return found
 
     def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:

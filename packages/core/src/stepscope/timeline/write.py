@@ -110,8 +110,11 @@ class TimelineFile:
 
 def _idle_core() -> bool:
     """Whether there is one beside the one that we run on."""
-    cores = len(os.sched_getaffinity(0))
-    return cores > 1 and os.getloadavg()[0] <= cores
+    try:
+        cores = len(os.sched_getaffinity(0))
+        return cores > 1 and os.getloadavg()[0] <= cores
+    except (AttributeError, OSError):  # not on Linux, or without /proc
+        return False
 
 
 @contextmanager
