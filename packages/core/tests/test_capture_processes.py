@@ -19,6 +19,7 @@ from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import End, Line, Open, Span
 from stepscope.recording.result import CaptureResult
+from stepscope.recording.run import run_id
 
 PRELUDE = """
 import os, sys, signal, time
@@ -301,12 +302,11 @@ with capture(1, config=config):
 
 
 @pytest.fixture
-def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def peer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process of this run, in the middle of step 1, that goes on when it is told to."""
-    monkeypatch.setenv("STEPSCOPE_RUN_ID", "of-both")
-    code = f"os.environ['STEPSCOPE_RANK'] = '1'\n{PEER}"
     with subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(tmp_path / "run")],
+        [sys.executable, "-c", PRELUDE + PEER, str(tmp_path / "run")],
+        env={**os.environ, "STEPSCOPE_RUN_ID": run_id(), "STEPSCOPE_RANK": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
