@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stepscope.engines.fetch import arrive
 from stepscope.errors import EngineError
-from stepscope_vllm._extension import TEMPORARY
 
 Call = Callable[..., Awaitable[Any]]
 """`Driver.call`."""
@@ -38,38 +39,15 @@ async def bring_home(call: Call, folder: Path, said: Iterable[Mapping[str, Any] 
             try:
                 if Path(name).parent != folder:
                     raise EngineError(f"it is not in {folder}")
-                await _copy(call, Path(name))
+                await arrive(Path(name), partial(_piece, call, name))
             except (EngineError, OSError) as error:
                 left[f"worker on {host}"] = f"{name} is there and not here: {error}"
     return left
 
 
-async def _copy(call: Call, path: Path) -> None:
-    part = path.with_name(f"{TEMPORARY}{path.name}")
-    try:
-        await asyncio.to_thread(_begin, part)
-        offset = 0
-        while piece := await _piece(call, path, offset):
-            await asyncio.to_thread(_append, part, piece)
-            offset += len(piece)
-        await asyncio.to_thread(part.rename, path)
-    finally:
-        await asyncio.to_thread(part.unlink, True)
-
-
-async def _piece(call: Call, path: Path, offset: int) -> bytes:
-    said = await call("collective_rpc", "stepscope_read", args=(str(path), offset))
+async def _piece(call: Call, path: str, offset: int) -> bytes:
+    said = await call("collective_rpc", "stepscope_read", args=(path, offset))
     found = [piece for piece in said if piece is not None]
     if not found:
         raise EngineError("no worker has it any more")
     return bytes(found[0])
-
-
-def _begin(part: Path) -> None:
-    part.parent.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(b"")
-
-
-def _append(part: Path, piece: bytes) -> None:
-    with part.open("ab") as file:
-        file.write(piece)

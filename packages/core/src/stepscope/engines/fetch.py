@@ -6,15 +6,16 @@ They are copied and stay there as well: a shared disk that shows a new file late
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from stepscope.engines.actor_call import ActorLine
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
+from stepscope.files.arrival import Arrival
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact
-from stepscope.files.temporary import temporary
 
 _PIECE = 8 << 20
 """Bytes that travel at once."""
@@ -35,33 +36,26 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
             for name in await line.call(names_of, str(path)):
                 if not Path(name).is_relative_to(step_dir) or ".." in Path(name).parts:
                     raise EngineError(f"{name} lies outside of the step's folder")
-                await _copy(line, Path(name))
+                await arrive(Path(name), partial(line.call, read_piece, name))
         except (EngineError, OSError) as error:
             left[f"artifacts on {artifact.host}"] = f"{path} is there and not here: {error}"
     return left
 
 
-async def _copy(line: ActorLine, path: Path) -> None:
-    part = temporary(path)
-    await own_thread(_make_folder, path.parent)
+async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
+    """Puts a file in its place, whole or not at all.
+
+    Args:
+        read: Its bytes from an offset on, a piece of them; none at its end.
+    """
+    arrival = await own_thread(Arrival, path)
     try:
-        await own_thread(_append, part, b"")  # it may be empty
-        offset = 0
-        while piece := await line.call(read_piece, str(path), offset):
-            await own_thread(_append, part, piece)
-            offset += len(piece)
-        await own_thread(os.replace, part, path)
-    finally:
-        await own_thread(part.unlink, True)
-
-
-def _make_folder(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def _append(path: Path, piece: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-        file.write(piece)
+        while piece := await read(arrival.bytes):
+            await own_thread(arrival.add, piece)
+        await own_thread(arrival.finish)
+    except BaseException:
+        await own_thread(arrival.give_up)
+        raise
 
 
 # In the actor's process.

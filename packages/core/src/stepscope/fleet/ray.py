@@ -24,6 +24,7 @@ import msgspec
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
+from stepscope.files.arrival import Arrival
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
 from stepscope.files.processes import boot_id
@@ -31,7 +32,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording import gather, guard
 from stepscope.recording.clock import Exchange, estimate_offset
 from stepscope.recording.fleet_port import WorkerOutcome
-from stepscope.recording.gather import Arrival, Home, Remote
+from stepscope.recording.gather import Home, Remote
 from stepscope.recording.worker import (
     GatherRequest,
     PrepareAnswer,

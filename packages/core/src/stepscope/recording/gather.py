@@ -16,8 +16,8 @@ import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
+from stepscope.files.arrival import Arrival
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.temporary import temporary
 from stepscope.recording import control
 
 if TYPE_CHECKING:
@@ -129,29 +129,6 @@ class Home:
 
     def begin(self, file: Remote) -> Arrival:
         return Arrival(self.path_of(file.path))
-
-
-class Arrival:
-    """One file on its way into its place."""
-
-    def __init__(self, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._target, self._name = target, temporary(target)
-        handle = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = os.fdopen(handle, "wb")
-        self.bytes = 0
-
-    def add(self, piece: bytes) -> None:
-        self._file.write(piece)
-        self.bytes += len(piece)
-
-    def finish(self) -> None:
-        self._file.close()
-        os.replace(self._name, self._target)
-
-    def give_up(self) -> None:
-        self._file.close()
-        self._name.unlink(missing_ok=True)
 
 
 def _within(layout: StepLayout, path: str) -> Path:

@@ -8,7 +8,6 @@ so and does nothing.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 
 import msgspec
@@ -190,11 +189,6 @@ def drain_worker(timeout_s: float) -> list[str]:
     loop.
     """
     return export.exporter().drain(timeout_s)
-
-
-def clock_stamp() -> tuple[int, int]:
-    """(wall, monotonic) of this process, in ns."""
-    return time.time_ns(), time.monotonic_ns()
 
 
 def _who(

@@ -1,0 +1,32 @@
+"""A file that comes from another host, piece by piece."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stepscope.files.temporary import temporary
+
+
+class Arrival:
+    """One file on its way into its place, under a name of its own until it is whole."""
+
+    def __init__(self, target: Path) -> None:
+        """Raises `OSError`: there is no room, or no such place."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._target, self._name = target, temporary(target)
+        handle = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(handle, "wb")
+        self.bytes = 0
+
+    def add(self, piece: bytes) -> None:
+        self._file.write(piece)
+        self.bytes += len(piece)
+
+    def finish(self) -> None:
+        self._file.close()
+        os.replace(self._name, self._target)
+
+    def give_up(self) -> None:
+        self._file.close()
+        self._name.unlink(missing_ok=True)
