@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +22,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm import _ascend, _engines, _options, _recording
 from stepscope_vllm._engines import Started
+from stepscope_vllm._profiler import VllmProfiler
 from stepscope_vllm._ranks import Layout
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import dialect_of
@@ -97,6 +101,38 @@ def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
         _ascend.check({"torch_profiler_dir": "/a/folder"})
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/a/folder")
     _ascend.check({"torch_profiler_dir": "/a/folder"})
+
+
+@pytest.fixture
+def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
+    """A vllm-ascend is installed; the threads that have read its code."""
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[threading.Thread] = []
+
+    def of_source(package: Path, who: str) -> _ascend.Ascend:
+        seen.append(threading.current_thread())
+        return NEWEST
+
+    monkeypatch.setattr(_ascend, "of_source", of_source)
+    _ascend.installed.cache_clear()
+    yield seen
+    _ascend.installed.cache_clear()
+
+
+def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
+    tmp_path: Path, readers: list[threading.Thread]
+) -> None:
+    profiler = object.__new__(VllmProfiler)
+    engine = SimpleNamespace(version="0.32.0", dialect=None, dead=lambda: "the engine is dead")
+    profiler._driver = engine  # type: ignore[assignment]  # as much of one as is asked here
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the engine is dead"):
+            asyncio.run(profiler.start(a_capture(tmp_path)))
+        assert _ascend.installed() is NEWEST
+    [reader] = readers
+    assert reader is not threading.main_thread()
 
 
 def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch: pytest.MonkeyPatch) -> None:

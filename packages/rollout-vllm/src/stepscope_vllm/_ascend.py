@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,8 +89,9 @@ def is_here() -> bool:
     return find_spec("vllm_ascend") is not None
 
 
+@cache
 def installed() -> Ascend | None:
-    """Of this environment, without importing it; None where it is not installed."""
+    """Of this environment, without importing it; None where it is not installed. Read once a process."""
     spec = find_spec("vllm_ascend")
     if spec is None or not spec.submodule_search_locations:
         return None

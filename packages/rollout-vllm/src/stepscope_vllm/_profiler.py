@@ -65,6 +65,7 @@ class VllmProfiler:
         self._ignored = _ascend.check(driver.settings)
 
     async def start(self, capture: EngineCapture) -> None:
+        ascend = await asyncio.to_thread(_ascend.installed)  # the first time it reads source files
         self.check()
         driver = self._driver
         ignored = _options.unable(
@@ -73,7 +74,7 @@ class VllmProfiler:
             driver.dialect,
             driver.version,
             aimed=driver.takes_aim(),
-            ascend=_ascend.installed(),
+            ascend=ascend,
         )
         if driver.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = _options.OTHER_THREAD
