@@ -16,6 +16,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts
 from stepscope.recording import control, export, finish, runtime
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -31,7 +32,7 @@ def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:
         {
             "save_path": str(tmp_path / "run"),
             "steps": ["every:1"],
-            "roles": {"trainer": {"ranks": "all"}},
+            "roles": {"trainer": {"ranks": "all"}, "rollout": {"ranks": "all"}},
             "torch": {"activities": ["cpu"]},
             "budget": budget,
         }
@@ -75,6 +76,19 @@ def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
     state, reason = said(config, 1)["torch trace"]
     assert state == "failed"
     assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
+
+
+def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_config(tmp_path, free_mb=1024)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, 500 << 20))
+    engine = FakeEngine()
+    with capture(1, engines=[FakeEngineProfiler(engine)], config=config):
+        assert not engine.recordings
+    state, reason = said(config, 1)["replica 0"]
+    assert state == "failed"
+    assert str(reason).startswith("budget.free_mb: 500 MB are free in")
 
 
 def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:

@@ -66,7 +66,7 @@ async def brought(line: OtherHost, given: EngineCapture, *artifacts: Artifact) -
 async def test_a_trace_on_a_hosts_own_disk_comes_home_whole_with_its_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_PIECE", 1000)
+    monkeypatch.setattr(fetch, "PIECE", 1000)
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
     content = bytes(range(256)) * 10
     artifact = there(line.disk, given, "a.pt.trace.json.gz", content)

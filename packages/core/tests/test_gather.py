@@ -11,20 +11,23 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, request_capture
 from stepscope.cli.app import run
+from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.recording import chores, control, export, finish, gather, requests
 from stepscope.recording.result import CaptureResult
+from stepscope.recording.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.testing.steps import StepFolder
 
@@ -45,6 +48,10 @@ class Host:
 
     def load_torch(self) -> None:
         import torch  # noqa: F401  # what it does is what `tool: torch` records
+
+    def keeps(self) -> int:
+        """Captures whose files it hands out."""
+        return len(gather._sessions)
 
     def there(self) -> list[str]:
         return sorted(str(path) for path in Path().rglob("*") if path.is_file())
@@ -123,9 +130,9 @@ def trained(config: ProfileConfig, hosts: dict[str, Any], steps: range, engines:
     return manifest
 
 
-def alone(config: ProfileConfig, host: Any) -> CaptureResult:
-    """A capture of step 0 in which one host takes part, closed."""
-    with capture(0, workers={"actor": [host]}, config=config.replace(steps=[0])) as cap:
+def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
+    """A capture in which one host takes part, closed."""
+    with capture(step, workers={"actor": [host]}, config=config.replace(steps=[step])) as cap:
         ray.get(host.update.remote())
     return cap.result
 
@@ -272,6 +279,50 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
     assert any("not fetched in time; they lie on host-b" in line for line in result.problems())
 
 
+def test_files_of_captures_that_wait_in_line_are_all_fetched_in_the_end_and_kept_no_longer(
+    config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ninth capture once took the first one's place."""
+    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)  # as if slow work stood in line
+    before = ray.get(hosts["host-b"].keeps.remote())
+    results = [alone(config, hosts["host-b"], step) for step in range(10)]
+    assert ray.get(hosts["host-b"].keeps.remote()) == before + 10
+    assert [problems(result) for result in results] == [[]] * 10
+    assert ray.get(hosts["host-b"].keeps.remote()) == before
+
+
+@pytest.mark.parametrize("finish", [{"gather": False}, {"mirror": "file:///dev/null/nowhere"}])
+def test_what_nobody_fetches_is_not_kept_for_it(
+    config: ProfileConfig, hosts: dict[str, Any], finish: dict[str, object]
+) -> None:
+    before = ray.get(hosts["host-b"].keeps.remote())
+    alone(config.replace(finish=finish), hosts["host-b"])
+    assert ray.get(hosts["host-b"].keeps.remote()) == before
+
+
+def test_an_engines_files_that_its_worker_fetches_make_its_replica_whole(
+    here: str, config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_time(line: object, step_dir: str, artifacts: object) -> dict[str, str]:
+        return {f"{LEFT_BEHIND}host-d": "the call was given up"}
+
+    monkeypatch.setattr("stepscope.engines.ray.bring_home", no_time)
+    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    chosen = config.replace(steps=[0], roles={"rollout": {"ranks": "all"}})
+    with capture(0, engines=[RayRollout(hosts["host-d"], fake_engine)], config=chosen) as cap:
+        pass
+
+    def replica() -> Expectation:
+        manifest = cap.result.manifest()
+        assert manifest is not None
+        owner = next(part for part in manifest.processes if part.owner)
+        return next(item for item in owner.expected if item.name == "replica 0")
+
+    assert (replica().state, list(replica().ignored)) == ("partial", ["artifacts on host-d"])
+    assert not problems(cap.result)
+    assert (replica().state, replica().reason, replica().ignored) == ("ok", None, {})
+
+
 def test_what_is_here_stays_so_when_it_is_asked_for_again(
     config: ProfileConfig, hosts: dict[str, Any]
 ) -> None:
@@ -314,6 +365,17 @@ def test_a_file_that_is_given_up_leaves_nothing(step: StepLayout) -> None:
 def test_a_capture_that_this_process_never_saw_is_an_error() -> None:
     with pytest.raises(EngineError, match="did it restart"):
         gather.files_of("nobody", [])
+
+
+def test_a_capture_that_was_one_too_many_is_said_to_be(
+    step: StepLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_KEPT", 1)
+    for name in ("first", "second"):
+        gather.keep(cast(Session, SimpleNamespace(capture_id=name)))
+    with pytest.raises(EngineError, match="1 later captures waited to be fetched"):
+        gather.files_of("first", [])
+    gather.release("second")
 
 
 def test_the_owners_part_alone_is_looked_at(step: StepLayout, monkeypatch: pytest.MonkeyPatch) -> None:

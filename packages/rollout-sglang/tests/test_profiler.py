@@ -105,6 +105,25 @@ async def test_passes_that_overtake_a_later_start_are_told(
     assert "ran to pass 4 while it was told to begin at pass 3" in artifact.ignored["iterations.start"]
 
 
+@pytest.mark.parametrize("error", [EngineError("gone"), TypeError("no such answer")])
+async def test_a_count_that_cannot_be_asked_for_after_the_start_keeps_the_recording_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(start=2))
+    start = manager.start_profile
+
+    async def gone() -> list[dict[str, int]]:
+        raise error
+
+    async def then_silent(req: ProfileReq | None = None) -> None:
+        await start(req)
+        monkeypatch.setattr(manager, "get_internal_state", gone)
+
+    monkeypatch.setattr(manager, "start_profile", then_silent)
+    (artifact,) = await recorded(manager, capture, 4)
+    assert f"is not known: {type(error).__name__}" in artifact.ignored["iterations.start"]
+
+
 async def test_a_later_start_on_an_engine_without_the_plugin_is_refused(tmp_path: Path) -> None:
     manager = FakeManager()
     manager.shows_count = False

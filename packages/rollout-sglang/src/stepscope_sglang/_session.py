@@ -133,8 +133,12 @@ class Session:
         first = self._planned.request["start_step"]
         try:
             begun = max(self._line.passes(), default=0)
-        except EngineError:
-            return  # it is armed: what has become of the engine shows at the stop
+        except Exception as error:  # of any library: it is armed, and what became of it shows at the stop
+            self.ignored["iterations.start"] = (
+                f"whether recording began later than at pass {first} is not known: "
+                f"{type(error).__name__}: {error}"
+            )
+            return
         if isinstance(first, int) and begun >= first:
             self.ignored["iterations.start"] = (
                 f"the engine ran to pass {begun} while it was told to begin at pass {first}: recording may "

@@ -226,6 +226,11 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     ranks: Ranks = "first"
     """Which ranks run them where each opens captures of its own, without workers."""
 
+    @property
+    def fetches(self) -> bool:
+        """Whether the owner fetches files of hosts that share no folder with it."""
+        return self.gather and self.mirror is None
+
     if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
 
         def __init__(

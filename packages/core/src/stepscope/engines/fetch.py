@@ -13,12 +13,12 @@ from pathlib import Path
 from stepscope.engines.actor_call import ActorLine
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope.files.arrival import Arrival
+from stepscope.files.arrival import PIECE, Arrival
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact
 
-_PIECE = 8 << 20
-"""Bytes that travel at once."""
+LEFT_BEHIND = "artifacts on "
+"""How that is called among what was ignored; the host follows."""
 
 
 async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifact]) -> dict[str, str]:
@@ -38,7 +38,7 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
                     raise EngineError(f"{name} lies outside of the step's folder")
                 await arrive(Path(name), partial(line.call, read_piece, name))
         except (EngineError, OSError) as error:
-            left[f"artifacts on {artifact.host}"] = f"{path} is there and not here: {error}"
+            left[f"{LEFT_BEHIND}{artifact.host}"] = f"{path} is there and not here: {error}"
     return left
 
 
@@ -70,4 +70,4 @@ def names_of(instance: object, path: str) -> list[str]:
 def read_piece(instance: object, path: str, offset: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(offset)
-        return file.read(_PIECE)
+        return file.read(PIECE)

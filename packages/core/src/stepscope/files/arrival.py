@@ -7,6 +7,9 @@ from pathlib import Path
 
 from stepscope.files.temporary import temporary
 
+PIECE = 4 << 20
+"""Bytes of one piece: who sends it is held for some milliseconds."""
+
 
 class Arrival:
     """One file on its way into its place, under a name of its own until it is whole."""

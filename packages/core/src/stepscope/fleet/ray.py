@@ -133,6 +133,12 @@ class RayFleet:
             *(worker.gather(request.capture_id, named, home, left_s) for worker, named in asked)
         )
 
+    def release(self, capture_id: str) -> None:
+        """The files of workers that are apart are here. Waits for nobody."""
+        for worker in self.workers:
+            if worker.begun is not None and worker.begun.apart:
+                worker.release(capture_id)
+
 
 class Begun(NamedTuple):
     """What a worker said when it began."""
@@ -202,6 +208,9 @@ class Worker:
         except (EngineError, OSError, RuntimeError) as error:  # the last: no threads at an interpreter's end
             return self._outcome("failed", f"{error}; what was not fetched lies on {self.host}")
         return self._outcome("ok") if left is None else self._outcome("failed", left)
+
+    def release(self, capture_id: str) -> None:
+        self._line.tell(release_here, capture_id)
 
     @property
     def host(self) -> str:
@@ -378,6 +387,10 @@ def files_here(instance: object, capture_id: str, engine_files: list[str]) -> li
 
 def piece_here(instance: object, capture_id: str, path: str, offset: int) -> bytes:
     return gather.piece_of(capture_id, path, offset)
+
+
+def release_here(instance: object, capture_id: str) -> None:
+    gather.release(capture_id)
 
 
 def _where() -> Where:

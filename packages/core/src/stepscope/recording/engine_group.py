@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.engines import (
     EngineCapture,
@@ -18,19 +20,22 @@ from stepscope.engines import (
     load_engine,
     recognise,
 )
+from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError, RecordError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
 from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.files.sidecar import Artifact
-from stepscope.recording import finish, guard, late_stops
+from stepscope.recording import control, finish, guard, late_stops
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
 
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
+_NOT_HERE = "announced and not on disk"
+"""How the reason begins of an engine whose files may yet be fetched."""
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
@@ -123,12 +128,31 @@ class EngineGroup:
         """
         await late_stops.give_up()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
+        full = await own_thread(control.over_budget, self._config) if selected else None
+        if full is not None:
+            for profiler in selected:
+                self._ledger.fail(_label(profiler), full)
+            return
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
 
     async def stop(self, deadline_s: float) -> None:
         """Stops those that started, concurrently."""
         started, self._started = self._started, []
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
+
+    def look_again(self) -> None:
+        """Files that were not here may have been fetched since."""
+        labels = {_label(profiler) for profiler in self._profilers}
+        for item in self._ledger.part.expected:
+            if item.name in labels and (item.reason or "").startswith(_NOT_HERE):
+                reason = self._not_here(item.artifacts)
+                state: State = "partial" if reason else "ok"
+                kept = {
+                    option: why
+                    for option, why in item.ignored.items()
+                    if reason or not option.startswith(LEFT_BEHIND)
+                }
+                self._ledger.expect(msgspec.structs.replace(item, state=state, reason=reason, ignored=kept))
 
     def _selects(self, profiler: EngineProfiler) -> bool:
         reason = _unselected(self._config, profiler)
@@ -175,16 +199,13 @@ class EngineGroup:
     def _enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
         state: State
         reason: str | None
-        gone = [artifact.path for artifact in artifacts if not self._there(artifact)]
         if not artifacts and "artifacts" in ignored:
             state, reason = "skipped", ignored["artifacts"]
         elif not artifacts:
             state, reason = "missing", "the engine stopped and left no file"
-        elif gone:
-            state = "partial"
-            reason = f"announced and not on disk: {', '.join(gone)}{self._elsewhere(artifacts)}"
         else:
-            state, reason = "ok", None
+            reason = self._not_here(artifacts)
+            state = "partial" if reason else "ok"
         self._ledger.expect(
             Expectation(name=label, state=state, reason=reason, artifacts=tuple(artifacts), ignored=ignored)
         )
@@ -210,14 +231,17 @@ class EngineGroup:
         except (OSError, RecordError) as error:
             guard.note("writing the manifest", error)
 
-    def _there(self, artifact: Artifact) -> bool:
-        return (self._layout.root / artifact.path).exists()
-
-    def _elsewhere(self, artifacts: Sequence[Artifact]) -> str:
-        """Where to look for those that are not here: a host may have a disk of its own at that path."""
-        hosts = {each.host for each in artifacts if not self._there(each)} - {socket.gethostname()}
+    def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
+        """Which of the files are not here, and where to look: a host may have a disk of its own at that path.
+        None when all are.
+        """
+        gone = [each for each in artifacts if not (self._layout.root / each.path).exists()]
+        if not gone:
+            return None
+        hosts = {each.host for each in gone} - {socket.gethostname()}
         where = ", ".join(sorted(filter(None, hosts)))
-        return f". They are on {where}, below {self._layout.root} there" if where else ""
+        there = f". They are on {where}, below {self._layout.root} there" if where else ""
+        return f"{_NOT_HERE}: {', '.join(each.path for each in gone)}{there}"
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         found = self._config.role(ROLE)

@@ -67,6 +67,12 @@ class Fleet(Protocol):
         """
         ...
 
+    def release(self, capture_id: str) -> None:
+        """All files of the capture are here: the workers need not keep them to be fetched. Waits for
+        nobody.
+        """
+        ...
+
 
 def load_fleet(workers: object, engine_workers: Sequence[object] = ()) -> Fleet:
     """The fleet that knows what `workers` is.

@@ -8,6 +8,7 @@ last, so a process whose part is here has all of its files here.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +17,17 @@ import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
-from stepscope.files.arrival import Arrival
+from stepscope.files.arrival import PIECE, Arrival
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.recording import control
 
 if TYPE_CHECKING:
     from stepscope.recording.session import Session
 
-PIECE = 4 << 20
-"""Bytes of one answer: a busy worker is held for some milliseconds."""
-_KEPT = 8
-"""Captures whose files a worker still hands out."""
+_KEPT = 256
+"""Captures whose files a worker keeps to be fetched: more than any line of finish work holds. An owner that
+died asks for none and releases none.
+"""
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +41,23 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 # In the worker.
 
 _sessions: dict[str, Session] = {}
-"""By the capture's id, the oldest first. One writer: `keep`."""
+"""By the capture's id, the oldest first. Writers: `keep`, `release`."""
+_given_up: deque[str] = deque(maxlen=_KEPT)
+"""Captures that were one too many. One writer: `keep`."""
 
 
 def keep(session: Session) -> None:
-    """The session's files will be asked for."""
+    """The session's files will be asked for, until they are released."""
     _sessions[session.capture_id] = session
     while len(_sessions) > _KEPT:
-        _sessions.pop(next(iter(_sessions)))
+        oldest = next(iter(_sessions))
+        release(oldest)
+        _given_up.append(oldest)
+
+
+def release(capture_id: str) -> None:
+    """The owner has all of the capture's files, or wants none."""
+    _sessions.pop(capture_id, None)
 
 
 def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
@@ -89,9 +99,11 @@ def piece_of(capture_id: str, path: str, offset: int) -> bytes:
 
 def _session(capture_id: str) -> Session:
     session = _sessions.get(capture_id)
-    if session is None:
-        raise EngineError("the worker is another process than the one that recorded (did it restart?)")
-    return session
+    if session is not None:
+        return session
+    if capture_id in _given_up:
+        raise EngineError(f"{_KEPT} later captures waited to be fetched, and the worker keeps no more")
+    raise EngineError("the worker is another process than the one that recorded (did it restart?)")
 
 
 def _below(path: Path) -> Iterator[Path]:

@@ -61,7 +61,7 @@ class Others:
 
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetches the files of workers that are apart, and of engines on their hosts."""
-        ledger, _ = self._joined()
+        ledger, group = self._joined()
         home = self._home
         if self.fleet is None or home is None:
             return
@@ -82,10 +82,14 @@ class Others:
             ledger.expect(Expectation(name=name, state=state, reason=reason))
             if reason is not None:
                 guard.warn("stepscope: step %d: %s: %s", ledger.part.step, name, reason)
+        group.look_again()
         ledger.write()
-        for path in (home.path_of(artifact.path) for artifact in remote):
+        here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
+        for path in here:
             if sidecar_of(path).exists():
                 finish.artifact_done(path, None, ledger)
+        if len(here) == len(remote) and all(ledger.state(files_of(name)) == "ok" for name in self.apart):
+            self.fleet.release(self._capture_id)
 
     def taking_part(self) -> dict[str, str]:
         """What the others said to the start: {worker or replica: `began`, or why it takes no part}."""
@@ -100,8 +104,8 @@ class Others:
     async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
         if self.fleet is not None:
             outcomes = await self.fleet.start(request, deadline_s)
-            gathered = request.config.finish.gather and request.config.finish.mirror is None
-            self.apart = [each.name for each in outcomes if each.apart and gathered]
+            fetched = request.config.finish.fetches
+            self.apart = [each.name for each in outcomes if each.apart and fetched]
             for name in self.apart:
                 item = Expectation(name=files_of(name), state="missing", reason=NOT_FETCHED)
                 ledger.expect(item)

@@ -101,11 +101,12 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         _watch_memory(request.config, process, request.run_id, request.step)
         apart = not session.layout.has_part(request.owner_part)
         finish.promise_in_worker(session, apart=apart)
-        if apart:
+        if apart and request.config.finish.fetches:
             gather.keep(session)
         session.open()
         capture.activate(session)
     except BaseException as error:
+        gather.release(request.capture_id)
         session.close(discard=f"opening failed: {describe(error)}")
         raise
     decision = session.decision
@@ -119,6 +120,8 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         _stopped.add(request.capture_id)
         return StopAnswer(process=None)
     session.close(error=request.error, discard=request.discard)
+    if request.discard is not None:
+        gather.release(request.capture_id)
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 
 
