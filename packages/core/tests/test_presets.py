@@ -264,6 +264,40 @@ def test_a_program_that_is_no_python_leaves_it_to_the_python_that_it_starts(tmp_
     assert done.stderr.count("no step began") == 1
 
 
+ON_RAY = """
+import os, sys, ray
+ray.init(address={address!r}, log_to_driver=False)
+variables = {{name: text for name, text in os.environ.items() if name[:5] == "STEPS" or name == "PYTHONPATH"}}
+variables["STEPSCOPE_SAVE_PATH"] = {elsewhere!r}
+
+@ray.remote(num_cpus=0, runtime_env={{"env_vars": variables}})
+def loop(steps):
+    import loop
+    loop.Loop().train(steps)
+
+ray.get(loop.remote({steps}))
+"""
+
+
+@pytest.mark.parametrize("steps", [2, 0])
+def test_a_loop_on_a_ray_host_with_a_folder_of_its_own_is_no_silence(
+    tmp_path: Path, ray_cluster: None, steps: int
+) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    program = ON_RAY.format(address=address, elsewhere=str(tmp_path / "elsewhere"), steps=steps)
+    done = launch(tmp_path, program, entries="steps: [0]\n" + ENTRIES)
+    assert (tmp_path / "elsewhere" / "step_000000").exists() == (steps == 2)
+    assert done.stderr.count("no step began, and none was captured") == (steps == 0)
+
+
+def test_what_a_ray_that_was_shut_down_can_no_longer_say_is_not_claimed(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("def is_initialized(): return False")
+    done = launch(tmp_path, "import ray, loop\n")
+    assert "no step began that is known here (Ray was shut down before its hosts" in done.stderr
+
+
 def test_the_ranks_of_a_launcher_say_it_once(tmp_path: Path) -> None:
     shell = f"for rank in 0 1 2; do RANK=$rank {sys.executable} train.py; done"
     done = launch(tmp_path, "import loop\n", "sh", "-c", shell)

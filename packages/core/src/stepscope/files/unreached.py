@@ -25,12 +25,17 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     boundaries: tuple[str, ...]
     """Each function that was to begin a step, and what became of it."""
+    unasked: bool = False
+    """Whether Ray was there and had ended when it was to say what hosts with folders of their own did."""
 
     def __str__(self) -> str:
+        where = (
+            " that is known here (Ray was shut down before its hosts could be asked)" if self.unasked else ""
+        )
         return (
-            f"no step began, and none was captured: {'; '.join(self.boundaries)}. Fix: under `instrument` "
-            "name a function that the loop calls once a step ({module, name, step: around}), or the preset "
-            "of the framework that it is; docs/frameworks.md"
+            f"no step began{where}, and none was captured: {'; '.join(self.boundaries)}. "
+            "Fix: under `instrument` name a function that the loop calls once a step ({module, name, step: "
+            "around}), or the preset of the framework that it is; docs/frameworks.md"
         )
 
 

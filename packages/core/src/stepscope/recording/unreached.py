@@ -2,7 +2,8 @@
 
 A preset that does not fit, or a function that the loop does not call, would otherwise leave nothing behind
 and say nothing. One process of a run speaks: the one that `stepscope run` became, or else each that read the
-configuration by itself. The first capture of any process leaves a mark for it in the run's folder.
+configuration by itself. The first capture of any process leaves a mark for it in the run's folder, and one in
+Ray's key-value store: an actor's host may have that folder on a disk of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from stepscope.config import ProfileConfig
 from stepscope.files.layout import RunLayout
@@ -21,6 +24,10 @@ from stepscope.recording import guard
 MAIN = "STEPSCOPE_RUN_PID"
 """Set by `stepscope run`: the program's process id. If that is Python, it says so to its children."""
 _IS_PYTHON = " python"
+_NAMESPACE = b"stepscope"
+"""Of our keys in Ray's store."""
+_RAY_S = 3.0
+"""For Ray's answer at the end: its cluster may be dead."""
 
 _watched: ProfileConfig | None = None
 """What is looked at when this process ends. One writer: `watch`."""
@@ -28,13 +35,18 @@ _reached: set[str] = set()
 """Folders of runs in which this process knows of a step. One writer: `reached`."""
 _pid = 0
 """Of the process that watches: a forked child says nothing."""
+_asked = False
+"""Whether Ray said at the end what the processes of its job had left with it. One writer: `_ask_ray`."""
 
 
 def watch(config: ProfileConfig) -> None:
     """This process read a configuration that lists functions, by itself: see to it that some step begins."""
     global _watched, _pid
     if _watched is None:
+        import wrapt
+
         atexit.register(_at_exit)
+        wrapt.register_post_import_hook(_ask_ray_before_it_ends, "ray")
     _watched, _pid = config, os.getpid()
     if os.environ.get(MAIN) == str(_pid):
         os.environ[MAIN] += _IS_PYTHON
@@ -44,6 +56,13 @@ def reached(config: ProfileConfig) -> None:
     """A step begins, captured or not."""
     if config.save_path in _reached:
         return
+    _mark(config)
+    if _in_ray():  # its store may take its time, and this is where a step begins
+        threading.Thread(target=_tell_ray, name="stepscope-reached", daemon=True).start()
+
+
+def _mark(config: ProfileConfig) -> None:
+    """For the process of this host that speaks, which may be another one."""
     _reached.add(config.save_path)
     from stepscope.recording import run
 
@@ -51,6 +70,51 @@ def reached(config: ProfileConfig) -> None:
     with suppress(OSError):  # nothing can be written there, and the captures will say so
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch(mode=0o600)
+
+
+def _tell_ray() -> None:
+    try:
+        store = _store_of_ray()
+        if store is not None:
+            store.internal_kv_put(_ray_key(), b"1", True, _NAMESPACE, timeout=_RAY_S)
+    except Exception as error:
+        guard.note("telling Ray that a step began", error)
+
+
+def _ask_ray_before_it_ends(ray: object) -> None:
+    atexit.register(
+        _ask_ray
+    )  # what is registered last is called first, and by now Ray has registered its end
+
+
+def _ask_ray() -> None:
+    global _asked
+    try:
+        store = None if os.getpid() != _pid or _in_ray() else _store_of_ray()
+        if store is None or _watched is None:
+            return
+        if store.internal_kv_exists(_ray_key(), _NAMESPACE, timeout=_RAY_S):
+            _mark(_watched)
+        _asked = True
+    except Exception as error:
+        guard.note("asking Ray whether any step began", error)
+
+
+def _store_of_ray() -> Any:
+    """Ray's key-value store, which all processes of a cluster share (2.60); None where Ray does not run."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    from ray.experimental import internal_kv
+
+    return internal_kv.global_gcs_client
+
+
+def _ray_key() -> bytes:
+    import ray
+
+    # Of the job: the run's id may be another one in each of its processes.
+    return f"reached {ray.get_runtime_context().get_job_id()}".encode()
 
 
 def _at_exit() -> None:
@@ -66,8 +130,12 @@ def _speaks() -> bool:
     main = os.environ.get(MAIN)
     if main is not None and main.endswith(_IS_PYTHON):
         return main == f"{os.getpid()}{_IS_PYTHON}"
-    in_ray = os.path.basename(sys.argv[0] if sys.argv else "") == "default_worker.py"
-    return not in_ray and os.environ.get("RANK", "0") == "0"
+    return not _in_ray() and os.environ.get("RANK", "0") == "0"
+
+
+def _in_ray() -> bool:
+    """Whether this is a worker process of Ray's."""
+    return os.path.basename(sys.argv[0] if sys.argv else "") == "default_worker.py"
 
 
 def _judge(config: ProfileConfig) -> None:
@@ -88,6 +156,7 @@ def _judge(config: ProfileConfig) -> None:
         pid=os.getpid(),
         command=tuple(sys.argv),
         boundaries=tuple(boundaries),
+        unasked="ray" in sys.modules and not _asked,
     )
     sys.stderr.write(f"stepscope: {record}\n")
     write_unreached(layout, record)
