@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,48 @@ def test_a_wrong_file_is_named_with_its_fix(text: str, helps: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"(?s){helps}"):
         ProfileConfig.from_file(path)
+
+
+MISTAKES = """
+steps: soon
+stepz: [2]
+torch: {with_stak: true, with_flops: 1}
+roles: {actor: {ranks: []}, critic: {rank: 0}}
+instrument: [{preset: verll}, {module: json, name: loads}]
+"""
+
+
+def test_all_that_is_wrong_in_a_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(MISTAKES)
+    with pytest.raises(ConfigError) as caught:
+        ProfileConfig.from_file(path)
+    errors = [caught.value, *caught.value.also]
+    assert [error.field for error in errors] == [
+        "steps", "stepz", "torch.with_stak", "torch.with_flops", "roles.actor.ranks", "roles.critic.rank",
+        "instrument.preset", "instrument.role",
+    ]  # fmt: skip
+    lines = str(caught.value).splitlines()
+    assert all(
+        f"{error.field} is {error.value!r}; allowed: " in line
+        for error, line in zip(errors, lines, strict=True)
+    )
+    assert all("Fix: " in line and line.endswith(f"(in {path})") for line in lines)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_all_variables_that_are_wrong_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProfileConfig.from_env(
+            {"STEPSCOPE_TOOL": "nsis", "STEPSCOPE_STEPS": "5:2", "STEPSCOPE_MODE": "discrete"}
+        )
+    assert [error.field for error in (caught.value, *caught.value.also)] == ["steps", "tool"]
+
+
+def test_a_config_that_is_made_in_python_names_all_that_is_wrong_with_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProfileConfig(tool="nsis", steps="soon")  # type: ignore[arg-type]  # this is the test
+    assert [error.field for error in (caught.value, *caught.value.also)] == ["steps", "tool"]
 
 
 def test_a_wrong_value_in_a_file_is_an_error_even_when_it_is_overridden(written: Path) -> None:

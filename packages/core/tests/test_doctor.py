@@ -55,6 +55,14 @@ def test_on_this_machine_it_names_what_is_installed() -> None:
     assert (rows["ray"].state, rows["ray"].found) == ("green", version("ray"))
 
 
+def test_each_thing_that_is_wrong_with_the_configuration_has_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("steps: soon\nmode: quick\n")
+    rows = [row for row in examine.examine(path) if row.subject == "configuration"]
+    assert [row.found.partition(" ")[0] for row in rows] == ["steps", "mode"]
+    assert all(row.state == "red" and row.fix for row in rows)
+
+
 def test_without_torch_it_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.find_spec
     monkeypatch.setattr(libraries, "find_spec", lambda name: None if name == "torch" else spec(name))

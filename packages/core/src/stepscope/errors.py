@@ -25,17 +25,22 @@ class StepscopeError(Exception):
 class ConfigError(StepscopeError, ValueError):
     """A setting is wrong. Says which field, what was found, what is allowed and how to fix it."""
 
-    def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
+    def __init__(
+        self, field: str, value: object, allowed: str, fix: str, also: Iterable[ConfigError] = ()
+    ) -> None:
+        """Args: also: what else is wrong in the same source, each on a line of the message."""
         self.field = field
         self.value = value
         self.allowed = allowed
         self.fix = fix
-        super().__init__(f"{field} is {value!r}; allowed: {allowed}. Fix: {fix}")
+        self.also = tuple(also)
+        said = f"{field} is {value!r}; allowed: {allowed}. Fix: {fix}"
+        super().__init__("\n".join([said, *map(str, self.also)]))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str, tuple[ConfigError, ...]]]:
         # Exceptions unpickle from .args by default: that would call __init__ with one argument (Ray ships
         # errors).
-        return type(self), (self.field, self.value, self.allowed, self.fix)
+        return type(self), (self.field, self.value, self.allowed, self.fix, self.also)
 
 
 class CaptureError(StepscopeError, RuntimeError):

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import Section, build, items_of
+from stepscope.config._section import Mistakes, Section, build, items_of
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
@@ -119,13 +119,18 @@ def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
     if items is None:
         fix = "write [{preset: trl}] or [{module: ..., name: ..., role: ...}]"
         raise ConfigError(field, value, "a list of functions and presets", fix)
-    entries = tuple(_entry(item, field) for item in items)
+    entries: list[InstrumentConfig] = []
+    mistakes = Mistakes()
+    for item in items:
+        with mistakes.noted():
+            entries.append(_entry(item, field))
+    mistakes.raise_any()
     for at, entry in enumerate(entries):
         if any(_hidden(entry, earlier) for earlier in entries[:at]):
             target = entry.preset or f"{entry.module}:{entry.name}"
             fix = "take one out, or tell the calls apart with `where` or `same` in the first"
             raise ConfigError(field, target, "entries that each mean other calls", fix)
-    return entries
+    return tuple(entries)
 
 
 def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import AtLeastOne, Count, Parser, Section, dotted, items_of, take
+from stepscope.config._section import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
@@ -50,10 +50,13 @@ def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
         fix = f'{why}write {{"*": {{ranks: first}}}}'
         raise ConfigError(field, value, "a mapping of role patterns to their settings", fix)
     roles: dict[str, RoleConfig] = {}
+    mistakes = Mistakes()
     for pattern, given in value.items():
-        if not isinstance(pattern, str) or not pattern.strip():
-            raise ConfigError(field, pattern, "role names and globs, as text", "put the name in quotes")
-        roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # by kind
+        with mistakes.noted():
+            if not isinstance(pattern, str) or not pattern.strip():
+                raise ConfigError(field, pattern, "role names and globs, as text", "put the name in quotes")
+            roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # by kind
+    mistakes.raise_any()
     _check_reachable(list(roles), field)
     return roles
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from math import isfinite
 from types import UnionType
@@ -20,6 +21,31 @@ Parser: TypeAlias = Callable[[object, str], object]
 """(given value, dotted name of the field) -> the field's value. Raises `ConfigError`."""
 
 
+class Mistakes:
+    """What is wrong in one thing, found to its end and raised as one error."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A `ConfigError` in the block ends the block alone."""
+        try:
+            yield
+        except ConfigError as error:
+            self._found += [only(error), *error.also]
+
+    def raise_any(self) -> None:
+        if self._found:
+            first, *others = self._found
+            raise ConfigError(first.field, first.value, first.allowed, first.fix, others)
+
+
+def only(error: ConfigError) -> ConfigError:
+    """The error without the others that came with it."""
+    return ConfigError(error.field, error.value, error.allowed, error.fix)
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A struct whose fields are checked, and brought into their one form, whenever one is made."""
 
@@ -29,12 +55,14 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """For fields that take more forms than their type says."""
 
     def __post_init__(self) -> None:
-        section = type(self)
+        section, mistakes = type(self), Mistakes()
         for name in kinds(section):
-            given = getattr(self, name)
-            taken = take_field(section, name, given, section._at)
-            if taken is not given:
-                msgspec.structs.force_setattr(self, name, taken)
+            with mistakes.noted():
+                given = getattr(self, name)
+                taken = take_field(section, name, given, section._at)
+                if taken is not given:
+                    msgspec.structs.force_setattr(self, name, taken)
+        mistakes.raise_any()
 
     def replace(self: SectionT, **changes: object) -> SectionT:
         """A copy with other values, which are checked (`msgspec.structs.replace` checks none before 0.21).
@@ -68,15 +96,18 @@ def build(section: type[SectionT], data: object, at: str) -> SectionT:
     """The section made from a mapping that stands at `at` in the configuration (`""` is the top).
 
     Raises:
-        ConfigError: not a mapping, an unknown key, or a field's value is wrong.
+        ConfigError: not a mapping, an unknown key, or a field's value is wrong; of all such fields.
     """
     if not isinstance(data, Mapping):
         fix = "write {} or leave it out, for the defaults" if data is None else "write its fields below it"
         raise ConfigError(at or "the configuration", data, in_words(section), fix)
+    taken, mistakes = {}, Mistakes()
     for key, value in data.items():
-        if key not in kinds(section):
-            raise _unknown_key(section, key, value, at)
-    taken = {key: take_field(section, key, value, at) for key, value in data.items()}
+        with mistakes.noted():
+            if key not in kinds(section):
+                raise _unknown_key(section, key, value, at)
+            taken[key] = take_field(section, key, value, at)
+    mistakes.raise_any()
     make = cast(Callable[..., SectionT], section)
     return make(**taken)
 

@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 import msgspec
 
 from stepscope.config._roles import hides
-from stepscope.config._section import Section, build, convert, kinds, section_of, take
+from stepscope.config._section import Mistakes, Section, build, convert, kinds, section_of, take
 from stepscope.config._words import closest, in_words
 from stepscope.errors import ConfigError
 
@@ -72,16 +72,19 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
         ConfigError: a variable names no setting, or its text is none of the setting's values.
     """
     layer: dict[str, object] = {}
+    mistakes = Mistakes()
     # Alone, STEPSCOPE_STEP is a slip for STEPSCOPE_STEPS.
     reserved = RESERVED_VARIABLES if environ.keys() >= _FINISH else RESERVED_VARIABLES - _FINISH
     for variable in sorted(environ):  # STEPSCOPE_TORCH first: STEPSCOPE_TORCH__WITH_STACK lies over it
         if variable.startswith(PREFIX) and variable not in reserved:
             path = variable.removeprefix(PREFIX).lower().split("__")
             *above, name = path
-            nested = {name: _value_of(root, path, variable, environ[variable])}
-            for part in reversed(above):
-                nested = {part: nested}
-            layer = overlay(layer, nested)
+            with mistakes.noted():
+                nested = {name: _value_of(root, path, variable, environ[variable])}
+                for part in reversed(above):
+                    nested = {part: nested}
+                layer = overlay(layer, nested)
+    mistakes.raise_any()
     return layer
 
 
@@ -147,4 +150,5 @@ def _names(section: type[Section], role: str) -> Iterator[str]:
 
 
 def _located(error: ConfigError, where: str) -> ConfigError:
-    return ConfigError(error.field, error.value, error.allowed, f"{error.fix} (in {where})")
+    also = [_located(each, where) for each in error.also]
+    return ConfigError(error.field, error.value, error.allowed, f"{error.fix} (in {where})", also)

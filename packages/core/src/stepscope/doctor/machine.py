@@ -78,11 +78,17 @@ def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
         return []
 
 
-def configuration(config: ProfileConfig | ConfigError) -> Row:
-    """What the environment, or the file that was named, says."""
+def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
+    """What the environment, or the file that was named, says; a row for each thing that is wrong."""
     if isinstance(config, ConfigError):
-        found = f"{config.field} is {config.value!r}; allowed: {config.allowed}"
-        return Row(subject="configuration", state="red", found=found, fix=config.fix)
+        for error in (config, *config.also):
+            found = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
+            yield Row(subject="configuration", state="red", found=found, fix=error.fix)
+    else:
+        yield _valid(config)
+
+
+def _valid(config: ProfileConfig) -> Row:
     if not config.steps:
         fix = 'set steps: [2, "10:50:10"] in the file that STEPSCOPE_CONFIG names, or STEPSCOPE_STEPS=2'
         return Row(subject="configuration", state="amber", found="valid; steps selects nothing", fix=fix)
