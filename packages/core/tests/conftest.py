@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,18 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """What is done after captures is over, or ended, when the test is."""
+    yield
+    from stepscope.recording import finish
+
+    finish.end("the test ended", 30, patient=False)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a mirror's store."""
+    return f"file://{tmp_path}/store"

@@ -11,74 +11,25 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import pytest
 
+from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settle
 from stepscope import ProfileConfig, capture
 from stepscope.cli.app import run
 from stepscope.config import check_finish
 from stepscope.errors import ConfigError
-from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.layout import RunLayout
 from stepscope.files.mirror import files_below, is_whole, uncopied
 from stepscope.mirror.copy import copy_step
 from stepscope.mirror.store import Store, open_store
-from stepscope.recording import export, finish
-from stepscope.testing.steps import StepFolder
 
 pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem
 
-HOST = gethostname()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    finish.end("the test ended", 30, patient=False)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
-
-
-def a_step(save_path: Path, step: int = 2, files: int = 3) -> StepLayout:
-    """A captured step of another process, with files of 10 kB beside what all steps have."""
-    folder = StepFolder(save_path, step=step)
-    process = folder.process("trainer", 0, host=HOST, owner=True)
-    process.span("update", 0, 10)
-    process.close(20)
-    folder.write()
-    traces = folder.layout.traces / "actor"
-    traces.mkdir(parents=True)
-    for number in range(files):
-        (traces / f"{number}.json").write_bytes(os.urandom(10_000))
-    return folder.layout
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path: (root / path).read_bytes() for path in files_below(root)}
-
-
-def a_config(tmp_path: Path, url: str, **settings: object) -> ProfileConfig:
-    return ProfileConfig.from_mapping(
-        {
-            "save_path": str(tmp_path / "run"),
-            "steps": ["every:1"],
-            "roles": {"nobody": {"ranks": "all"}},
-            "finish": {"mirror": url},
-        }
-        | settings
-    )
-
-
-def settle() -> None:
-    assert not export.exporter().drain(60)
-    assert not finish._commands.drain(120)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 # Copying ----------------------------------------------------------------------------------------------------

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from packages.core.tests.test_mirror import HOST, a_config, a_step, contents, settle
+from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settle
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.mirror import uncopied
 from stepscope.files.parts import fold, read_parts
-from stepscope.recording import finish, worker
+from stepscope.recording import worker
 from stepscope.recording.worker import StartRequest, StopRequest
 from stepscope.testing.steps import StepFolder
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    finish.end("the test ended", 30, patient=False)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def said(step: StepLayout) -> dict[str, Expectation]:
