@@ -12,7 +12,7 @@ import moto.server
 import pytest
 import s3fs
 
-from packages.core.tests.test_mirror import a_config, a_step, contents, settle
+from packages.core.tests.mirrored import a_config, a_step, contents, settle
 from stepscope import capture, span
 from stepscope.files.layout import RunLayout
 from stepscope.files.mirror import uncopied
