@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,11 @@ import pytest
 import stepscope
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
-from stepscope.files.layout import RunLayout
+from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording import capture as capture_module
-from stepscope.recording import runtime
+from stepscope.recording import ledger, runtime
 from stepscope.recording.context import current
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -450,6 +451,27 @@ def test_prepare_does_nothing_for_a_run_that_captures_nothing(tmp_path: Path) ->
 async def test_prepare_does_not_block_a_running_loop(config: ProfileConfig) -> None:
     with pytest.raises(CaptureError, match="await aprepare"):
         stepscope.prepare(config=config)
+
+
+def test_a_manifest_that_was_folded_earlier_does_not_come_last(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait and what follows the capture fold it on threads of their own; who looked later writes later."""
+    with capture(2, config=config) as cap:
+        pass
+    order: list[str] = []
+    another = threading.Thread(target=cap.result.fold)
+
+    def write(step: StepLayout, manifest: Manifest) -> None:
+        if threading.current_thread() is not another:
+            another.start()
+            another.join(0.2)  # long enough for who is not held back
+        order.append(threading.current_thread().name)
+
+    monkeypatch.setattr(ledger, "write_manifest", write)
+    cap.result.fold()
+    another.join()
+    assert order == [threading.current_thread().name, another.name]
 
 
 def test_a_step_that_is_captured_again_keeps_both_recordings(config: ProfileConfig) -> None:

@@ -22,10 +22,9 @@ from stepscope.engines import (
 )
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import ConfigError, EngineError, RecordError
+from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
-from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.recording import control, finish, guard, late_stops
 from stepscope.recording.ledger import Ledger
@@ -224,11 +223,9 @@ class EngineGroup:
             # Not the profiler's `ignored`: that may be of a later capture.
             self._enter(label, artifacts, {k: v for each in artifacts for k, v in each.ignored.items()})
         self._ledger.write()
-        mine = self._ledger.part
-        parts = [part for part in read_parts(self._layout)[0] if part.run_id == mine.run_id]
         try:
-            write_manifest(self._layout, fold(parts))
-        except (OSError, RecordError) as error:
+            self._ledger.fold(self._layout)
+        except OSError as error:
             guard.note("writing the manifest", error)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:

@@ -17,7 +17,17 @@ import msgspec
 
 from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import ClockOffset
-from stepscope.files.manifest import NOT_EXPORTED, Absent, Expectation, OwnCost, ProcessPart, State
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import (
+    NOT_EXPORTED,
+    Absent,
+    Expectation,
+    Manifest,
+    OwnCost,
+    ProcessPart,
+    State,
+)
+from stepscope.files.parts import fold, read_parts, write_manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.recording import guard
 
@@ -31,6 +41,7 @@ class Ledger:
         self._items: dict[str, Expectation] = {}
         self._pending: Counter[str] = Counter()
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
+        self._folding = threading.RLock()  # the same, and the fold that looked later is to be written later
 
     @property
     def part(self) -> ProcessPart:
@@ -154,6 +165,21 @@ class Ledger:
                 self.expect(msgspec.structs.replace(old, state="ok", reason=None))
             self.spend(export_ns=cost_ns)
             self.write()
+
+    def manifest(self, step: StepLayout) -> Manifest:
+        """What is there at this moment, folded from the parts of all processes of the step."""
+        mine = self.part  # from memory: a disk that refuses to be written cannot hide it
+        parts = [part for part in read_parts(step)[0] if part.run_id == mine.run_id]
+        return fold([mine, *(part for part in parts if part.process != mine.process)])
+
+    def fold(self, step: StepLayout) -> None:
+        """Writes `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
+
+        Raises:
+            OSError: the disk or the folder does not let us.
+        """
+        with self._folding:
+            write_manifest(step, self.manifest(step))
 
     def write(self) -> None:
         """Puts the part on disk, whole. A disk that refuses is noted by the guard."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
-from stepscope.files.parts import fold, read_parts, write_manifest
+from stepscope.files.parts import read_parts
 from stepscope.files.processes import is_running
 from stepscope.recording import export
 
@@ -52,16 +52,12 @@ class CaptureResult:
         """
         if self._session is None:
             return None
-        mine = self._session.ledger.part  # from memory: a disk that refuses to be written cannot hide it
-        parts, _ = read_parts(self._session.layout)
-        others = [part for part in parts if part.run_id == mine.run_id and part.process != mine.process]
-        return fold([mine, *others])
+        return self._session.ledger.manifest(self._session.layout)
 
     def fold(self) -> None:
         """Writes `manifest.json` anew."""
-        manifest = self.manifest()
-        if manifest is not None and self._session is not None:
-            write_manifest(self._session.layout, manifest)
+        if self._session is not None:
+            self._session.ledger.fold(self._session.layout)
 
     def problems(self) -> list[str]:
         """One line for each thing that is missing, partial or failed; exports that are under way do not
