@@ -22,7 +22,6 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from math import ceil, floor
-from operator import attrgetter, countOf
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -99,8 +98,6 @@ class _Needle(NamedTuple):
 
 
 _plain = msgspec.json.Decoder(list[Plain]).decode
-_pid = attrgetter("pid")
-_id = attrgetter("marked_id")
 
 
 class Quick:
@@ -321,8 +318,8 @@ def _marked(kind: int, events: list[Any]) -> int:
     if kind == _OF_TIME:
         return len(events)  # there is no event without one
     if kind == _OF_ID:
-        return len(events) - countOf(map(_id, events), -1)
-    return countOf(map(_pid, events), kind)
+        return len([1 for event in events if event.marked_id >= 0])
+    return len([1 for event in events if event.pid == kind])
 
 
 @lru_cache(4)

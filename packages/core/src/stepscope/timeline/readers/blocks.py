@@ -10,8 +10,10 @@ from typing import BinaryIO
 
 from stepscope.files.reading import open_file
 
-BLOCK = 1 << 16
-"""Bytes of a block: it, its copy with changes and its events as objects fit into a core's cache together."""
+BLOCK = 1 << 17
+"""Bytes of a block: it, its copy with changes and its events as objects fit into a core's cache together.
+
+igzip takes a sixth longer for such a text in blocks of half the size."""
 _STEP = 1 << 12
 _GZIP = b"\x1f\x8b"
 
@@ -30,28 +32,31 @@ class Notes:
         self.counts[what] = (self.counts.get(what) or 0) + count
 
 
-def read_blocks(path: Path, notes: Notes, on_read: Callable[[int], None] | None = None) -> Iterator[bytes]:
+def read_blocks(
+    path: Path, notes: Notes, on_read: Callable[[int], None] | None = None, size: int = BLOCK
+) -> Iterator[bytes]:
     """Yields what the file holds, decompressed, up to where it is damaged or ends; `notes` says where.
 
     Args:
         on_read: Called with a number of bytes of the file each time that many more were read.
+        size: Of a block; less is better only for the beginning of a file.
     """
     try:
         with open_file(path) as file:
-            read = partial(_read, file, on_read)
+            read = partial(_read, file, size, on_read)
             first = read()
             if not first:
                 notes.file("empty")
             if first.startswith(_GZIP):
-                yield from _gunzip(first, read, partial(_slowly, path), notes)
+                yield from _gunzip(first, size, read, partial(_slowly, path), notes)
             else:
                 yield from _plain(first, read)
     except OSError as error:
         notes.file(f"cannot be read: {error.strerror or error}")
 
 
-def _read(file: BinaryIO, on_read: Callable[[int], None] | None) -> bytes:
-    data = file.read(BLOCK)
+def _read(file: BinaryIO, size: int, on_read: Callable[[int], None] | None) -> bytes:
+    data = file.read(size)
     if on_read is not None and data:
         on_read(len(data))
     return data
@@ -66,6 +71,7 @@ def _plain(first: bytes, read: Callable[[], bytes]) -> Iterator[bytes]:
 
 def _gunzip(
     data: bytes,
+    size: int,
     read: Callable[[], bytes],
     slowly: Callable[[int, int], Iterator[bytes]],
     notes: Notes,
@@ -79,7 +85,7 @@ def _gunzip(
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:
             # A block may decompress to a thousand of them: never more than one at a time.
-            if block := member.decompress(data, BLOCK):
+            if block := member.decompress(data, size):
                 given += len(block)
                 yield block
             data = b""

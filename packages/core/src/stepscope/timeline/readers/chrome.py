@@ -15,14 +15,16 @@ from typing import TypeVar
 
 import msgspec
 
-from stepscope.timeline.readers.blocks import Notes, read_blocks
+from stepscope.timeline.readers.blocks import BLOCK, Notes, read_blocks
 from stepscope.timeline.readers.elements import EVENT, LONGEST, TOKEN, Elements, mend, raw_elements
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
-_LAST_BLOCKS = 8
+_FIRST_BLOCK = 1 << 14
+"""Bytes: more than most files have in front of their events. Of each of 512 files, it is read twice."""
+_LAST_BLOCKS = 4
 """So many blocks from the end hold what stands behind the events, or all has to be read."""
 
 _T = TypeVar("_T")
@@ -72,7 +74,7 @@ class ChromeTrace:
         found: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
         silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
-        for batch in silent._scan(found, raw_elements, None):
+        for batch in silent._scan(found, raw_elements, None, _FIRST_BLOCK):
             first = batch[:1]
             if "baseTimeNanoseconds" not in found and not silent._behind(found):
                 for _ in silent._scan(found, raw_elements, None):
@@ -120,10 +122,11 @@ class ChromeTrace:
         found: dict[str, msgspec.Raw],
         parse: Callable[[bytes], _T],
         on_read: Callable[[int], None] | None,
+        size: int = BLOCK,
     ) -> Iterator[_T]:
         header: bytes | None = b""
         elements = Elements(self.notes, parse)
-        for block in read_blocks(self.path, self.notes, on_read):
+        for block in read_blocks(self.path, self.notes, on_read, size):
             if header is None:
                 yield from elements.feed(block)
                 continue

@@ -59,14 +59,18 @@ class Elements(Generic[T]):
             if len(self.trailer) < LONGEST:
                 self.trailer += block
             return
-        text = self._rest + block
-        cut = _last_boundary(text)
-        some = b"".join((b"[", memoryview(text)[:cut], b"]"))
+        cut = _last_boundary(block)
+        if not cut:
+            self._rest, block = b"", self._rest + block
+            cut = _last_boundary(block)
+        some = b"".join((b"[", self._rest, memoryview(block)[:cut], b"]"))  # without another copy of them
         batch = _sound(some, self._parse) if cut else None
         if batch is not None:
-            self._rest = text[cut:].lstrip(_BLANK)
+            self._rest = block[cut:].lstrip(_BLANK)
             yield batch
-        elif len(text) >= LONGEST or cut:
+            return
+        text = self._rest + block
+        if len(text) >= LONGEST or cut:
             yield from self._walk(text, last=False)
         else:
             self._rest = text
