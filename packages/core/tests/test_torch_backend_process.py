@@ -317,3 +317,96 @@ def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
     )
     assert "ends early" in done.stdout or "wrote no trace" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@both
+def test_scopes_that_are_open_over_two_captures_end_with_the_first(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        for _ in range(8):
+            backend.start(a_window())
+            scopes = [torch.profiler.record_function("open") for _ in range(500)]
+            for scope in scopes:
+                scope.__enter__()
+            first = backend.stop()
+            start()
+            for scope in scopes:
+                scope.__exit__(None, None, None)
+            work("ours")
+            [second] = backend.stop()
+            second.discard()
+        assert "open" in write(first)
+        """,
+        *flags,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@both
+def test_markers_that_are_open_over_two_cycles_end_with_the_first(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        from contextlib import ExitStack
+        from stepscope.backends import SpanInfo
+        from stepscope.config import ScheduleConfig
+        every = ScheduleConfig(active=1, repeat=0)
+        recorded = TorchConfig(all_threads="--all-threads" in sys.argv, schedule=every)
+        backend = TorchBackend(ProfileConfig(torch=recorded))
+        for _ in range(8):
+            backend.start(a_window())
+            with ExitStack() as update:
+                for _ in range(500):
+                    span = SpanInfo(role="actor", stage="update", span=1, is_async=False)
+                    update.enter_context(backend.range(span))
+                work("ours")
+                backend.advance()
+                work("ours")
+            first, second = backend.stop()
+            second.discard()
+        assert "actor.update" in write([first])
+        """,
+        *flags,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_scopes_of_a_session_that_is_not_ours_end_with_it_too(run: Run) -> None:
+    done = run(
+        """
+        backend.prepare()
+        every = torch.profiler.schedule(wait=0, warmup=0, active=1)
+        with profile(activities=[ProfilerActivity.CPU], schedule=every) as session:
+            for _ in range(8):
+                scopes = [torch.profiler.record_function("open") for _ in range(500)]
+                for scope in scopes:
+                    scope.__enter__()
+                session.step()
+                for scope in scopes:
+                    scope.__exit__(None, None, None)
+                work("theirs")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SCOPED = """
+import torch
+
+def scoped(x):
+    with torch.autograd.profiler.record_function("compiled"):
+        return x + 1
+"""
+
+
+def test_torch_still_compiles_a_scope(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "scoped.py").write_text(SCOPED)  # TorchScript reads the source
+    done = run(
+        """
+        backend.prepare()
+        sys.path.insert(0, ".")
+        from scoped import scoped
+        assert torch.jit.script(scoped)(torch.ones(1)).item() == 2
+        assert torch.compile(scoped, backend="eager")(torch.ones(1)).item() == 2
+        """
+    )
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import os
 import threading
 from functools import partial
 
-from stepscope.backends import libc, torch_window, user_profilers
+from stepscope.backends import libc, open_scopes, torch_window, user_profilers
 from stepscope.backends.window_thread import run_on
 from stepscope.errors import ProfilerBusyError
 
@@ -25,6 +25,7 @@ def hook() -> None:
             return
         _hooked = True
         user_profilers.watch(_before_another_session)
+        open_scopes.watch()
         os.register_at_fork(after_in_child=_in_child)
         atexit.register(_at_exit)
 
