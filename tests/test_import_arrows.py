@@ -52,7 +52,14 @@ PUBLIC = (
     | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"
-        for name in ("held_window", "mini_batches", "process_lock", "user_profilers", "window_thread")
+        for name in (
+            "held_window",
+            "mini_batches",
+            "open_scopes",
+            "process_lock",
+            "user_profilers",
+            "window_thread",
+        )
     }
 )
 """Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""

@@ -23,6 +23,7 @@ from stepscope.engines.protocol import EngineCapture
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import SglangProfiler
+from stepscope_sglang._plugin import COUNT, SCOPES_END
 
 NOT_RUNNING = "Profiling is not in progress. Call /start_profile first."
 RUNNING = "Profiling is already in progress. Call /stop_profile first."
@@ -151,7 +152,7 @@ class FakeManager:
         """The later ranks of a pipeline hear of a stop this long after the first one has answered."""
         self.lost = 0
         """Schedulers that died because their folder was gone."""
-        self.shows_count = True
+        self.has_plugin = True
         """The schedulers have loaded our plugin."""
 
     @property
@@ -175,8 +176,8 @@ class FakeManager:
 
     async def get_internal_state(self) -> list[dict[str, object]]:
         self._bind()
-        shown = [{"forward_ct": each.forward_ct} for each in self.schedulers]
-        return [dict(state) if self.shows_count else {} for state in shown]
+        shown = [{COUNT: each.forward_ct, SCOPES_END: True} for each in self.schedulers]
+        return [dict(state) if self.has_plugin else {} for state in shown]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
         """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""

@@ -14,6 +14,7 @@ from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
 from stepscope_sglang._controls import Plan, plan
 from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._plugin import COUNT, SCOPES_END
 
 
 def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
@@ -21,9 +22,11 @@ def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
     return facts_of(given, version=version, options=_versions.options_of(version))
 
 
-def told(facts: EngineFacts, passes: tuple[int, ...] = (), **changes: Any) -> Plan:
+def told(facts: EngineFacts, passes: tuple[int, ...] = (), plugin: bool = True, **changes: Any) -> Plan:
     capture = msgspec.structs.replace(a_capture(Path("/p")), activities=("cpu", "cuda"))
-    return plan(msgspec.structs.replace(capture, **changes), facts, passes)
+    states: list[dict[str, object]] = [{COUNT: count} for count in passes] or [{}]
+    shown = [{**state, SCOPES_END: plugin} for state in states]
+    return plan(msgspec.structs.replace(capture, **changes), facts, shown)
 
 
 def test_what_is_heavy_is_off_by_default() -> None:
@@ -141,6 +144,14 @@ def test_a_decode_server_tells_stages_apart_from_0_5_21_on(version: str, can: bo
     plan = told(an_engine(version, disaggregation_mode="decode"), by_stage=True)
     assert plan.by_stage is can
     assert ("by_stage" in plan.ignored) is not can
+
+
+@pytest.mark.parametrize(("version", "can"), [("0.5.13", True), ("0.5.14", False), ("0.5.23", False)])
+def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> None:
+    plan = told(an_engine(version), plugin=False, by_stage=True)
+    assert plan.by_stage is can
+    assert ("writes into freed memory" in plan.ignored.get("by_stage", "")) is not can
+    assert told(an_engine(version), plugin=True, by_stage=True).by_stage
 
 
 def test_a_version_without_merging_says_which_has_it() -> None:

@@ -126,7 +126,7 @@ async def test_a_count_that_cannot_be_asked_for_after_the_start_keeps_the_record
 
 async def test_a_later_start_on_an_engine_without_the_plugin_is_refused(tmp_path: Path) -> None:
     manager = FakeManager()
-    manager.shows_count = False
+    manager.has_plugin = False
     with pytest.raises(EngineError, match="shows that count to nobody"):
         await recorded(manager, asked(tmp_path, iterations=Iterations(start=2)), 4)
     assert manager.asked == []

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from stepscope_sglang._versions import PLUGINS_SINCE, SINCE, number, options_of
+from stepscope_sglang._versions import PLUGINS_SINCE, SCOPED_BATCHES_SINCE, SINCE, number, options_of
 from tests.downloads import members, wheel
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
@@ -114,6 +114,21 @@ def test_the_count_of_forward_passes_is_shown_to_nobody(version: str) -> None:
     watched = {"watchdog_thread", "create_scheduler_watchdog"}
     logged = {f"{verb}_{stage}_stats" for verb in ("log", "report") for stage in ("prefill", "decode")}
     assert users_of(version, "forward_ct") <= counted | compared | watched | logged
+
+
+@pytest.mark.parametrize(
+    ("version", "scoped"),
+    [("0.5.13", False), (SCOPED_BATCHES_SINCE, True), ("0.5.19", True), ("0.5.23", True)],
+)
+def test_a_batch_is_a_scope_from_0_5_14_on(version: str, scoped: bool) -> None:
+    """In which a stage's profile is stopped and the next one started."""
+    scheduler = ast.parse((members(f"sglang=={version}", [_SCHEDULER]) / _SCHEDULER).read_text())
+    (run_batch,) = [
+        node for node in ast.walk(scheduler) if isinstance(node, ast.FunctionDef) and node.name == "run_batch"
+    ]
+    assert "_profile_batch_predicate(batch)" in ast.unparse(run_batch)
+    decorators = [ast.unparse(decorator) for decorator in run_batch.decorator_list]
+    assert any("scheduler_" in decorator for decorator in decorators) is scoped
 
 
 def test_every_option_of_the_table_is_in_some_version() -> None:

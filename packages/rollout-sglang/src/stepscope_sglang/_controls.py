@@ -18,6 +18,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts
+from stepscope_sglang._plugin import counts_in, scopes_end_in
 
 UNBOUNDED = 1 << 30
 """As `num_steps` of a capture by stage without a count: without a number the next forward pass kills the
@@ -35,6 +36,8 @@ _OURS = {
     "req_type": "nothing: it tells a start from a stop",
 }
 """Option of SGLang's -> what sets it here."""
+_PLUGIN = "stepscope-rollout-sglang where the engine runs (`stepscope` in SGLANG_PLUGINS, where that is set)"
+"""How an engine comes to load it."""
 _FURTHER = ("CUDA_PROFILER", "RPD")
 """Activities that are no part of torch.profiler, by `extra.activities`."""
 
@@ -53,26 +56,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """{option of the capture: why not}."""
 
 
-def plan(capture: EngineCapture, facts: EngineFacts, passes: Sequence[int] = ()) -> Plan:
+def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = ()) -> Plan:
     """What to tell the engine.
 
     Args:
-        passes: Forward passes that each data-parallel scheduler has begun; asked for where `iterations.start`
-            is above 0, and empty where they are not shown.
+        states: What each data-parallel scheduler shows of itself; asked for where `iterations.start` is above
+            0 and by stage.
 
     Raises:
         EngineError: it cannot record this at all, and why.
     """
     ignored: dict[str, str] = {}
     passed = _passed(capture, facts, ignored)
-    by_stage = capture.by_stage and _can(ignored, "by_stage", _why_no_stages(facts))
+    by_stage = capture.by_stage and _can(ignored, "by_stage", _why_no_stages(facts, states))
     count = capture.iterations.count
     merged = capture.merge and _can(ignored, "merge", _why_no_merge(facts, by_stage, passed))
     request: dict[str, object] = {
         "activities": _activities(capture, facts, ignored),
         "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
         "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
-        **_window(capture, by_stage, passed, passes),
+        **_window(capture, by_stage, passed, counts_in(states)),
     }
     if merged:
         request["merge_profiles"] = True
@@ -115,8 +118,7 @@ def _count(passes: Sequence[int], start: int) -> int:
         raise EngineError(
             f"iterations.start is {start}: SGLang counts passes from when it started and shows that count to "
             f"nobody. From {_versions.PLUGINS_SINCE} on its schedulers load our plugin, which does; this "
-            "engine's have not. Fix: stepscope-rollout-sglang where the engine runs (`stepscope` in "
-            "SGLANG_PLUGINS, where that is set); or start: 0"
+            f"engine's have not. Fix: {_PLUGIN}; or start: 0"
         )
     if len(set(passes)) > 1:
         raise EngineError(
@@ -226,12 +228,18 @@ def _forced(facts: EngineFacts, word: str) -> str | None:
     return next((f"{name} is off for this engine" for name in facts.forced_off if word in name), None)
 
 
-def _why_no_stages(facts: EngineFacts) -> str | None:
+def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     if facts.speculative:
         return "with speculative decoding SGLang's stages do not end, or kill the scheduler"
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE
     if facts.disaggregation == "decode" and _versions.older(facts.version, since):
         return f"it kills a decode server of sglang {facts.version}; {since} can do it"
+    if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
+        return (
+            f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
+            "record_function, and torch then writes into freed memory: the scheduler dies, some captures "
+            f"later. Our plugin prevents that, and its schedulers have not loaded it. Fix: {_PLUGIN}"
+        )
     return None
 
 

@@ -10,7 +10,6 @@ from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._profiler import Replica, check_facts
 from stepscope_sglang._session import Line, RefusedError
 
@@ -54,8 +53,9 @@ class ServerLine:
             raise RefusedError("the server refused: it is not recording, or it failed (its log says)")
         self._expect_ok("/stop_profile", answer)
 
-    def passes(self) -> tuple[int, ...]:
-        return counts_in(self._ask().get("internal_states"))
+    def states(self) -> Sequence[object]:
+        answer = self._ask().get("internal_states")
+        return answer if isinstance(answer, list) else ()
 
     def _ask(self) -> dict[str, object]:
         path = "/server_info"

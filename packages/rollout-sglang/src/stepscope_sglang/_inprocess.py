@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._session import RefusedError
 
 _LOOK_S = 0.5
@@ -103,9 +102,10 @@ class InProcess:
     def stop(self) -> None:
         self._call(self.manager.stop_profile)
 
-    def passes(self) -> tuple[int, ...]:
+    def states(self) -> Sequence[object]:
         ask = getattr(self.manager, "get_internal_state", None)
-        return () if ask is None else counts_in(self._call(ask))
+        answer = None if ask is None else self._call(ask)
+        return answer if isinstance(answer, list) else ()
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
         """Calls `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and

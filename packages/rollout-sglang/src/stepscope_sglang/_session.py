@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
@@ -35,6 +35,7 @@ from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._controls import UNBOUNDED, Plan, plan
 from stepscope_sglang._facts import EngineFacts
+from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._traces import (
     Content,
     Stage,
@@ -75,8 +76,8 @@ class Line(Protocol):
         """Returns when the files are written. Raises `RefusedError` when nothing is being recorded."""
         ...
 
-    def passes(self) -> tuple[int, ...]:
-        """How many forward passes each data-parallel scheduler has begun; empty where that is not shown."""
+    def states(self) -> Sequence[object]:
+        """What each data-parallel scheduler shows of itself; empty where none does."""
         ...
 
 
@@ -112,7 +113,8 @@ class Session:
         """
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
-        self._plan = plan(self._capture, self._facts, self._line.passes() if later else ())
+        asked = later or self._capture.by_stage
+        self._plan = plan(self._capture, self._facts, self._line.states() if asked else ())
         self.ignored = dict(self._plan.ignored)
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
@@ -132,7 +134,7 @@ class Session:
     def _note_late_start(self) -> None:
         first = self._planned.request["start_step"]
         try:
-            begun = max(self._line.passes(), default=0)
+            begun = max(counts_in(self._line.states()), default=0)
         except Exception as error:  # of any library: it is armed, and what became of it shows at the stop
             self.ignored["iterations.start"] = (
                 f"whether recording began later than at pass {first} is not known: "
