@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import socket
 import threading
@@ -31,6 +32,9 @@ from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
+
+_PREFIX = 100
+"""Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
 
 
 class Target(Protocol):
@@ -365,9 +369,16 @@ def _has_ended(part: ProcessPart) -> bool:
 
 
 def prefix_of(name: str) -> str:
-    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:100]
-    return cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
+    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
+
+    Of a name that cannot stay as it is, the end is a digest of all of it: no two captures share a prefix.
+    """
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+    cleaned = cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
+    if cleaned == name and len(name) <= _PREFIX:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{cleaned[: _PREFIX - len(digest) - 1]}-{digest}"
 
 
 async def start(desk: Desk, run: Run) -> None:
