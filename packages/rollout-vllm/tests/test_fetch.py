@@ -63,7 +63,7 @@ async def test_a_worker_hands_over_its_own_captures_files_alone(tmp_path: Path) 
     worker: Any = WorkerExtension()
     assert worker.stepscope_read(str(put(tmp_path / "secret", b"x")), 0) is None
     with pytest.raises(EngineError, match="no worker has it"):
-        await _fetch._piece(Workers(tmp_path, tmp_path / "a").call, tmp_path / "secret", 0)
+        await _fetch._piece(Workers(tmp_path, tmp_path / "a").call, str(tmp_path / "secret"), 0)
 
 
 def put(path: Path, content: bytes) -> Path:

@@ -34,28 +34,60 @@ class Layout(NamedTuple):
 
 
 def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None:
-    """None for a frontend, and where nothing says."""
+    """None for a frontend, and where nothing says, or what says it contradicts the layout."""
     if trace.frontend or trace.rank is None or layout is None:
         return None
     if layout.external:
         return trace.rank  # of the whole job, as torch.distributed numbers it
-    if _one_world(trace, layout):
-        return replica * layout.size + trace.rank
-    if layout.dp > 1 and trace.dp is None:
+    place = _place(trace, trace.rank, layout)
+    if place is None or place[1] is None:
         return None
-    return replica * layout.size + (trace.dp or 0) * layout.engine + trace.rank % layout.engine
+    return replica * layout.size + place[1] * layout.engine + place[0]
 
 
 def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
     """`{"tp": 1, "pp": 0, "dp": 0}`; `pcp` where there is any; no `dp` where nothing says which it was."""
     if trace.frontend or trace.rank is None or layout is None:
         return None
-    inside = trace.rank % layout.engine
+    place = _place(trace, trace.rank, layout)
+    if layout.external:
+        place = trace.rank % layout.engine, 0
+    if place is None:
+        return None
+    inside, dp = place
     found = {"tp": inside % layout.tp, "pp": inside // (layout.tp * layout.pcp)}
     if layout.pcp > 1:
         found["pcp"] = inside // layout.tp % layout.pcp
-    dp = trace.rank // layout.engine if _one_world(trace, layout) else trace.dp if layout.dp > 1 else 0
     return found if dp is None else {**found, "dp": dp}
+
+
+def contradiction(trace: Trace, layout: Layout | None) -> str | None:
+    """Why a trace cannot be of an engine of this layout; None when it can."""
+    if trace.frontend or trace.rank is None or layout is None or layout.external:
+        return None
+    if _place(trace, trace.rank, layout) is not None:
+        return None
+    of = "" if trace.world_size is None else f" of {trace.world_size}"
+    return (
+        f"{trace.path.name} is of worker {trace.rank}{of}, and the engine was said to have {layout.size} "
+        f"(tensor parallel {layout.tp}, pipeline parallel {layout.pp}, data parallel {layout.dp}): its "
+        "global rank is not known. Fix: VllmServer(url, tensor_parallel_size=...), as it was served"
+    )
+
+
+def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | None:
+    """(Rank in its data-parallel engine, which of these it is, None where nothing says); None where what the
+    file says cannot be.
+    """
+    dp = trace.dp if layout.dp > 1 else 0
+    if trace.world_size == layout.size and layout.dp > 1:
+        # All of dp is one torch.distributed world (mixtures of experts), and not one for each engine.
+        dp, rank = divmod(rank, layout.engine)
+    elif trace.world_size is None and layout.dp > 1 and dp == rank // layout.engine:
+        rank %= layout.engine  # a name that counts through all of dp
+    elif trace.world_size not in (None, layout.engine):
+        return None
+    return (rank, dp) if rank < layout.engine and (dp or 0) < layout.dp else None
 
 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
@@ -74,8 +106,3 @@ def unwanted(wanted: Collection[int], layout: Layout, replica: int) -> set[int]:
     """Global ranks of this engine that nobody asked for."""
     first = replica * layout.size
     return set(range(first, first + layout.size)) - set(wanted)
-
-
-def _one_world(trace: Trace, layout: Layout) -> bool:
-    """Whether all of dp is one torch.distributed world (mixtures of experts), and not one for each engine."""
-    return layout.dp > 1 and trace.world_size == layout.size

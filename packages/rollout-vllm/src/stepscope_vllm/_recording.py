@@ -24,6 +24,7 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
+from stepscope.files.late import take_in, waiting
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import ProcessPart
 from stepscope.files.parts import read_parts
@@ -187,7 +188,9 @@ class Run:
         return _traces.listed(folder) | _traces.listed(Path(self.capture.out_dir))
 
     def _bring_home(self, folder: Path) -> None:
-        """Moves files of captures that are over: whoever made those was gone when the files came."""
+        """Moves files of captures that are over, and enters them: whoever made those was gone when the files
+        came.
+        """
         run = RunLayout(Path(self.capture.step_dir).parent)
         names = {name for name in _traces.listed(folder) if not _traces.is_recording(name)}
         named = {name: step for name in names if (step := _traces.step_of(name)) is not None}
@@ -214,6 +217,7 @@ class Run:
                 )
                 with contextlib.suppress(OSError, EngineError):  # they stay there, and this capture begins
                     Run(self._desk, self._target, capture, {})._adopt(whole, folder)
+                    take_in(layout, [each for each in waiting(layout) if each.alive is False])
 
     def _of_replica(self) -> str:
         """The end of its name that tells it from other servers' captures; empty where it has none."""
@@ -273,6 +277,9 @@ class Run:
     ) -> list[Artifact]:
         layout = self._target.layout
         placed = [(trace, _ranks.global_rank(trace, layout, self.capture.replica)) for trace in traces]
+        odd = (_ranks.contradiction(trace, layout) for trace in traces)
+        if why := next(filter(None, odd), None):
+            self.ignored["ranks"] = why
         wanted = self.capture.ranks
         aside = [(t, r) for t, r in placed if wanted is not None and r is not None and r not in wanted]
         for trace, _ in aside:

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,8 +21,11 @@ import vllm
 from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineProfiler, Iterations
 from stepscope.errors import EngineError
+from stepscope.files.late import waiting
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope_vllm import VllmServer, _versions
+from stepscope_vllm import VllmServer, _traces, _versions
 
 Served: TypeAlias = Any
 """`conftest.Served`: a file of tests cannot be imported from another."""
@@ -100,6 +106,59 @@ async def test_a_server_that_profiles_already_says_who_can_end_it(served: Served
             await VllmServer(served.url, served.folder, replica=0).start(a_capture(tmp_path))
     finally:
         served.post("/stop_profile")
+
+
+@pytest.mark.skipif(not BOUNDS, reason="files of older servers do not bear their capture's name")
+def test_what_a_stop_wrote_after_its_driver_had_gone_is_entered_by_the_next_capture(
+    served: Served, config: ProfileConfig, run_folder: Path
+) -> None:
+    worker, layout = _worker_of(served), RunLayout(run_folder)
+    words = (served.url, served.folder, run_folder, worker)
+    try:
+        subprocess.run([sys.executable, "-c", DRIVER, *map(str, words)], check=True, timeout=120)
+        assert [each.alive for each in waiting(layout.step(30))] == [False]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    until = time.monotonic() + 60
+    while not _whole(served.folder, "step_000030_"):
+        assert time.monotonic() < until, "the server wrote nothing"
+        time.sleep(0.1)
+    with capture(31, engines=[VllmServer(served.url, served.folder)], config=config):
+        served.complete()
+    manifest = msgspec.json.decode(layout.step(30).manifest.read_bytes(), type=Manifest)
+    assert (manifest.state, manifest.problems()) == ("ok", [])
+    assert len(layout.step(30).sidecars()) == 1
+    assert not waiting(layout.step(30))
+
+
+DRIVER = """
+import os, signal, sys
+from stepscope import ProfileConfig, capture
+from stepscope_vllm import VllmServer
+
+url, folder, save_path, worker = sys.argv[1:]
+roles, budget = {"rollout": {"ranks": "all"}}, {"fanout_seconds": 2}
+config = ProfileConfig(save_path=save_path, steps=[30], roles=roles, budget=budget)
+with capture(30, engines=[VllmServer(url, folder)], config=config):
+    os.kill(int(worker), signal.SIGSTOP)
+"""
+
+
+def _worker_of(served: Served) -> int:
+    """The pid of its only worker, which is a process of its process group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes()
+            if b"VLLM::Worker" in title and os.getpgid(int(folder.name)) == served.process.pid:
+                return int(folder.name)
+        except OSError:
+            continue
+    raise AssertionError("the server has no worker")
+
+
+def _whole(folder: Path, prefix: str) -> bool:
+    found = [name for name in os.listdir(folder) if name.startswith(prefix) and _traces.is_trace(name)]
+    return bool(found) and not any(_traces.unfinished(folder / name) for name in found)
 
 
 def test_a_server_whose_folder_nobody_said_asks_for_it(served: Served) -> None:

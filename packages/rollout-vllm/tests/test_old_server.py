@@ -1,0 +1,199 @@
+"""A stand-in for `vllm serve` up to 0.30, whose files do not say of which capture they are; the real ones are
+in `real/test_server.py`.
+
+Its profiler is in its API server too, so one stop too many ends it in a segmentation fault. The cases on
+ranks and names are those of verl's tests/utils/test_server_profiler.py (0f9d0f96), as behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture
+from stepscope.files.layout import RunLayout
+from stepscope.testing.engine_conformance import a_capture
+from stepscope.timeline import merge_step
+from stepscope_vllm import VllmServer
+
+EMPTY: dict[str, Any] = {"traceEvents": []}
+
+
+class OldServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.stops = 0
+        self.files = {"abc-rank-0": EMPTY, "host_7.async_llm": EMPTY}
+        """What it writes at each stop: name -> trace."""
+        folder.mkdir()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def write(self) -> None:
+        self.stops += 1
+        for name, trace in self.files.items():
+            path = self.folder / f"{name}.{self.stops}.pt.trace.json.gz"
+            path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: OldServer
+
+    def do_GET(self) -> None:
+        said = {"/version": {"version": "0.29.0"}, "/openapi.json": {"paths": {"/start_profile": {}}}}
+        self._reply(json.dumps(said.get(self.path, {})).encode())
+
+    def do_POST(self) -> None:
+        if self.path == "/stop_profile":
+            self.server.write()
+        self._reply(b"")
+
+    def _reply(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[OldServer]:
+    with OldServer(tmp_path / "written") as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("somebody_stops_it", [False, True])
+async def test_a_server_is_stopped_once_whoever_stops_it(
+    server: OldServer, tmp_path: Path, somebody_stops_it: bool
+) -> None:
+    profiler = VllmServer(server.url, server.folder, replica=0)
+    await profiler.start(a_capture(tmp_path))
+    if somebody_stops_it:
+        await asyncio.to_thread(_post, f"{server.url}/stop_profile")
+    found = await profiler.stop()
+    assert sorted(artifact.kind for artifact in found) == ["vllm_frontend_trace", "vllm_trace"]
+    assert await profiler.stop() == []
+    assert server.stops == 1
+
+
+async def recorded(
+    server: OldServer,
+    tmp_path: Path,
+    replica: int,
+    ranks: tuple[int, ...] | None,
+    tensor_parallel_size: int = 1,
+) -> tuple[dict[str, int | None], VllmServer]:
+    """What became of each file: the name that vLLM gave it -> its global rank."""
+    profiler = VllmServer(
+        server.url, server.folder, replica=replica, tensor_parallel_size=tensor_parallel_size
+    )
+    given = msgspec.structs.replace(a_capture(tmp_path, replica=replica), ranks=ranks)
+    await profiler.start(given)
+    found = await profiler.stop()
+    names = [Path(each.path).name.removeprefix("capture-step1_").partition(".")[0] for each in found]
+    return dict(zip(names, (each.rank for each in found), strict=True)), profiler
+
+
+@pytest.mark.parametrize("names", [("rank0", "rank1"), ("inst9-rank-0", "inst9-rank-1")])
+async def test_of_ranks_0_and_8_at_tensor_parallel_2_exactly_these_are_there(
+    server: OldServer, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    for replica, rank in ((0, 0), (4, 8)):
+        server.files = dict.fromkeys(names, EMPTY)
+        found, _ = await recorded(server, tmp_path, replica, (0, 8), tensor_parallel_size=2)
+        assert found == {names[0]: rank}
+
+
+async def test_all_ranks_of_a_replica_count_from_its_first(server: OldServer, tmp_path: Path) -> None:
+    server.files = {"rank0": EMPTY, "rank1": EMPTY}
+    found, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
+    assert found == {"rank0": 8, "rank1": 9}
+
+
+async def test_of_engines_of_one_worker_the_replica_is_the_rank(server: OldServer, tmp_path: Path) -> None:
+    server.files = {"rank0": EMPTY}
+    assert (await recorded(server, tmp_path, 8, None))[0] == {"rank0": 8}
+
+
+async def test_a_file_that_says_no_rank_is_kept_whatever_ranks_are_asked_for(
+    server: OldServer, tmp_path: Path
+) -> None:
+    server.files = {"host_12345": EMPTY}
+    found, _ = await recorded(server, tmp_path, 0, (0,), tensor_parallel_size=2)
+    assert found == {"host_12345": None}
+
+
+async def test_the_rank_in_a_file_is_believed_over_the_one_in_its_name(
+    server: OldServer, tmp_path: Path
+) -> None:
+    server.files = {"rank0": {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}}
+    found, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
+    assert found == {"rank0": 9}
+
+
+@pytest.mark.parametrize(
+    "trace", [EMPTY, {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}], ids=["name", "content"]
+)
+async def test_a_rank_that_the_engine_as_it_was_said_to_be_cannot_have_is_not_made_up(
+    server: OldServer, tmp_path: Path, trace: dict[str, Any]
+) -> None:
+    server.files = {"rank9": trace}
+    found, profiler = await recorded(server, tmp_path, 3, None)
+    assert found == {"rank9": None}
+    assert "tensor_parallel_size=" in profiler.ignored["ranks"]
+
+
+def test_the_frontends_trace_stands_above_its_workers_on_the_rows_of_their_replica(
+    server: OldServer, tmp_path: Path
+) -> None:
+    base_ns = time.time_ns()
+
+    def trace(pid: int, what: str) -> dict[str, Any]:
+        event = {"ph": "X", "name": what, "cat": "cpu_op", "pid": pid, "tid": pid, "ts": 2.5, "dur": 10.0}
+        return {"baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "traceEvents": [event]}
+
+    config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
+    profiler = VllmServer(server.url, server.folder, tensor_parallel_size=2)
+    with capture(1, engines=[profiler], config=config) as cap:
+        server.files = {
+            "inst-rank-1": trace(8, "a kernel of worker 1"),
+            "inst-rank-0": trace(7, "a kernel of worker 0"),
+            "host_6.async_llm": trace(6, "schedule"),
+        }
+    cap.result.raise_for_missing()
+    step = RunLayout(tmp_path).step(1)
+    merged = merge_step(step.root)
+    events = json.loads(gzip.decompress(step.timeline.read_bytes()))["traceEvents"]
+    placed = {each["pid"]: each for each in events if each.get("cat") == "cpu_op"}
+    shown = [(row.name, placed[row.pid]) for row in merged.rows if row.pid in placed]
+    assert [(row, event["name"]) for row, event in shown] == [
+        ("rollout replica 0", "schedule"),
+        ("rollout 0", "a kernel of worker 0"),
+        ("rollout 1", "a kernel of worker 1"),
+    ]
+    assert {merged.base_ns + round(event["ts"] * 1000) for _, event in shown} == {base_ns + 2500}
+
+
+def _post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+        pass
