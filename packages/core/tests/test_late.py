@@ -122,6 +122,19 @@ async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still
     assert item(config, 2).state == "ok"
 
 
+async def test_a_later_capture_enters_what_a_stop_brought_that_was_given_up(config: ProfileConfig) -> None:
+    profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
+    await captured(config, 1, profiler)
+    await captured(config, 2, other)
+    assert item(config, 1).state == "failed"
+    profiler.let_go.set()
+    assert profiler.going_on is not None
+    await profiler.going_on
+    await captured(config, 3, other)
+    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
+    assert not still_waiting(config)
+
+
 async def test_what_a_process_that_is_gone_waited_for_is_entered_on_request(
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

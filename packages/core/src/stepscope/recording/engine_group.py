@@ -23,6 +23,7 @@ from stepscope.engines import (
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
+from stepscope.files.late import waiting
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
 from stepscope.files.sidecar import Artifact
@@ -133,11 +134,13 @@ class EngineGroup:
                 self._ledger.fail(_label(profiler), full)
             return
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
+        await late_stops.enter_what_came()  # an engine that has started is through with its last stop
 
     async def stop(self, deadline_s: float) -> None:
         """Stops those that started, concurrently."""
         started, self._started = self._started, []
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
+        await late_stops.enter_what_came()
 
     def look_again(self) -> None:
         """Files that were not here may have been fetched since."""
@@ -181,7 +184,12 @@ class EngineGroup:
             stopping.cancel()
             raise
         if not stopping.done():
-            late_stops.add(stopping, partial(self._came_late, label) if started else _heard)
+            if started:
+                late_stops.add(
+                    stopping, partial(self._came_late, label), partial(self._came_by_itself, label)
+                )
+            else:
+                late_stops.add(stopping, _heard)
         if not started:
             _heard(stopping)
         elif not stopping.done():
@@ -219,9 +227,30 @@ class EngineGroup:
             artifacts = stopped.result()
         except Exception as error:
             self._ledger.fail(label, f"stop, after its deadline: {describe(error)}")
+            self._write()
         else:
-            # Not the profiler's `ignored`: that may be of a later capture.
-            self._enter(label, artifacts, {k: v for each in artifacts for k, v in each.ignored.items()})
+            self._enter_late(label, artifacts)
+
+    def _came_by_itself(self, label: str) -> bool:
+        """Enters files of a stop that nobody waits for any more; whether there are any. Blocks."""
+        mine = self._ledger.part
+        came = [
+            artifact
+            for each in waiting(self._layout)
+            if (each.run_id, each.process, each.name) == (mine.run_id, mine.process.key, label)
+            for artifact in each.came
+        ]
+        if came:
+            self._enter_late(label, came)
+        return bool(came)
+
+    def _enter_late(self, label: str, artifacts: Sequence[Artifact]) -> None:
+        # Not the profiler's `ignored`: that may be of a later capture.
+        self._enter(label, artifacts, {k: v for each in artifacts for k, v in each.ignored.items()})
+        self._write()
+
+    def _write(self) -> None:
+        """This part, and the manifest anew: the capture is long closed."""
         self._ledger.write()
         try:
             self._ledger.fold(self._layout)

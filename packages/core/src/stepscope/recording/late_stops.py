@@ -1,38 +1,54 @@
 """Stops of engines that took longer than their deadline: they go on, on their caller's event loop, and what
-they bring is entered, until the next capture begins or that loop ends.
+they bring is entered, until the next capture begins or that loop ends. What an adapter brings to its end by
+itself after that, a later capture of this process enters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import deque
 from collections.abc import Callable
 
+from stepscope.engines.own_thread import own_thread
 from stepscope.files.sidecar import Artifact
+from stepscope.recording import guard
 
 _GRACE_S = 1.0
 """For a stop to end that is told to."""
 
 _late: set[asyncio.Future[list[Artifact]]] = set()
-"""Writers: `add`, and each as it ends."""
+"""Writers: `add`, each as it ends, and a forked child."""
+
+_given_up: deque[Callable[[], bool]] = deque(maxlen=8)
+"""What enters the files of those that were given up, the newest. Writers: `add`, `enter_what_came`, and a
+forked child.
+"""
 
 
 def add(
-    stopping: asyncio.Future[list[Artifact]], came: Callable[[asyncio.Future[list[Artifact]]], None]
+    stopping: asyncio.Future[list[Artifact]],
+    came: Callable[[asyncio.Future[list[Artifact]]], None],
+    came_by_itself: Callable[[], bool] | None = None,
 ) -> None:
-    """Calls `came` once it has ended, unless it was given up."""
+    """Calls `came` once it has ended. Given up, `came_by_itself` is called by `enter_what_came` until it says
+    that something has come.
+    """
     _late.add(stopping)
 
     def ended(stopped: asyncio.Future[list[Artifact]]) -> None:
         _late.discard(stopped)
         if not stopped.cancelled():
             came(stopped)
+        elif came_by_itself is not None:
+            _given_up.append(came_by_itself)
 
     stopping.add_done_callback(ended)
 
 
 async def give_up() -> None:
     """The next capture begins: an engine is not told to stop and to start at once. What an adapter brings to
-    its end by itself still comes to its folder.
+    its end by itself still comes to its folder, and `enter_what_came` enters it.
     """
     here = asyncio.get_running_loop()
     mine = {each for each in _late if each.get_loop() is here}
@@ -45,3 +61,23 @@ async def give_up() -> None:
             each.get_loop().call_soon_threadsafe(each.cancel)
     if mine:
         await asyncio.wait(mine, timeout=_GRACE_S)
+
+
+async def enter_what_came() -> None:
+    """Looks for files of stops that were given up. Cheap where there are none."""
+    for came_by_itself in tuple(_given_up):
+        try:
+            over = await own_thread(came_by_itself)
+        except Exception as error:
+            over = True
+            guard.note("entering files that came late", error)
+        if over and came_by_itself in _given_up:  # later ones may have taken its place
+            _given_up.remove(came_by_itself)
+
+
+def _in_child() -> None:
+    _late.clear()
+    _given_up.clear()  # its parent's captures are its parent's to write
+
+
+os.register_at_fork(after_in_child=_in_child)
