@@ -337,7 +337,7 @@ class Driver:
             "folder": capture.out_dir,
             "name": name,
             "ranks": ranks,
-            "options": options_of(capture),
+            "options": options_of(capture, self.settings),
             "activities": list(capture.activities),
             "gzip": bool(self.settings.get("torch_profiler_use_gzip", True)),
             "delay": capture.iterations.start,
@@ -355,13 +355,16 @@ class Driver:
         return next((task.get_loop() for task in tasks if task is not None), None)
 
 
-def options_of(capture: EngineCapture) -> dict[str, bool]:
-    """The torch.profiler options of a capture, by torch's names."""
+def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, bool]:
+    """The torch.profiler options of a capture, by torch's names. Operations are counted as the engine was
+    built to, unless the capture says otherwise.
+    """
+    flops = "torch_profiler_with_flops"
     return {
         "with_stack": capture.with_stack,
         "record_shapes": capture.record_shapes,
         "profile_memory": capture.profile_memory,
-        "with_flops": bool(capture.extra.get("torch_profiler_with_flops", False)),
+        "with_flops": bool(capture.extra.get(flops, settings.get(flops, False))),
     }
 
 

@@ -151,6 +151,26 @@ async def test_an_option_is_of_one_capture_alone(llm: LLM, tmp_path: Path, optio
     assert mark not in json.dumps(trace_of(second, plain))
 
 
+@pytest.mark.parametrize(("built", "asked", "counted"), [(True, None, True), (False, True, True)])
+async def test_operations_are_counted_as_the_engine_was_built_or_the_capture_says(
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    built: bool,
+    asked: bool | None,
+    counted: bool,
+) -> None:
+    profiler = VllmProfiler(llm, replica=0)
+    flops = "torch_profiler_with_flops"
+    monkeypatch.setattr(profiler._driver.config.profiler_config, flops, built)
+    extra = {} if asked is None else {flops: asked}
+    await profiler.start(msgspec.structs.replace(a_capture(tmp_path), extra=extra))
+    try:
+        assert llm.collective_rpc(lambda worker: _worker(worker).profiler.profiler.with_flops) == [counted]
+    finally:
+        await profiler.stop()
+
+
 async def test_a_rank_that_nobody_asked_for_writes_nothing(llm: LLM, tmp_path: Path) -> None:
     given = msgspec.structs.replace(a_capture(tmp_path, replica=2), ranks=(2,))
     (artifact,), _ = await record(llm, given)
