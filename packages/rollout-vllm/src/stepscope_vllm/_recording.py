@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import re
 import socket
 import threading
@@ -33,9 +32,6 @@ from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
-
-_PREFIX = 100
-"""Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
 
 
 class Target(Protocol):
@@ -103,7 +99,7 @@ class Run:
         self.ignored = ignored
         self._desk = desk
         self._target = target
-        self._name = prefix_of(capture.name)
+        self._name = _traces.prefix_of(capture.name)
         self._given_up = False
         self._started: Started | None = None
         self._seen: tuple[set[str], set[str]] = (set(), set())
@@ -198,7 +194,7 @@ class Run:
             layout = run.step(step)
             for run_id in _over(read_parts(layout)[0]):
                 stem = f"step_{step:06d}_{run_id}{self._of_replica()}"
-                mine = {name for name in named if name.startswith(f"{prefix_of(stem)}_")}
+                mine = {name for name in named if name.startswith(f"{_traces.prefix_of(stem)}_")}
                 whole = {
                     name
                     for name in mine
@@ -373,19 +369,6 @@ def _over(parts: Sequence[ProcessPart]) -> set[str]:
 def _has_ended(part: ProcessPart) -> bool:
     here = part.process.host == socket.gethostname()
     return part.closed is not None or (here and not is_running(part.process.pid))
-
-
-def prefix_of(name: str) -> str:
-    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
-
-    Of a name that cannot stay as it is, the end is a digest of all of it: no two captures share a prefix.
-    """
-    cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)
-    cleaned = cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
-    if cleaned == name and len(name) <= _PREFIX:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{cleaned[: _PREFIX - len(digest) - 1]}-{digest}"
 
 
 async def start(desk: Desk, run: Run) -> None:

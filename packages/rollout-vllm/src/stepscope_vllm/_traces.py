@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
 _FRONTEND = ".async_llm."
 _CAPTURE = re.compile(r"step_(\d{6,})_")
 """What the name of a capture, and so of its files, begins with."""
+_PREFIX = 100
+"""Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
 _HEAD = 1 << 16
 """Bytes of a trace in which everything but its events stands."""
 _WAIT_S = 10.0
@@ -70,6 +73,19 @@ def holder(root: Path, prefix: str) -> Path:
 def of_frontends(folder: Path) -> set[str]:
     """Names of the traces there that API servers and AsyncLLMs wrote of themselves."""
     return {name for name in listed(folder) if is_trace(name) and _FRONTEND in name}
+
+
+def prefix_of(name: str) -> str:
+    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
+
+    Of a name that cannot stay as it is, the end is a digest of all of it: no two captures share a prefix.
+    """
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+    cleaned = cleaned if cleaned[:1].isalnum() else f"c{cleaned}"
+    if cleaned == name and len(name) <= _PREFIX:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{cleaned[: _PREFIX - len(digest) - 1]}-{digest}"
 
 
 def step_of(name: str) -> int | None:
