@@ -22,6 +22,12 @@ def test_a_window_belongs_to_the_main_thread_if_that_opens_it_and_else_to_ours()
     assert in_thread(lambda: thread_for_window(all_threads=False)) is OWNER
 
 
+def test_our_thread_can_be_told_by_its_name_and_does_not_keep_the_process_alive() -> None:
+    seen: list[threading.Thread] = []
+    run_on(OWNER, lambda: seen.append(threading.current_thread()))
+    assert [(thread.name, thread.daemon) for thread in seen] == [("stepscope-profiler", True)]
+
+
 @threads
 def test_work_runs_on_the_windows_thread_whoever_asks(thread: WindowThread) -> None:
     def where() -> tuple[bool, bool]:

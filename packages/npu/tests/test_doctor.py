@@ -30,6 +30,8 @@ def test_a_machine_without_cann_breaks_import_torch_and_one_variable_repairs_it(
         torch_npu="2.13.0", autoloads=True, said=LIBHCCL, environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(repaired)
+    old = Seen(torch_npu="2.1.0.post8", said=LIBHCCL)  # `import torch` leaves it alone
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(old)
 
 
 def test_a_driver_that_shows_no_npu_is_red_and_points_to_the_versions() -> None:
@@ -45,12 +47,28 @@ def test_a_machine_that_has_it_all_is_green(tmp_path: Path) -> None:
     found = " ".join(row.found for row in rows_of(seen))
     assert "8 NPU(s)" in found
     assert "8.3.RC1" in found
+    assert "msprof-analyze is not installed (optional)" in found
+
+
+def test_msprof_analyze_is_named_where_it_is() -> None:
+    [_, _, msprof] = rows_of(Seen(torch_npu="2.13.0", msprof="/opt/msprof", msprof_analyze=True))
+    assert msprof.found == "/opt/msprof, with msprof-analyze"
 
 
 @pytest.mark.parametrize("variable", ["PROFILING_MODE", "PROFILER_SAMPLECONFIG"])
 def test_a_process_under_msprof_is_red(variable: str) -> None:
     seen = Seen(torch_npu="2.13.0", imported="True|1", environ={variable: "dynamic"})
     assert states(seen)[variable] == "red"
+
+
+def test_the_file_that_torch_npu_reads_the_version_of_cann_in_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "version.info").write_text("Version=7.7\n")
+    (tmp_path / "x86_64-linux").mkdir()
+    (tmp_path / "x86_64-linux" / "ascend_toolkit_install.info").write_text(
+        "package_name=x\nversion=8.3.RC1\n"
+    )
+    assert cann_version(tmp_path) == "8.3.RC1"
 
 
 def test_a_cann_without_a_version_file_is_of_unknown_version(tmp_path: Path) -> None:

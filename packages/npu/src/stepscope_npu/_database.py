@@ -210,7 +210,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
     database = sqlite3.connect(uri, uri=True, check_same_thread=False)
     database.text_factory = lambda text: text.decode(errors="replace")
-    database.execute("PRAGMA temp_store = FILE")  # what is sorted does not fill the memory
     return database
 
 

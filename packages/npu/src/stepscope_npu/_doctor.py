@@ -92,8 +92,9 @@ def _msprof(seen: Seen) -> Row:
 
 
 def cann_version(folder: Path) -> str | None:
-    """As one of its own files says; None when none does."""
-    for path in sorted(folder.glob("**/*version.info"))[:20]:
+    """As one of its own files says (torch_npu itself reads the first kind); None when none does."""
+    kinds = ("ascend_*_install.info", "*version.info")
+    for path in [path for kind in kinds for path in sorted(folder.rglob(kind))[:20]]:
         for line in path.read_text(errors="replace").splitlines():
             name, _, said = line.partition("=")
             if name.strip().lower() == "version" and said.strip():

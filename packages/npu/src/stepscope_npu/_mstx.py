@@ -29,12 +29,12 @@ class Ranges:
 
     def end(self, number: int) -> None:
         """Once; for a range that the window's end has closed already it does nothing."""
-        if number in self._open and self._open.pop(number, 0) is None:
+        if self._open.pop(number, 0) is None:
             self._mstx.range_end(number)
 
     def end_all(self) -> None:
-        """Before the recording stops: a range that is open then is lost."""
-        for number in list(self._open):
+        """Before the recording stops: a range that is open then is lost. The newest first, as they nest."""
+        for number in reversed(list(self._open)):
             self.end(number)
 
 

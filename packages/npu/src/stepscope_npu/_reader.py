@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stepscope.files.reading import read_file
 from stepscope.timeline.readers import Claim, FoundFile, Notes, Recording
-from stepscope_npu._analysis import OUTPUT, analysed
+from stepscope_npu._analysis import analysed
 from stepscope_npu._disk import SUFFIX
 
 _INFO = "profiler_info"
@@ -79,7 +79,7 @@ def correction_ns(file: FoundFile) -> int:
     """
     folder = recording_of(file.path)
     opened = None if file.sidecar is None else file.sidecar.opened
-    if folder is None or opened is None or opened.raw_ns is None or file.path.parent.name != OUTPUT:
+    if folder is None or opened is None or opened.raw_ns is None:
         return 0
     if any(folder.glob("PROF_*/host/start_info")) or any(folder.glob("PROF_*/device_*/start_info.*")):
         return 0

@@ -22,6 +22,7 @@ from packages.npu.tests.on_a_wheel.unpacked import Compiled
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.backends import PendingArtifact, SpanInfo
 from stepscope.backends.held_window import Late
+from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.torch_kineto import TorchBackend
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
@@ -143,14 +144,6 @@ def test_data_is_simplified_as_asked(make: Any, tmp_path: Path) -> None:
         assert json.loads(info.read_text())["config"]["experimental_config"]["_data_simplification"] is kept
 
 
-def test_empty_files_are_no_data(tmp_path: Path) -> None:
-    framework = tmp_path / "x_ascend_pt" / "FRAMEWORK"
-    framework.mkdir(parents=True)
-    (framework / "torch.op_range").touch()
-    (framework.parent / "profiler_info.json").write_text("{}")
-    assert "it is empty" in str(_disk.look(tmp_path, records_device=False).failed)
-
-
 def test_markers_survive_domains_that_do_not_name_their_own(make: Any, tmp_path: Path) -> None:
     [artifact] = record(make(domains_include=["weights"]))
     [folder] = written([artifact], tmp_path / "out")
@@ -178,6 +171,21 @@ def test_settings_that_have_no_effect_print_no_warning(make: Any, capsys: pytest
     for artifact in record(make()):
         artifact.discard()
     assert "WARN" not in capsys.readouterr().out
+
+
+def test_the_version_of_cann_is_in_the_sidecar_where_torch_npu_has_found_it(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "cann"
+    home.mkdir()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    [unknown] = record(make())
+    (home / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.3.RC1\n")
+    [known] = record(make())
+    for artifact in (unknown, known):
+        artifact.discard()
+    assert "cann" not in unknown.versions
+    assert known.versions.get("cann") == (None if FAMILY == "A" else "8.3.RC1")
 
 
 # The three defects of another tool's NPU path, none of which is here.
@@ -428,6 +436,49 @@ def test_a_device_that_does_not_synchronize_does_not_keep_the_recording(
     assert record(make())
 
 
+def test_an_end_that_fails_in_every_part_of_it_leaves_the_process_free(make: Any, compiled: Compiled) -> None:
+    backend = make()
+    backend.start(a_window())
+    compiled.fails = dict.fromkeys(
+        ("synchronize", "_stop_profiler", "_finalize_profiler"), "the device is lost"
+    )
+    with pytest.raises(BackendError, match="stop_profiler: the device is lost"):
+        backend.stop()
+    compiled.fails.clear()
+    [artifact] = record(make())
+    artifact.discard()
+
+
+@pytest.fixture
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def look(*_: object, **__: object) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_disk, "look", look)
+        yield
+
+
+@pytest.mark.usefixtures("no_disk")
+def test_a_window_that_cannot_be_ended_says_so_and_leaves_the_process_free(make: Any) -> None:
+    backend = make()
+    backend.start(a_window())
+    with pytest.raises(BackendError, match="is lost: torch_npu did not stop: the disk is gone"):
+        backend.stop()
+    assert PROCESS_LOCK.holder is None
+
+
+@pytest.mark.usefixtures("no_disk")
+def test_a_mini_batch_that_cannot_be_ended_ends_the_window_and_not_the_training(make: Any) -> None:
+    backend = make(schedule={"repeat": 0})
+    backend.start(a_window())
+    backend.advance()
+    assert PROCESS_LOCK.holder is None
+    backend.advance()
+    with pytest.raises(BackendError, match="is lost: after 1 mini-batches: the disk is gone"):
+        backend.stop()
+
+
 def test_a_recording_without_any_data_is_an_error_at_stop(make: Any, compiled: Compiled) -> None:
     compiled.no_prof = True
     backend = make(contents=["npu"])
@@ -501,7 +552,7 @@ def test_a_thread_that_opens_a_window_has_its_operators_in_it_or_is_told_why_not
     [artifact] = in_thread(work)
     artifact.discard()
     assert seen == [joins, False]
-    assert (artifact.options["operators_of"] is not None) == joins
+    assert artifact.options["operators_of"] == ("test-thread" if joins else None)
     assert ("npu.contents.cpu" in artifact.ignored) != joins
     if joins:
         [asked] = [call for call in compiled.calls if call.startswith("_enable_profiler_in_child_thread")]
@@ -524,7 +575,7 @@ def test_a_thread_leaves_a_window_that_another_thread_has_stopped_once_it_can(
     assert in_thread(work) == [joins, False]
 
 
-def test_a_thread_is_not_recorded_any_more_when_other_code_profiles_it(make: Any) -> None:
+def test_a_thread_is_not_recorded_any_more_when_other_code_profiles_it(make: Any, compiled: Compiled) -> None:
     import torch
 
     backend = make()
@@ -532,6 +583,7 @@ def test_a_thread_is_not_recorded_any_more_when_other_code_profiles_it(make: Any
     def work() -> int:
         backend.start(a_window())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+            assert not compiled.thread_is_recorded()
             torch.ones(2) + 1
         return len(theirs.events())
 
