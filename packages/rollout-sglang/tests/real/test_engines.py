@@ -36,8 +36,10 @@ if VERSION == _LAYOUTS:
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0].removesuffix(".py"))
 def test_on_a_real_engine(files: list[str]) -> None:
     faulthandler.cancel_dump_traceback_later()  # of one test; a whole file takes longer, and has it itself
-    # What SGLang warns of while it is imported is not for us to mend.
-    command = [sys.executable, "-m", "pytest", "-v", "-W", "ignore", *(str(HERE / file) for file in files)]
+    # What SGLang warns of while it is imported is not for us to mend. What its processes write is not held
+    # back: a scheduler that dies leaves pytest no time to show it.
+    options = ["-v", "--capture=sys", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", *options, *(str(HERE / file) for file in files)]
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
