@@ -23,10 +23,13 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import read_parts
 from stepscope.files.requests import Control, Request, read_requests
+from stepscope.files.sidecar import Artifact
 from stepscope.files.temporary import remove_abandoned, temporary
 from stepscope.files.values import settled_value
 from stepscope.recording import control, export, loop, requests, runtime
+from stepscope.recording.session import Session
 from stepscope.recording.worker import StartRequest, start_worker
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
 @pytest.fixture
@@ -117,6 +120,45 @@ def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytes
     assert happened == ["cancelled"]
 
 
+class InterruptsItsStop(FakeEngineProfiler):
+    """Somebody presses Ctrl-C when it has begun to stop."""
+
+    async def stop(self) -> list[Artifact]:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.sleep(0.05)
+        return await super().stop()
+
+
+def test_engines_are_stopped_to_the_end_though_the_closing_is_interrupted(config: ProfileConfig) -> None:
+    engine = FakeEngine()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        capture(1, engines=[InterruptsItsStop(engine)], config=config) as cap,
+    ):
+        pass
+    assert not engine.recordings
+    assert cap.result.problems() == []
+
+
+def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_to_them(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, close = FakeEngine(), Session.close
+
+    def interrupted(session: Session, **how: str | None) -> None:
+        close(session, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "close", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        capture(1, engines=[FakeEngineProfiler(engine)], config=config) as cap,
+    ):
+        pass
+    assert not engine.recordings
+    assert cap.result.problems() == []
+
+
 def test_a_capture_that_never_opened_claims_no_spans(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +201,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.replace(finish={"command": "true"})
-    monkeypatch.setattr("stepscope.recording.result.write_manifest", fail(OSError(28, "No space left")))
+    monkeypatch.setattr("stepscope.recording.ledger.write_manifest", fail(OSError(28, "No space left")))
     with capture(1, config=config) as cap:
         pass
     monkeypatch.undo()

@@ -215,11 +215,15 @@ def folder_is_a_file(world: World) -> Fault:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.write_text("in the way")
 
+    def heal() -> None:
+        if folder.is_file():  # somebody may have written into the folder while it was removed
+            folder.unlink()
+
     return Fault(
         folder.name,
         _moment(world),
         strike,
-        lambda: folder.unlink(missing_ok=True),
+        heal,
         harmed={"*"},
         folder_lost=True,
     )

@@ -153,6 +153,8 @@ class Capture:
         self._rank = rank
         self._session: Session | None = None
         self._others: Others | None = None
+        self._told_to_stop = False
+        """Whether the others are being stopped, or were."""
         self._uncaptured: uncaptured.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
 
@@ -316,17 +318,25 @@ class Capture:
         if session is None:
             self._say_uncaptured(error)
             return
+
+        def stop_others() -> None:
+            if self._others is not None and not self._told_to_stop:
+                from stepscope.recording import loop
+
+                stop = self._stop_others(self._others, session, error, deadline_s, discard)
+                loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
+
         try:
             with session.ledger.closing():
                 session.close(error=error, discard=discard)
-                if self._others is not None:
-                    from stepscope.recording import loop
-
-                    loop.run(self._stop_others(self._others, session, error, deadline_s, discard))
+                stop_others()
         except Exception as failure:
             guard.note("closing a capture", failure)
         finally:
-            self._finish(session, discard)
+            try:
+                stop_others()  # where a Ctrl-C came first
+            finally:
+                self._finish(session, discard)
 
     async def _close_async(self, error: str | None, discard: str | None = None) -> None:
         import asyncio
@@ -376,8 +386,12 @@ class Capture:
     ) -> None:
         from stepscope.recording.worker import StopRequest
 
+        self._told_to_stop = True
         request = StopRequest(capture_id=session.capture_id, error=error, discard=discard)
         await others.stop(request, self.config.budget.fanout_seconds if deadline_s is None else deadline_s)
+        if self._state == "closed":  # interrupted, the caller did not wait
+            session.ledger.write()
+            self.result.fold()
 
     def _finish(self, session: Session, discard: str | None) -> None:
         """The last word in the manifest; then the process is free for the next capture."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,15 +17,20 @@ _loop: asyncio.AbstractEventLoop | None = None
 """Runs on a thread of its own. Writers: `run`, and `forget` in a forked child."""
 _lock = threading.Lock()
 _UNDO_S = 5.0
-"""How long an interrupted caller waits for its work to be cancelled."""
+"""How long an interrupted caller waits for its work to be cancelled, or to end."""
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
     """Runs `work` on the private loop and waits. The loop's thread is a daemon: atexit may call this too.
 
     Interrupted (Ctrl-C), `work` is cancelled, and over when this raises: what undoes it must not overtake it.
+
+    Args:
+        keep: `work` itself undoes something: interrupted, it is waited for a while, and goes on behind the
+            caller's back if that is not enough.
     """
     over = threading.Event()
+    future: Future[T] | None = None
 
     async def tracked() -> T:
         try:
@@ -32,12 +38,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         finally:
             over.set()
 
-    future = asyncio.run_coroutine_threadsafe(tracked(), _running())
     try:
+        future = asyncio.run_coroutine_threadsafe(tracked(), _running())
         return future.result()
     except BaseException:
-        if not future.done():
-            future.cancel()
+        if not over.is_set():
+            if future is not None and not keep:
+                future.cancel()
             over.wait(_UNDO_S)
         raise
 
