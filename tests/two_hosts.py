@@ -119,6 +119,7 @@ class Host:
                     process.wait(30)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         self.first.kill()
         self.first.wait()
         assert self.first.stdout is not None
