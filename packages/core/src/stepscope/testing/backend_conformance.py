@@ -18,6 +18,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
@@ -185,6 +186,19 @@ class BackendConformance:
         backend.start(a_window())
         with backend.range(SpanInfo(stage="update", role="actor", span=1, is_async=False)):
             discard(backend.stop())
+
+    def test_a_range_may_end_in_a_later_window(self, make_backend: MakeBackend, tmp_path: Path) -> None:
+        backend = make_backend()
+        info = SpanInfo(stage="update", role="actor", span=1, is_async=False)
+        for step in range(3):
+            backend.start(a_window(step=step))
+            with ExitStack() as ranges:
+                for _ in range(100):
+                    ranges.enter_context(backend.range(info))
+                discard(backend.stop())
+                backend.start(a_window(step=step + 1))
+            discard(backend.stop())
+        assert self._record(backend, a_window(step=9), tmp_path)
 
     def test_a_discarded_artifact_is_forgotten(self, make_backend: MakeBackend, tmp_path: Path) -> None:
         backend = make_backend()
