@@ -16,6 +16,9 @@ from stepscope_npu._versions import TorchNpu
 
 _CALLS = ("_init_profiler", "_warmup_profiler", "_start_profiler", "_stop_profiler", "_finalize_profiler")
 _PATH_FIELDS = ("_dir_path", "_worker_name", "_export_only_mode")
+"""What a handler sets."""
+_MADE_IN = "_prof_path"
+"""Where the last recording is made. A `_KinetoProfile` that is destructed deletes it in export-only mode."""
 
 _ours_on: int | None = None
 """The thread that drives a recording of ours. One writer: `ours`."""
@@ -106,7 +109,7 @@ class OutputFolder:
 
     def __init__(self, torch_npu: TorchNpu) -> None:
         self._paths = _paths(torch_npu)
-        self._before = self._now()
+        self._before = {**self._now(), _MADE_IN: vars(self._paths).get(_MADE_IN)}
         self._ours: dict[str, object] = {}
 
     def taken(self) -> None:

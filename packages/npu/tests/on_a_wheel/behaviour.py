@@ -63,7 +63,7 @@ def their_profile(torch_npu: Any, tmp_path: Path) -> Any:
 
     def profile() -> Any:
         profiler = torch_npu.profiler
-        handler = profiler.tensorboard_trace_handler(str(tmp_path / "theirs"), analyse_flag=False)
+        handler = profiler.tensorboard_trace_handler(str(tmp_path / "theirs"), "mine", analyse_flag=False)
         return profiler.profile(on_trace_ready=handler)
 
     return profile
@@ -361,11 +361,28 @@ def test_a_start_that_fails_in_cpp_says_why(make: Any, compiled: Compiled) -> No
     gc.collect()  # a profile's destructor stops it once more, and writes into the working directory
 
 
-def test_a_start_that_fails_in_cpp_leaves_nothing_running(make: Any, compiled: Compiled) -> None:
+def test_a_start_that_comes_to_no_call_at_all_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_npu.profiler._profiler_path_creator import ProfPathCreator
+
+    def refuse() -> None:
+        raise PermissionError("not writeable")  # which torch_npu prints and drops
+
+    monkeypatch.setattr(ProfPathCreator(), "create_prof_dir", refuse)
+    with pytest.raises(BackendError, match="did not start: torch_npu made no recording"):
+        make().start(a_window())
+
+
+def test_a_start_that_fails_in_cpp_leaves_nothing_running(
+    make: Any, compiled: Compiled, tmp_path: Path
+) -> None:
     compiled.fails["_start_profiler"] = "no"
     with pytest.raises(BackendError):
         make().start(a_window())
     assert compiled.calls[-1] == "_finalize_profiler()"
+    assert not list(tmp_path.rglob("*_ascend_pt"))
+    gc.collect()  # a profile's destructor stops it once more
+    assert compiled.calls[-1] == "_finalize_profiler()"
+    assert compiled.calls.count("_finalize_profiler()") == 1
     compiled.fails.clear()
     assert record(make())
 
@@ -385,8 +402,11 @@ def test_a_stop_that_fails_in_cpp_is_finished_all_the_same(
     assert record(make())
 
 
-def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(make: Any, compiled: Compiled) -> None:
-    backend = make()
+@pytest.mark.parametrize("schedule", [None, {"active": 2}], ids=["whole", "cut"])
+def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(
+    make: Any, compiled: Compiled, schedule: object
+) -> None:
+    backend = make(schedule=schedule)
     backend.start(a_window())
     compiled.fails["_stop_profiler"] = "aclprofStop: 100000"
     [artifact] = backend.stop()
@@ -396,16 +416,35 @@ def test_a_stop_that_failed_is_not_made_once_more_by_the_destructor(make: Any, c
 
 
 def test_a_finish_that_fails_in_cpp_does_not_keep_the_next_recording_out(
-    make: Any, compiled: Compiled
+    make: Any, compiled: Compiled, tmp_path: Path
 ) -> None:
     backend = make()
     backend.start(a_window())
     compiled.fails["_finalize_profiler"] = "aclprofFinalize: 100000"
     with pytest.raises(BackendError, match=r"did not finish it.*aclprofFinalize: 100000"):
         backend.stop()
+    assert not list(tmp_path.rglob("*_ascend_pt"))
     compiled.fails.clear()
     for later in record(make()):
         later.discard()
+
+
+def test_a_recording_that_was_open_before_anything_of_ours_is_known_by_torch_npus_own_mark(make: Any) -> None:
+    from torch_npu.profiler._profiler_path_creator import ProfPathCreator
+
+    ProfPathCreator().is_prof_inited = True
+    with pytest.raises(ProfilerBusyError, match=r"a torch_npu\.profiler recording that is not stepscope's"):
+        make().start(a_window())
+    ProfPathCreator().is_prof_inited = False
+
+
+def test_a_process_is_hooked_once(make: Any) -> None:
+    from torch_npu.profiler import profiler_interface
+
+    make().prepare()
+    hooked = profiler_interface._init_profiler
+    make().prepare()
+    assert profiler_interface._init_profiler is hooked
 
 
 def test_a_recording_of_others_is_known_without_torch_npus_own_mark_of_it(
@@ -655,8 +694,38 @@ def test_a_profiler_the_user_has_made_writes_where_the_user_said(
     [artifact] = record(make())
     theirs.start()
     theirs.stop()
-    assert len(list((tmp_path / "theirs").glob("*_ascend_pt/profiler_info.json"))) == 1
+    assert len(list((tmp_path / "theirs").glob("mine_*_ascend_pt/profiler_info.json"))) == 1
     artifact.discard()
+
+
+def test_a_profiler_the_user_makes_during_a_window_writes_where_the_user_said_too(
+    make: Any, their_profile: Any, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.start(a_window())
+    mark(backend)
+    theirs = their_profile()
+    [folder] = written(backend.stop(), tmp_path / "out")
+    assert messages(folder) == ["actor.update"]
+    theirs.start()
+    theirs.stop()
+    assert len(list((tmp_path / "theirs").glob("mine_*_ascend_pt/profiler_info.json"))) == 1
+
+
+def test_a_profiler_of_the_users_that_deletes_what_it_made_in_the_end_does_not_delete_ours(
+    make: Any, torch_npu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its destructor deletes the folder of the last recording, whosever that was."""
+    monkeypatch.chdir(tmp_path)
+    theirs = torch_npu.profiler._KinetoProfile()
+    theirs.start()
+    theirs.stop()
+    [artifact] = record(make())
+    del theirs
+    gc.collect()
+    [folder] = written([artifact], tmp_path / "out")
+    assert messages(folder) == ["actor.update"]
+    assert not list((tmp_path / "export_only_prof_dir").iterdir())
 
 
 def test_a_recording_of_the_users_is_left_alone(make: Any, their_profile: Any, tmp_path: Path) -> None:
