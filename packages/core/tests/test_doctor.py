@@ -205,6 +205,17 @@ def test_an_nsys_on_path_is_asked_for_its_version(tmp_path: Path, monkeypatch: p
     assert (row.state, row.found) == ("green", f"NVIDIA Nsight Systems version 2026.2.1, {program}")
 
 
+@pytest.mark.parametrize(("level", "user", "states"), [("2", 1000, []), ("4", 1000, ["amber"]), ("4", 0, [])])
+def test_a_kernel_that_lets_nsys_sample_nothing_is_noted(
+    level: str, user: int, states: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "paranoid").write_text(f"{level}\n")
+    monkeypatch.setattr(libraries, "PARANOID", tmp_path / "paranoid")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert [row.state for row in libraries.nsys_permissions()] == states
+
+
 def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "installed", lambda _: "2.44.1")
     assert libraries.ray().state == "red"

@@ -34,6 +34,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _said("torch", partial(libraries.torch, os.environ))
     yield from _said("variables", partial(libraries.recorded_from_outside, os.environ))
     yield from _said("nsys", partial(libraries.nsys, usable.tool))
+    yield from _said("nsys", libraries.nsys_permissions)
     yield from _said("nvtx", libraries.nvtx)
     yield from _said("ray", libraries.ray)
     yield from _said("engines", partial(libraries.engines, os.environ))

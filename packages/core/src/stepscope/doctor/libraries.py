@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from stepscope.doctor import torch_probe
@@ -27,6 +28,9 @@ ENABLED = {
 }
 OLDEST_RAY = (2, 47)
 NSYS_S = 30.0
+PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
+SAMPLED_UP_TO = 2
+"""The level above which nsys samples no CPU, by its installation guide."""
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -121,6 +125,20 @@ def nsys(tool: str) -> Row:
         fix = "it does not work here: install Nsight Systems again, or take it off PATH"
         return Row(subject="nsys", state=state, found=found, fix=fix)
     return Row(subject="nsys", state="green", found=f"{version.strip()}, {path}")
+
+
+def nsys_permissions() -> Iterator[Row]:
+    """What the kernel keeps nsys from, where that is installed: CPU samples; CUDA and NVTX need no leave."""
+    if shutil.which("nsys") is None or os.geteuid() == 0:
+        return
+    try:
+        level = int(PARANOID.read_text())
+    except (OSError, ValueError):
+        return  # not on this system
+    if level > SAMPLED_UP_TO:
+        found = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
+        fix = f"sysctl kernel.perf_event_paranoid={SAMPLED_UP_TO}; or nsys: {{extra: {{sample: none}}}}"
+        yield Row(subject="nsys permissions", state="amber", found=found, fix=fix)
 
 
 def nvtx() -> Row:
