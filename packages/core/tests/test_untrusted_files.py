@@ -1,6 +1,6 @@
 """Whatever lies in a run's folder, commands end well, and neither read nor write outside of it.
 
-`--hypothesis-profile=fuzz` tries thousands of damaged folders in place of a few.
+`--hypothesis-profile=fuzz -o faulthandler_timeout=0` tries thousands of damaged folders in place of a few.
 """
 
 from __future__ import annotations
