@@ -26,8 +26,8 @@ MAIN = "STEPSCOPE_RUN_PID"
 _IS_PYTHON = " python"
 _NAMESPACE = b"stepscope"
 """Of our keys in Ray's store."""
-_RAY_S = 3.0
-"""For Ray's answer at the end: its cluster may be dead."""
+_RAY_S = 30.0
+"""For Ray's answer: its cluster may be dead, or busy."""
 
 _watched: ProfileConfig | None = None
 """What is looked at when this process ends. One writer: `watch`."""
