@@ -8,6 +8,7 @@ hosts are processes. `tests/two_hosts.py` has two hosts.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,11 @@ class Host:
     def keeps(self) -> int:
         """Captures whose files it hands out."""
         return len(gather._sessions)
+
+    def lose(self, name: str) -> None:
+        """Somebody removes the folders of that name."""
+        for folder in list(Path().rglob(name)):
+            shutil.rmtree(folder)
 
     def there(self) -> list[str]:
         return sorted(str(path) for path in Path().rglob("*") if path.is_file())
@@ -277,6 +283,17 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
     result = alone(config, hosts["host-b"])
     result.gather(lambda: 0.0)
     assert any("not fetched in time; they lie on host-b" in line for line in result.problems())
+
+
+def test_a_worker_that_could_not_write_its_part_is_failed(
+    config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    result = alone(config, hosts["host-b"])
+    ray.get(hosts["host-b"].lose.remote("processes"))
+    (line,) = problems(result)
+    assert "files of actor[0]" in line
+    assert "its part of the manifest is not on its disk" in line
 
 
 def test_files_of_captures_that_wait_in_line_are_all_fetched_in_the_end_and_kept_no_longer(

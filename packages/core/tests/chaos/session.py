@@ -108,12 +108,12 @@ class Session:
         harmed = gone if fault is None else {*gone, *fault.harmed}
         if fault is not None and fault.harmed == {"*"}:
             harmed.add("*")
+        opened = fault is None or not isinstance(one.error, fault.raises) or one.reached_body
+        if not opened:
+            return  # rolled back, or never begun: what it says is checked where nothing was promised
         if manifest is None:
             self.say(one.number, "a step that was selected was not captured")
             return
-        opened = fault is None or not isinstance(one.error, fault.raises) or one.reached_body
-        if not opened:
-            return  # rolled back: what it says is checked where nothing was promised
         lost: Gone = None
         if fault is not None and fault.folder_lost:
             lost = "before the end" if (fault.struck_s or 0) < one.closing_s - 0.3 else "perhaps after it"

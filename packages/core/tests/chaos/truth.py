@@ -86,6 +86,9 @@ def _unmentioned(manifest: Manifest, took_part: dict[str, str]) -> Iterator[str]
     said = {part.process.actor_id for part in manifest.processes}
     said |= {item.name for part in manifest.processes for item in part.expected}
     absent = " ".join(each.name for part in manifest.processes for each in part.absent)
+    # Of who shares no folder with the owner, as nobody does whose folder was taken away; not of what is `ok`,
+    # since those have a part here.
+    absent += " ".join(i.name for part in manifest.processes for i in part.expected if i.state != "ok")
     for name, known_as in took_part.items():
         if known_as not in said and known_as[:8] not in absent:
             yield f"the manifest has no word about {name} ({known_as[:8]})"

@@ -67,16 +67,20 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
         engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
 
     Raises:
-        EngineError: this process knows of no such capture, or has not closed it.
+        EngineError: this process knows of no such capture, has not closed it, or could not write its part of
+            the manifest.
     """
     session = _session(capture_id)
     layout, part = session.layout, session.ledger.part
     if part.closed is None:
         raise EngineError("its capture is still open there")
+    own = layout.part_of(session.process, session.run_id, session.number)
+    if not own.is_file():
+        raise EngineError("its part of the manifest is not on its disk: full, removed, or not to be written")
     written = [artifact.path for item in part.expected for artifact in item.artifacts]
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]
-    named += [layout.part_of(session.process, session.run_id, session.number)]
+    named += [own]
     found = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
     return [
         Remote(path=file.relative_to(layout.root).as_posix(), size_bytes=file.stat().st_size)
