@@ -2,7 +2,7 @@
 and what they recorded comes home.
 
 `/proc/self/cwd/run` is a folder of its own in each process that has a working directory of its own, so these
-hosts are processes. `tests/two_hosts.py` has two hosts.
+hosts are processes. `tests/two_hosts.py` has two hosts. One file above 400 lines: all cases share them.
 """
 
 from __future__ import annotations
