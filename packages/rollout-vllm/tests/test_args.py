@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import stepscope_vllm
 from stepscope import ProfileConfig
 from stepscope.errors import ConfigError
+from stepscope_vllm import _ascend, _engines
+from stepscope_vllm._engines import Driver
 
 
 def a_config(tmp_path: Path, tool: str) -> ProfileConfig:
@@ -63,3 +66,41 @@ def test_the_environment_of_an_old_release_is_set_around_building_and_taken_back
         raise RuntimeError("building failed")
     assert "VLLM_TORCH_PROFILER_DIR" not in os.environ
     assert os.environ["VLLM_TORCH_PROFILER_WITH_STACK"] == "yours"
+
+
+class LLM:
+    """As much of an old one as its settings need: its configuration says nothing of a profiler."""
+
+    llm_engine = SimpleNamespace(vllm_config=SimpleNamespace())
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_engines, "_kinds", lambda: {LLM})
+    monkeypatch.delenv("VLLM_TORCH_PROFILER_DIR", raising=False)
+
+
+@pytest.mark.usefixtures("old")
+def test_what_an_old_engine_was_built_with_is_known_after_its_environment_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepscope_vllm._args._installed", lambda: "0.12.0")
+    without, built = LLM(), []
+    for replica in range(2):
+        with stepscope_vllm.engine_environment(a_config(tmp_path, "npu"), replica):
+            built.append(LLM())
+    folders = [Driver(engine).settings.get("torch_profiler_dir") for engine in (without, *built)]
+    assert folders == [None, *(str(tmp_path / ".vllm" / f"replica{replica}") for replica in range(2))]
+
+
+@pytest.mark.usefixtures("old")
+def test_vllm_ascend_0_13_is_told_by_the_environment_though_its_vllm_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _ascend.Ascend("vllm-ascend 0.13.0", {"msprof_tx": "False"}, by_environment=True)
+    monkeypatch.setattr("stepscope_vllm._args._installed", lambda: "0.13.0")
+    assert stepscope_vllm.engine_env(a_config(tmp_path, "npu")) == {}
+    monkeypatch.setattr(_ascend, "installed", lambda: found)
+    with stepscope_vllm.engine_environment(a_config(tmp_path, "npu")):
+        engine = Driver(LLM())
+    assert "npu.markers" in _ascend.check(engine.settings, engine.environment)

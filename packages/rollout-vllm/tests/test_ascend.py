@@ -79,14 +79,14 @@ def test_a_check_says_what_no_capture_will_have_once(
     monkeypatch.setattr(_ascend, "installed", lambda: NEWEST)
     monkeypatch.setattr(_ascend, "_told", False)
     for _ in range(2):
-        assert list(_ascend.check({})) == ["npu.level", "npu.export", "npu.markers"]
+        assert list(_ascend.check({}, {})) == ["npu.level", "npu.export", "npu.markers"]
     [record] = caplog.records
     assert "vllm-ascend 0.30.0 records at Level1" in record.message
     assert "record_request" in record.message
 
 
 def test_without_vllm_ascend_a_check_has_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
-    assert _ascend.check({}) == {}
+    assert _ascend.check({}, {}) == {}
     assert caplog.records == []
 
 
@@ -96,11 +96,12 @@ def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
     """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
     monkeypatch.setattr(_ascend, "installed", lambda: NEWEST._replace(by_environment=True))
     monkeypatch.setattr(_ascend, "_told", True)
-    monkeypatch.delenv("VLLM_TORCH_PROFILER_DIR", raising=False)
-    with pytest.raises(EngineError, match=r"Fix: export VLLM_TORCH_PROFILER_DIR=/a/folder before"):
-        _ascend.check({"torch_profiler_dir": "/a/folder"})
-    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/a/folder")
-    _ascend.check({"torch_profiler_dir": "/a/folder"})
+    settings = {"torch_profiler_dir": "/a/folder"}
+    with pytest.raises(
+        EngineError, match=r"engine_environment.*export VLLM_TORCH_PROFILER_DIR=/a/folder before"
+    ):
+        _ascend.check(settings, {})
+    _ascend.check(settings, settings)
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from stepscope import ProfileConfig
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
-from stepscope_vllm import _facts, _versions
+from stepscope_vllm import _ascend, _built, _engines, _facts, _versions
 
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
@@ -51,13 +51,14 @@ def engine_args(
 
 
 def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> dict[str, str]:
-    """Environment variables for the process that builds the engine; empty from vLLM 0.13 on.
+    """Environment variables for the process that builds the engine; empty from vLLM 0.13 on, but for
+    vllm-ascend 0.13, which looks there still.
 
     Raises:
         ConfigError: `tool` is nsys, and this vLLM opens no CUDA profiler ranges.
     """
     release = installed or _installed()
-    if not _by_environment(release):
+    if not _by_environment(release) and not (installed is None and _ascend.by_environment()):
         return {}
     if config.tool == "nsys":
         if not _has(release, "cuda"):
@@ -78,12 +79,15 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
 
 @contextmanager
 def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None]:
-    """Around building an engine: sets `engine_env` for it and takes it back, also when building fails."""
+    """Around building an engine: sets `engine_env` for it and takes it back, also when building fails. What
+    an engine was built with is remembered: its captures need it.
+    """
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        yield
+        with _built.building(_engines.owned) if wanted else nullcontext():
+            yield
     finally:
         for name, value in before.items():
             if value is None:

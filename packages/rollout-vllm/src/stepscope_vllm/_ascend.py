@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -102,6 +101,12 @@ def installed() -> Ascend | None:
     return of_source(Path(next(iter(spec.submodule_search_locations))), f"vllm-ascend {release}")
 
 
+def by_environment() -> bool:
+    """Whether the engines of this environment are set by variables, whatever their vLLM is."""
+    found = installed()
+    return found is not None and found.by_environment
+
+
 def of_source(package: Path, who: str) -> Ascend:
     """Of the code in a folder `vllm_ascend`. Without arguments where the code is not as it was up to 0.30."""
     for part in PARTS:
@@ -146,9 +151,13 @@ def options_of(recording: Ascend | None) -> dict[str, Fact]:
     return found
 
 
-def check(settings: Mapping[str, object]) -> dict[str, str]:
+def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
     """What no capture of an engine of this environment has, said in the log once a process; empty where it is
     not vllm-ascend's.
+
+    Args:
+        settings: Of the engine's profiler.
+        environment: The same as the variables had them that it was built with.
 
     Raises:
         EngineError: the engine was built with a profiler that this vllm-ascend does not look at.
@@ -157,19 +166,20 @@ def check(settings: Mapping[str, object]) -> dict[str, str]:
     found = installed()
     if found is None:
         return {}
-    _refuse_unheard(found, settings)
+    _refuse_unheard(found, settings, environment)
     if not _told:
         _told = True
         log.warning("stepscope: engines of this environment: %s", "; ".join(found.fixed().values()))
     return found.fixed()
 
 
-def _refuse_unheard(found: Ascend, settings: Mapping[str, object]) -> None:
-    if found.by_environment and not os.environ.get(FOLDER_VARIABLE):
+def _refuse_unheard(found: Ascend, settings: Mapping[str, object], environment: Mapping[str, object]) -> None:
+    if found.by_environment and not environment.get("torch_profiler_dir"):
         folder = settings.get("torch_profiler_dir")
         raise EngineError(
             f"{found.who} takes no profiler_config: its workers look at {FOLDER_VARIABLE}, which is not set. "
-            f"Fix: export {FOLDER_VARIABLE}={folder} before the engine is built, or vllm-ascend 0.14 or later"
+            f"Fix: build the engine in `with engine_environment(config, replica):`, or export "
+            f"{FOLDER_VARIABLE}={folder} before, or vllm-ascend 0.14 or later"
         )
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm import _ascend, _extension, _facts, _fetch, _line, _versions
+from stepscope_vllm import _ascend, _built, _extension, _facts, _fetch, _line, _versions
 from stepscope_vllm._ranks import Layout
 from stepscope_vllm._versions import Dialect
 
@@ -131,7 +131,11 @@ class Driver:
     def settings(self) -> Mapping[str, object]:
         """Of its `ProfilerConfig`; of the environment before there was one (vLLM 0.12 and older)."""
         found = getattr(self.config, "profiler_config", None)
-        return _versions.fields_of(found) if found is not None else _facts.settings_of_environment()
+        return _versions.fields_of(found) if found is not None else self.environment
+
+    @property
+    def environment(self) -> Mapping[str, object]:
+        return _built.environment_of(self.engine)
 
     @property
     def folder(self) -> Path:

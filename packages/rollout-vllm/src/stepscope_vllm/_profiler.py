@@ -62,7 +62,7 @@ class VllmProfiler:
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
         _options.refuse_disabled(driver.settings)
-        self._ignored = _ascend.check(driver.settings)
+        self._ignored = _ascend.check(driver.settings, driver.environment)
 
     async def start(self, capture: EngineCapture) -> None:
         ascend = await asyncio.to_thread(_ascend.installed)  # the first time it reads source files
