@@ -101,8 +101,7 @@ def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str
                 f"npu.extra names {name!r}, and the _ExperimentalConfig of torch_npu {torch_npu.version} "
                 f"takes {', '.join(sorted(known))}. Fix: take it out, or install a torch_npu that has it"
             )
-    extra = {name: _plain(value) for name, value in config.extra.items()}
-    return {**arguments, **extra}
+    return {**arguments, **config.extra}
 
 
 def _aic_metrics(config: NpuConfig, torch_npu: TorchNpu) -> Any:
@@ -131,11 +130,6 @@ def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) ->
         ignored[f"npu.domains_{name}"] = f"torch_npu {torch_npu.version} has no {argument}: all are recorded"
         return {}
     return {argument: values}
-
-
-def _plain(value: object) -> object:
-    """torch_npu checks for `list`, and nothing else that holds items."""
-    return list(value) if isinstance(value, tuple | list) else value
 
 
 def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:

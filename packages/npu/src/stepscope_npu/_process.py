@@ -69,5 +69,4 @@ def _at_exit() -> None:
 
 def _in_child() -> None:
     _window.forget()
-    _recordings.forget()
     _operators.forget()

@@ -136,9 +136,3 @@ def _paths(torch_npu: TorchNpu) -> Any:
     from torch_npu.profiler._profiler_path_creator import ProfPathCreator
 
     return ProfPathCreator()
-
-
-def forget() -> None:
-    """In the child of a fork."""
-    global _ours_on, _theirs_open
-    _ours_on, _theirs_open = None, False

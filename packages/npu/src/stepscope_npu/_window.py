@@ -127,8 +127,8 @@ class NpuWindow:
             raise
 
     def advance(self) -> None:
-        """One mini-batch is done."""
-        if self.over or self._schedule is None:
+        """One mini-batch is done, of a window with a schedule."""
+        if self.over:
             return
         self._mini_batch += 1
         to = place(self._schedule, self._mini_batch)

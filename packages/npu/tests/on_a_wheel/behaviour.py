@@ -28,8 +28,8 @@ from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
-from stepscope.testing.backend_conformance import a_window, in_thread, written
-from stepscope_npu import _disk
+from stepscope.testing.backend_conformance import a_window, in_child, in_thread, written
+from stepscope_npu import _disk, _operators, _window
 from stepscope_npu._backend import NpuBackend
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -141,7 +141,9 @@ def test_data_is_simplified_as_asked(make: Any, tmp_path: Path) -> None:
     for kept in (True, False):
         [folder] = written(record(make(data_simplification=kept)), tmp_path / str(kept))
         [info] = folder.glob("profiler_info*.json")
-        assert json.loads(info.read_text())["config"]["experimental_config"]["_data_simplification"] is kept
+        config = json.loads(info.read_text())["config"]
+        assert config["experimental_config"]["_data_simplification"] is kept
+        assert config["common_config"]["schedule"]["active"] == 1
 
 
 def test_markers_survive_domains_that_do_not_name_their_own(make: Any, tmp_path: Path) -> None:
@@ -158,17 +160,61 @@ def test_what_this_torch_npu_lacks_is_ignored_and_recorded_or_refused(make: Any)
         make(extra={"flux_capacitor": True}).check()
 
 
+def test_device_data_that_nobody_asked_for_is_recorded_for_the_markers_and_that_is_said(
+    make: Any, compiled: Compiled
+) -> None:
+    [forced], [asked] = record(make(contents=["cpu"])), record(make(contents=["memory"], markers=False))
+    for artifact in (forced, asked):
+        artifact.discard()
+    assert "without it torch_npu drops the markers" in forced.ignored["npu.contents"]
+    assert "npu.contents" not in asked.ignored
+    started = [call for call in compiled.calls if call.startswith("_start_profiler")]
+    assert [call.rpartition(", ")[2] for call in started] == ["CPU+NPU)", "CPU)"]
+
+
+def test_a_counter_that_this_torch_npu_has_not_is_refused_with_those_that_it_has(make: Any) -> None:
+    backend = make(level="level1", aic_metrics="MemoryAccess")
+    if FAMILY == "A":
+        with pytest.raises(BackendError, match=r"npu\.aic_metrics is 'MemoryAccess', and .* has .*MemoryUB"):
+            backend.check()
+    else:
+        backend.check()
+
+
+def test_a_database_without_msprof_is_refused_by_the_oldest_and_left_to_the_analysis_by_the_others(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if FAMILY == "A":
+        with pytest.raises(BackendError, match=r"refuses npu\.export db.*Fix: put CANN's msprof on PATH"):
+            make(export="db").check()
+    else:
+        make(export="db").check()
+
+
+def test_nothing_is_analysed_in_this_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_npu.profiler.profiler_interface import _ProfInterface
+
+    analysed: list[object] = []
+    monkeypatch.setattr(_ProfInterface, "analyse", lambda *_, **__: analysed.append(1))
+    [artifact] = record(make())
+    artifact.discard()
+    assert analysed == []
+
+
 def test_host_data_of_the_system_is_passed_through_where_it_is_known(make: Any) -> None:
     backend = make(extra={"host_sys": ["cpu"], "gc_detect_threshold": 1.0})
     if FAMILY == "A":
         with pytest.raises(BackendError, match=r"npu\.extra names 'host_sys'"):
             backend.check()
     else:
-        backend.check()
+        [artifact] = record(backend)
+        artifact.discard()
+        assert artifact.options["extra.host_sys"] == "cpu"
 
 
 def test_settings_that_have_no_effect_print_no_warning(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for artifact in record(make()):
+    for artifact in (*record(make()), *record(make(markers=False))):
         artifact.discard()
     assert "WARN" not in capsys.readouterr().out
 
@@ -549,6 +595,8 @@ def test_a_process_that_msprof_profiles_is_refused(
         make().check()
     with pytest.raises(BackendError, match=variable):
         backend.start(a_window())
+    monkeypatch.setenv(variable, "")
+    make().check()
 
 
 # Threads and devices.
@@ -631,6 +679,24 @@ def test_a_thread_is_not_recorded_any_more_when_other_code_profiles_it(make: Any
     artifact.discard()
 
 
+def test_the_child_of_a_fork_leaves_the_parents_profile_and_thread_alone(make: Any) -> None:
+    backend = make()
+
+    def work() -> bool:
+        backend.start(a_window())
+        profile = backend._held.window._profile
+
+        def left_alone() -> bool:
+            recorded = getattr(_operators._here, "joined", False)
+            return profile.stopped and profile in _window._parents and not recorded
+
+        return in_child(left_alone)
+
+    assert in_thread(work)
+    [artifact] = backend.stop()
+    artifact.discard()
+
+
 def test_a_window_without_operators_asks_for_none(make: Any, compiled: Compiled) -> None:
     backend = make(contents=["npu"])
     in_thread(lambda: backend.start(a_window()) or True)
@@ -681,7 +747,7 @@ def test_a_window_that_ends_in_a_warm_up_leaves_nothing(make: Any, tmp_path: Pat
     backend.advance()
     with pytest.raises(BackendError, match="records from mini-batch 2 on"):
         backend.stop()
-    assert not list((tmp_path / "run").rglob("*_ascend_pt"))
+    assert not list((tmp_path / "run").glob("step_*/*"))
 
 
 # Other recordings in the process.

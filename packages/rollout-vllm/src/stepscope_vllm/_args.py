@@ -13,7 +13,7 @@ from typing import Any
 from stepscope import ProfileConfig
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
-from stepscope_vllm import _ascend, _built, _engines, _facts, _versions
+from stepscope_vllm import _facts, _versions
 
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
@@ -58,7 +58,7 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
         ConfigError: `tool` is nsys, and this vLLM opens no CUDA profiler ranges.
     """
     release = installed or _installed()
-    if not _by_environment(release) and not (installed is None and _ascend.by_environment()):
+    if not _by_environment(release) and not (installed is None and _ascend_by_environment()):
         return {}
     if config.tool == "nsys":
         if not _has(release, "cuda"):
@@ -82,6 +82,8 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
     """Around building an engine: sets `engine_env` for it and takes it back, also when building fails. What
     an engine was built with is remembered: its captures need it.
     """
+    from stepscope_vllm import _built, _engines  # not at the top: asyncio comes with them
+
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -187,6 +189,13 @@ def _role(config: ProfileConfig) -> RoleConfig:
 
 def _by_environment(release: str) -> bool:
     return not _has(release, "profiler_config")
+
+
+def _ascend_by_environment() -> bool:
+    from stepscope_vllm import _ascend
+
+    found = _ascend.installed()
+    return found is not None and found.by_environment
 
 
 def _has(release: str, option: str) -> bool:

@@ -101,12 +101,6 @@ def installed() -> Ascend | None:
     return of_source(Path(next(iter(spec.submodule_search_locations))), f"vllm-ascend {release}")
 
 
-def by_environment() -> bool:
-    """Whether the engines of this environment are set by variables, whatever their vLLM is."""
-    found = installed()
-    return found is not None and found.by_environment
-
-
 def of_source(package: Path, who: str) -> Ascend:
     """Of the code in a folder `vllm_ascend`. Without arguments where the code is not as it was up to 0.30."""
     for part in PARTS:
