@@ -721,13 +721,18 @@ def test_each_cycle_of_a_schedule_is_a_recording_and_a_cut_one_says_so(make: Any
     assert [len(messages(path)) for path in written([first, second], tmp_path / "out")] == [2, 1]
 
 
-def test_a_window_that_ends_late_still_gives_every_cycle(make: Any, tmp_path: Path) -> None:
+def test_a_window_that_ends_late_is_waited_for_and_still_gives_every_cycle(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Late, "wait", lambda _, patience_s: waited.append(patience_s))
     backend = make(schedule={"repeat": 0})
     backend.start(a_window())
     backend.advance()
     window = backend._held.window
     late = backend._late_artifact(window, Late(window, window.thread.submit(window.end)))
     [folder] = written([late], tmp_path / "out")
+    assert waited == [ProfileConfig().budget.export_seconds]
     assert (folder / "profiler_info.json").exists()
     assert (folder / "cycle1_ascend_pt" / "profiler_info.json").exists()
     assert backend.stop() == []

@@ -1,0 +1,66 @@
+"""What is said where there is no torch_npu that works."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import BackendError
+from stepscope_npu import _versions
+
+pytestmark = pytest.mark.needs("torch")
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
+    """Makes a torch_npu of these files: {path: text}."""
+    before = set(sys.modules)
+
+    def install(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = tmp_path / "torch_npu" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "torch_npu":
+            del sys.modules[name]
+
+
+def test_without_torch_npu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(BackendError, match=r"not installed here\. Fix: pip install torch-npu"):
+        _versions.load()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        ("raise OSError('libhccl.so: cannot open')", r"does not import: libhccl\.so.*set_env\.sh"),
+        ("import no_such_module_7", "does not import: .*Fix: pip install no_such_module_7"),
+    ],
+)
+def test_a_torch_npu_that_does_not_import_says_why_and_what_helps(
+    install: Callable[[dict[str, str]], None], breaks: str, says: str
+) -> None:
+    install({"__init__.py": breaks})
+    with pytest.raises(BackendError, match=says):
+        _versions.load()
+
+
+def test_a_torch_npu_that_sees_no_npu_says_where_to_look(install: Callable[[dict[str, str]], None]) -> None:
+    install(
+        {
+            "__init__.py": "__version__ = '9'\nfrom torch_npu import npu",
+            "npu/__init__.py": "mstx = None\ndef is_available():\n    return False",
+            "profiler/__init__.py": "",
+            "profiler/profiler_interface.py": "",
+        }
+    )
+    with pytest.raises(BackendError, match=r"torch_npu 9 finds no NPU.*npu-smi info"):
+        _versions.load()
