@@ -55,13 +55,9 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
         for name in ("cpu", "npu")
         if name in contents
     ] or [torch_npu.profiler.ProfilerActivity.CPU]
-    try:
-        experimental = torch_npu.profiler._ExperimentalConfig(**_experimental(config, torch_npu, ignored))
-    except RuntimeError as error:  # the oldest want CANN's msprof at once for `db`
-        raise BackendError(
-            f"torch_npu {torch_npu.version} refuses npu.export {config.export}: {error}. "
-            f"Fix: put CANN's msprof on PATH ({SOURCE_CANN}), or npu.export: text"
-        ) from error
+    if config.export == "db" and "npu" in contents:
+        _refuse_database(torch_npu)
+    experimental = torch_npu.profiler._ExperimentalConfig(**_experimental(config, torch_npu, ignored))
     flags = {argument: name in contents for name, argument in _FLAGS.items()}
 
     def make_profile(**arguments: Any) -> Any:
@@ -80,6 +76,25 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
         recorded=_recorded(config, contents),
         versions=dict(torch_npu.versions),
     )
+
+
+def _refuse_database(torch_npu: TorchNpu) -> None:
+    """The oldest ask CANN's msprof whether it knows `db`, and make no profile where it does not or is not
+    there; asked here the same, that is known before the run.
+    """
+    manager = getattr(torch_npu.interface, "CannPackageManager", None)
+    ask = getattr(manager, "cann_package_support_export_db", None)
+    if ask is None:
+        return
+    try:
+        why = None if ask() else "this CANN does not know it"
+    except RuntimeError as error:
+        why = str(error)
+    if why is not None:
+        raise BackendError(
+            f"torch_npu {torch_npu.version} refuses npu.export db: {why}. "
+            f"Fix: put CANN's msprof on PATH ({SOURCE_CANN}), or npu.export: text"
+        )
 
 
 def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, Any]:

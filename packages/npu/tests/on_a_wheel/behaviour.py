@@ -185,11 +185,16 @@ def test_a_database_without_msprof_is_refused_by_the_oldest_and_left_to_the_anal
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    if FAMILY == "A":
-        with pytest.raises(BackendError, match=r"refuses npu\.export db.*Fix: put CANN's msprof on PATH"):
+    msprof = tmp_path / "msprof"
+    for known in (None, "no such thing"):
+        if known is not None:
+            msprof.write_text(f"#!/bin/sh\necho '{known}'\n")
+            msprof.chmod(0o755)
+        if FAMILY == "A":
+            with pytest.raises(BackendError, match=r"refuses npu\.export db.*Fix: put CANN's msprof on PATH"):
+                make(export="db").check()
+        else:
             make(export="db").check()
-    else:
-        make(export="db").check()
 
 
 def test_nothing_is_analysed_in_this_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
