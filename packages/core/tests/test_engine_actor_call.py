@@ -139,6 +139,16 @@ async def test_a_dead_actor_says_what_it_died_of() -> None:
         await line.ask(present)
 
 
+async def test_a_call_after_ray_was_shut_down_starts_no_other_ray(
+    actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`remote` itself would start one, and look for the actor there."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ActorGoneError, match="Ray was shut down here"):
+        await ActorLine(actors["sync"]).call(present)
+    ActorLine(actors["sync"]).tell(present)
+
+
 def test_a_call_that_was_given_up_before_it_came_does_not_begin() -> None:
     abandon(None, "a ticket", True)
     assert begin(None, "a ticket", fail, ()) == ("failed", "the caller gave up before its call began")

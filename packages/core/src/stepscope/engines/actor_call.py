@@ -95,6 +95,8 @@ class ActorLine:
         """Runs a short plain function in the actor, on whatever thread Ray picks. Raises as `call` does."""
         import ray
 
+        if not ray.is_initialized():  # Ray would start an empty cluster of its own and look there
+            raise ActorGoneError("Ray was shut down here, and the actor cannot be reached without it")
         sent = time.time_ns()
         try:
             answer = self.actor.__ray_call__.remote(stamped, fn, args)
@@ -112,6 +114,10 @@ class ActorLine:
 
     def tell(self, fn: Callable[..., object], *args: object) -> None:
         """Has the actor run `fn(instance, *args)` as `call` would. Nobody hears what became of it."""
+        import ray
+
+        if not ray.is_initialized():
+            return
         with suppress(Exception):  # the actor is gone or its queue is full, and this was the last word to it
             self.actor.__ray_call__.remote(launch, fn, args)
 
