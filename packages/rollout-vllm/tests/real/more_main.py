@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import stepscope_vllm
 from stepscope import ProfileConfig, capture
+from stepscope.cli import run as command
 from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout
 from stepscope.recording.capture import Capture
@@ -25,10 +26,23 @@ from stepscope_vllm import VllmProfiler
 _requests = 0
 
 
-async def layout(llm: Any, save_path: str, size: int) -> None:
+PREPARED = {"pipeline": "fill_pipeline", "grid": "fill_pipeline", "expert_parallel": "map_experts"}
+"""Case -> what its workers have to do before they can generate."""
+EXTENSIONS = {
+    "pipeline": "Pipeline",
+    "grid": "Pipeline",
+    "expert_parallel": "Experts",
+    "trouble": "OtherHost",
+}
+"""Case -> that of `more_worker.py`; else ours, and none for `experts`."""
+
+
+async def layout(case: str, llm: Any, save_path: str) -> None:
     """All workers of one replica, then of the third replica its last rank and one of another's."""
-    if size > 1 and "pipeline" in sys.argv[1]:
-        await llm.collective_rpc("fill_pipeline")
+    parallel = llm.vllm_config.parallel_config
+    size = parallel.world_size * parallel.data_parallel_size
+    if case in PREPARED:
+        await llm.collective_rpc(PREPARED[case])
     await generate(llm)
     for step, replica, ranks in ((1, 0, "all"), (2, 2, [0, 3 * size - 1])):
         config, profiler = of(save_path, ranks), VllmProfiler(llm, replica=replica)
@@ -55,10 +69,21 @@ async def trouble(llm: Any, save_path: str) -> None:
     async with capture(2, engines=[llm], config=config) as cap:
         await generate(llm)
         os.kill(worker, signal.SIGSTOP)
-    say("its worker is frozen in the stop", cap, took_s=time.monotonic() - began)
+    pending = await asyncio.to_thread(command, ["ls", save_path, "--pending"])
+    say("its worker is frozen in the stop", cap, took_s=time.monotonic() - began, pending=pending)
     os.kill(worker, signal.SIGCONT)
     await until(lambda: not waiting(RunLayout(save_path).step(2)))
-    say("its worker goes on", cap)
+    pending = await asyncio.to_thread(command, ["ls", save_path, "--pending"])
+    say("its worker goes on", cap, pending=pending)
+
+    async with capture(20, engines=[llm], config=config) as cap:
+        await generate(llm)
+        os.kill(worker, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(1, os.kill, worker, signal.SIGCONT)
+    async with capture(21, engines=[llm], config=config) as after:
+        await generate(llm)
+    say("its worker is frozen until the next capture has begun", cap)
+    say("the next capture", after)
 
     limited = of(save_path, "all", torch={"with_stack": True}, budget={"seconds": 0.3, "fanout_seconds": 300})
     began = time.monotonic()
@@ -88,9 +113,28 @@ async def trouble(llm: Any, save_path: str) -> None:
     say("its worker ends with it", cap)
 
 
+BUILT = {
+    "torch_profiler_use_gzip": False,
+    "warmup_iterations": 2,
+    "active_iterations": 3,
+    "ignore_frontend": False,
+}
+
+
+async def options(llm: Any, save_path: str) -> None:
+    """What an engine is built with, and what each capture says."""
+    await generate(llm)
+    for step, torch in ((1, {}), (2, {"profile_memory": True, "record_shapes": True, "with_stack": True})):
+        config = of(save_path, "all", torch=torch, extra=BUILT)
+        async with capture(step, engines=[llm], config=config) as cap:
+            await generate(llm)
+        say(f"step {step}", cap)
+
+
 def of(save_path: str, ranks: object, **more: object) -> ProfileConfig:
+    rollout = {"ranks": ranks, "engine": {"extra": more.pop("extra", {})}}
     return ProfileConfig.from_mapping(
-        {"save_path": save_path, "steps": "0:1000", "roles": {"rollout": {"ranks": ranks}}, **more}
+        {"save_path": save_path, "steps": "0:1000", "roles": {"rollout": rollout}, **more}
     )
 
 
@@ -107,8 +151,7 @@ async def generate(llm: Any) -> None:
 
 
 def core_of(llm: Any) -> int:
-    (process,) = llm.engine_core.resources.engine_manager.processes
-    return int(process.pid)
+    return int(llm.engine_core.resources.engine_manager.processes[0].pid)
 
 
 def ended(pid: int) -> bool:
@@ -133,25 +176,29 @@ def say(case: str, cap: Capture, replica: int = 0, **more: object) -> int:
     assert manifest is not None
     assert folder is not None
     (item,) = [e for part in manifest.processes for e in part.expected if e.name == f"replica {replica}"]
-    sidecars = sorted(folder.rglob("*.pt.trace.json.gz.meta.json"))
-    files = [{"name": path.name, **json.loads(path.read_text())} for path in sidecars]
+    sidecars = sorted(folder.rglob("*.pt.trace.json*.meta.json"))
+    files = [
+        {"name": path.name, "path": str(path).removesuffix(".meta.json"), **json.loads(path.read_text())}
+        for path in sidecars
+    ]
     found = {"case": case, "state": item.state, "reason": item.reason, "ignored": item.ignored}
     print(json.dumps({**found, "files": files, **more}), flush=True)
     return next((int(each["artifact"]["pid"]) for each in files), 0)
 
 
 async def main(case: str, model: str, save_path: str, arguments: dict[str, Any]) -> None:
-    extended = not case.startswith("experts")
-    built = {**arguments, **stepscope_vllm.engine_args(of(save_path, "all"), extension=extended)}
-    own = {"pipeline": "Pipeline", "trouble": "OtherHost"}.get(case)
-    if own is not None:
-        built["worker_extension_cls"] = f"more_worker.{own}"
+    config = of(save_path, "all", extra=BUILT if case == "options" else {})
+    built = {**arguments, **stepscope_vllm.engine_args(config, extension=case != "experts")}
+    if case in EXTENSIONS:
+        built["worker_extension_cls"] = f"more_worker.{EXTENSIONS[case]}"
     llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **built))
     try:
         if case == "trouble":
             await trouble(llm, save_path)
+        elif case == "options":
+            await options(llm, save_path)
         else:
-            await layout(llm, save_path, llm.vllm_config.parallel_config.world_size)
+            await layout(case, llm, save_path)
     finally:
         llm.shutdown()
 

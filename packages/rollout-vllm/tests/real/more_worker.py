@@ -25,6 +25,26 @@ class Pipeline(WorkerExtension):
             )
 
 
+class Experts:
+    """vLLM 0.32's experts on CPUs take the numbers of all experts for those of a worker's own, and read past
+    their weights (a segmentation fault). Without `WorkerExtension`: files are told apart by their names.
+    """
+
+    def map_experts(self) -> None:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+        kind: Any = CPUUnquantizedExperts
+        apply = kind.apply
+
+        def mapped(experts: object, **given: Any) -> Any:
+            own = given["expert_map"][given["topk_ids"].long()]  # -1: of another worker
+            given["topk_weights"] = given["topk_weights"] * (own >= 0)
+            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
+            return apply(experts, **given)
+
+        kind.apply = mapped
+
+
 class OtherHost(WorkerExtension):
     """A worker that can move to a host of its own: another name, and an empty disk at a path."""
 

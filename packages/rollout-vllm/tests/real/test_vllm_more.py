@@ -5,6 +5,7 @@ Run on request (`dev.py test --engines vllm_more-0.32.0`), as root: a worker get
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +33,12 @@ MAIN = Path(__file__).with_name("more_main.py")
 _LIMIT_S = 1500
 
 
+@pytest.fixture(autouse=True)
+def own_limits() -> None:
+    """Not that of other tests, which ends the run: an engine has `_LIMIT_S`, a server its own."""
+    faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.fixture(scope="session")
 def run(
     model: str, expert_model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -38,17 +46,17 @@ def run(
     """`run(case, tensor_parallel_size=2)`: once for each case."""
 
     @cache
-    def running(case: str, **arguments: object) -> Said:
+    def running(case: str, **arguments: int) -> Said:
         folder = tmp_path_factory.mktemp(case)
         given = json.dumps({**sizes, **arguments})
-        used = expert_model if case == "experts" else model
+        used = expert_model if case.startswith("expert") else model
         words = [sys.executable, str(MAIN), case, used, str(folder / "run"), given]
         places = [str(MAIN.parent), os.environ.get("PYTHONPATH", "")]
-        workers = 2 if arguments else 1
+        workers = prod(value for name, value in arguments.items() if name.endswith("_parallel_size"))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, places)),
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if workers == 2 else "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join("01" * (workers // 2)) or "nobind",
         }
         log = folder / "log"
         with log.open("w") as file:
@@ -71,16 +79,17 @@ def placed(said: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
     return [(each["artifact"]["rank"], each["artifact"]["topology"]) for each in said["files"]]
 
 
-@pytest.fixture(params=["pipeline", "experts"])
+@pytest.fixture(params=["pipeline", "experts", "expert_parallel", "data_parallel"])
 def two_workers(request: pytest.FixtureRequest, run: Run) -> Said:
-    """Of two stages of a pipeline, with our extension; and of a mixture of experts, without it.
-
-    Not expert parallel: with this model vLLM 0.32 for CPUs ended in a segmentation fault; why was not
-    looked into.
+    """Of two stages of a pipeline and of two data-parallel engines, with our extension; of a mixture of
+    experts, each over both workers or on one of them, without it.
     """
-    if request.param == "pipeline":
-        return run("pipeline", pipeline_parallel_size=2)
-    return run("experts", tensor_parallel_size=2)
+    case = str(request.param)
+    if case == "pipeline":
+        return run(case, pipeline_parallel_size=2)
+    if case == "data_parallel":
+        return run(case, data_parallel_size=2)
+    return run(case, tensor_parallel_size=2, **({"enable_expert_parallel": True} if "_" in case else {}))
 
 
 def test_each_worker_of_two_has_its_global_rank(two_workers: Said) -> None:
@@ -107,16 +116,63 @@ def test_a_stage_of_a_pipeline_stands_in_the_topology(run: Run) -> None:
     assert found == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 1, "dp": 0})]
 
 
+def test_a_grid_of_stages_and_tensor_parallel_workers_has_each_at_its_place(run: Run) -> None:
+    said = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
+    places = [{"tp": tp, "pp": pp, "dp": 0} for pp in (0, 1) for tp in (0, 1)]
+    assert placed(said["ranks all"]) == list(enumerate(places))
+    (last,) = said["ranks [0, 11]"]["files"]
+    assert last["artifact"]["rank"] == 11
+    assert last["options"]["left_aside"] == "rank 8, rank 9, rank 10"
+
+
+def test_of_data_parallel_engines_each_stands_in_the_topology(run: Run) -> None:
+    found = placed(run("data_parallel", data_parallel_size=2)["ranks all"])
+    assert found == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 0, "dp": 1})]
+
+
 def test_files_of_experts_are_found_by_the_names_that_vllm_gives_them(run: Run) -> None:
     found = run("experts", tensor_parallel_size=2)["ranks all"]
     assert all("_dp0_pp0_tp" in each["name"] for each in found["files"])
+    apart = run("expert_parallel", tensor_parallel_size=2, enable_expert_parallel=True)["ranks all"]
+    assert [each["name"].partition("_ep")[2][0] for each in apart["files"]] == ["0", "1"]
+
+
+def read(said: dict[str, Any], kind: str) -> str:
+    """The one trace of that kind, which is not compressed."""
+    (path,) = (each["path"] for each in said["files"] if each["artifact"]["kind"] == kind)
+    return Path(path).read_text()
+
+
+def test_the_schedule_of_an_engine_and_its_plain_files_are_those_of_each_capture(run: Run) -> None:
+    for step in (1, 2):
+        text = read(run("options")[f"step {step}"], "vllm_trace")
+        events = json.loads(text)["traceEvents"]
+        names = {str(event.get("name")) for event in events}
+        assert len([name for name in names if name.startswith("ProfilerStep#")]) == 3
+
+
+def test_the_frontend_records_when_the_engine_was_built_to(run: Run) -> None:
+    assert read(run("options")["step 1"], "vllm_frontend_trace")
+
+
+@pytest.mark.parametrize("mark", ['"Input Dims"', '"python_function"', '"[memory]"'])
+def test_an_option_is_of_the_capture_that_asks_for_it(run: Run, mark: str) -> None:
+    found = [mark in read(run("options")[f"step {step}"], "vllm_trace") for step in (1, 2)]
+    assert found == [False, True]
 
 
 def test_a_stop_that_takes_too_long_ends_at_its_deadline_and_the_files_come_later(run: Run) -> None:
     frozen, later = run("trouble")["its worker is frozen in the stop"], run("trouble")["its worker goes on"]
-    assert frozen["state"] == "failed"
+    assert (frozen["state"], frozen["pending"]) == ("failed", 3)
     assert "timeout" in frozen["reason"]
-    assert (later["state"], len(later["files"])) == ("ok", 1)
+    assert frozen["took_s"] < 15
+    assert (later["state"], len(later["files"]), later["pending"]) == ("ok", 1, 0)
+
+
+def test_files_of_a_stop_that_took_too_long_are_entered_by_the_next_capture(run: Run) -> None:
+    found = run("trouble")["its worker is frozen until the next capture has begun"]
+    assert (found["state"], len(found["files"])) == ("ok", 1)
+    assert run("trouble")["the next capture"]["state"] == "ok"
 
 
 def test_an_idle_engine_with_stacks_ends_at_the_budget(run: Run) -> None:
