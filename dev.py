@@ -431,6 +431,7 @@ def test(arguments: list[str]) -> bool:
         built = [newest(name).ready() for name in ("vllm", "sglang")]
         return all(built) and run(DEV.ready(), "-m", "pytest", "tests/two_engines.py", *rest)
     if first == "--two-hosts":
+        newest("vllm").ready()
         return run(DEV.ready(), "-m", "pytest", "tests/two_hosts.py", *rest)
     python = DEV.ready()
     if arguments and first != "--no-engines":

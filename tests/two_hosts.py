@@ -1,9 +1,11 @@
 """Two hosts on one machine, which share no folder: a Ray node in namespaces of its own each (network, mounts,
-host name). On request, as root on Linux: `python3 dev.py test --two-hosts`.
+host name), and a real vLLM on the second. On request, as root on Linux: `python3 dev.py test --two-hosts`.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gzip
 import itertools
 import json
 import os
@@ -20,9 +22,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import dev
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.requests import Listening, read_listening
+from stepscope.files.sidecar import Sidecar
 
 PORT = 6399
 PROGRAM = """
@@ -61,6 +65,30 @@ while not os.path.exists(stop):
     with capture(step, workers={"actor": learners, "rollout": server}, engines=engines) as cap:
         ray.get([learner.update.remote() for learner in learners])
     step += 1
+ray.shutdown()
+"""
+VLLM = """
+import sys
+import ray
+from stepscope import capture, configure
+from stepscope.demo.model import Transformer
+from stepscope.engines.ray import RayRollout
+from stepscope_vllm._demo import VllmReplica
+
+save_path, address, python = sys.argv[1:]
+config = configure(
+    save_path=save_path, steps="1:3", roles={"rollout": {"ranks": "all"}}, torch={"activities": ["cpu"]},
+    budget={"fanout_seconds": 120},
+)
+ray.init(address=address, log_to_driver=False)
+there = {"resources": {"host-b": 0.01}, "runtime_env": {"py_executable": python}}
+replica = ray.remote(VllmReplica).options(num_cpus=0, **there).remote(0, config, 0)
+ray.get(replica.load_weights.remote(Transformer().state_dict()))
+for step in (1, 2):
+    with capture(step, engines=[RayRollout(replica, "vllm")], config=config) as cap:
+        ray.get([replica.generate.remote([1, 2, 3], f"{step}-{number}", None) for number in range(3)])
+    cap.result.wait(120)
+ray.get(replica.shut_down.remote())
 ray.shutdown()
 """
 
@@ -291,3 +319,24 @@ def test_each_host_sends_its_own_files_to_a_mirror(
     assert hosts_of(here.spans) == {"host-a"}
     assert hosts_of(there.spans) == {"host-b"}
     assert len(list(step.glob("spans/*"))) == 4
+
+
+def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(
+    folder: Path, hosts: tuple[Host, Host]
+) -> None:
+    faulthandler.cancel_dump_traceback_later()  # the limit of other tests: an engine has its own, below
+    one, _ = hosts
+    program, save_path, log = folder / "engine.py", folder / "run" / "engine", folder / "engine.log"
+    program.write_text(VLLM)
+    words = (str(program), str(save_path), f"{one.address}:{PORT}", dev.newest("vllm").python)
+    assert one.start(log, sys.executable, *words, STEPSCOPE_RAISE="0").wait(500) == 0, log.read_text()
+    for step in (1, 2):
+        layout = RunLayout(one.view(save_path)).step(step)
+        manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
+        assert not manifest.problems()
+        (sidecar,) = layout.sidecars()
+        found = msgspec.json.decode(sidecar.read_bytes(), type=Sidecar)
+        assert (found.step, found.artifact.host, found.artifact.rank) == (step, "host-b", 0)
+        said = json.loads(gzip.decompress((layout.root / found.artifact.path).read_bytes()))
+        assert said["host_name"] == "host-b"
+        assert sum(event["name"].startswith("execute_") for event in said["traceEvents"]) >= 2
