@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import msgspec
 
-_TOGETHER = 1 << 18
-"""Bytes that are handed over at a time: less is slower for igzip, more is not in a core's cache by then."""
+_TOGETHER = 1 << 20
+"""Bytes that are handed over at a time."""
 _AHEAD = 2
 """So many of those wait at most: what is slower is waited for, and memory stays as it is."""
 
