@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 from contextlib import closing, suppress
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,7 +67,7 @@ def _with_other_values(data: bytes, random: Random, outside: Path) -> bytes | No
 
 
 def _with_one_other(value: Any, random: Random, outside: Path) -> Any:
-    new = random.choice(SCALARS)
+    new = deepcopy(random.choice(SCALARS))  # the next change may be to what this one put there
     new = str(outside) if new == "OUTSIDE" else new
     *above, last = random.choice(list(_places(value)))
     if last is None:
