@@ -392,6 +392,71 @@ def test_scopes_of_a_session_that_is_not_ours_end_with_it_too(run: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_scopes_of_a_session_that_was_dropped_without_a_stop_end_before_the_next(run: Run) -> None:
+    done = run(
+        """
+        backend.prepare()
+        for _ in range(8):
+            session = profile(activities=[ProfilerActivity.CPU])
+            session.start()
+            scopes = [torch.profiler.record_function("open") for _ in range(500)]
+            for scope in scopes:
+                scope.__enter__()
+            session = profile(activities=[ProfilerActivity.CPU])  # as SGLang does when a prefill comes late
+            session.start()
+            for scope in scopes:
+                scope.__exit__(None, None, None)
+            work("theirs")
+            session.stop()
+        print("ended")
+        sys.stdout.flush()
+        os._exit(0)  # torch's own exit waits for the sessions that were dropped
+        """
+    )
+    assert done.stdout.endswith("ended\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_of_other_threads_end_before_a_session_of_all_threads_does(run: Run) -> None:
+    done = run(
+        """
+        backend = TorchBackend(ProfileConfig(torch=TorchConfig(all_threads=True)))
+        over = threading.Event()
+        def train():
+            weight = torch.randn(300, 300, requires_grad=True)
+            while not over.is_set():
+                (weight @ weight @ weight).sum().backward()
+        threads = [threading.Thread(target=train) for _ in range(3)]
+        [thread.start() for thread in threads]
+        for _ in range(20):  # torch alone crashes within ten
+            start()
+            [pending] = backend.stop()
+            pending.discard()
+        over.set()
+        [thread.join() for thread in threads]
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_profile_that_is_off_ends_no_scope(run: Run) -> None:
+    done = run(
+        """
+        backend.start(a_window())
+        with torch.profiler.record_function("whole"):
+            with torch.autograd.profiler.profile(enabled=False):
+                work("before")
+            work("after")
+        [one] = backend.stop()
+        one.write(Path("ours.json"))
+        events = json.loads(Path("ours.json").read_text())["traceEvents"]
+        ends = {event["name"]: event["ts"] + event["dur"] for event in events if event["ph"] == "X"}
+        assert ends["whole"] >= ends["after"]
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 SCOPED = """
 import torch
 

@@ -1,7 +1,7 @@
 """Defects found by reading verl's DistProfiler, each as a test that stepscope does not have it.
 
 V1 to V16 are our numbers for them. V3, V8 and V9 (configuration) stand in test_config_values.py and
-test_config_page.py; V10 in test_fleet_ray.py; V11 (nsys reports moved before they are complete) in
+test_config_page.py; V10 in test_engine_actor_call.py; V11 (nsys reports moved before they are complete) in
 test_nsys_backend.py; V14 (two Ascend formats in one step) in test_reader.py of the NPU package.
 """
 

@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch.autograd.profiler import profile
-
+T = TypeVar("T")
+_NOTED = "_stepscope_noted"
+"""In the dict of a scope that is, or was, in `_open`."""
 _open: dict[int, Callable[[], None]] = {}
 """How to end each. Whoever takes one out ends it."""
 _watching = threading.Lock()
@@ -52,15 +53,20 @@ class Mark(AbstractContextManager[None]):
 
 def watch() -> None:
     """From now on each torch.profiler session of this process, whoever opened it, ends the scopes that are
-    open in it before it stops. Costs a scope 0.3 us. Imports torch.
+    open in it before it stops, or before the next one begins where it was dropped. Costs a scope some 0.5 us
+    of 15. Imports torch.
     """
     global _watched
     with _watching:
-        if _watched:
-            return
-        _watched = True
-        _watch_scopes()
-        _watch_stops()
+        if not _watched:
+            _watch_scopes()
+            _watch_sessions()
+            _watched = True
+
+
+def forget() -> None:
+    """In the child of a fork, where the scopes are the parent's."""
+    _open.clear()
 
 
 def _watch_scopes() -> None:
@@ -73,33 +79,35 @@ def _watch_scopes() -> None:
     def entered(self: record_function) -> record_function:
         enter(self)  # type: ignore[no-untyped-call]  # torch
         if profiler._is_profiler_enabled:
-            _open[id(self)] = lambda: end_early(self)
+            _open[id(self)] = lambda: leave(self, None, None, None)
+            vars(self)[_NOTED] = True
         return self
 
     @wraps(leave)
     def left(self: record_function, *raised: object) -> None:
-        _open.pop(id(self), None)
+        if vars(self).pop(_NOTED, False) and _open.pop(id(self), None) is None:
+            return  # it was ended with its session, or is this very moment
         leave(self, *raised)
-
-    def end_early(scope: record_function) -> None:
-        leave(scope, None, None, None)
-        scope.run_callbacks_on_exit = False
 
     record_function.__enter__ = entered  # type: ignore[method-assign]
     record_function.__exit__ = left  # type: ignore[method-assign]
 
 
-def _watch_stops() -> None:
-    from torch.autograd.profiler import profile
+def _watch_sessions() -> None:
+    """Where torch's Python hands over to C++: whatever comes before that, scopes may still open."""
+    from torch.autograd import profiler
 
-    stop = profile.__exit__
+    for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
+        setattr(profiler, name, _scopes_first(getattr(profiler, name)))
 
-    @wraps(stop)
-    def stopped(self: profile, *raised: object) -> object:
+
+def _scopes_first(step: Callable[..., T]) -> Callable[..., T]:
+    @wraps(step)
+    def scopes_first(*args: object, **kwargs: object) -> T:
         _end_all()
-        return stop(self, *raised)  # type: ignore[no-untyped-call]  # torch
+        return step(*args, **kwargs)
 
-    profile.__exit__ = stopped  # type: ignore[method-assign]
+    return scopes_first
 
 
 def _end_all() -> None:

@@ -60,6 +60,7 @@ def _in_child() -> None:
     """After fork, in the child: the session is the parent's."""
     import torch
 
+    open_scopes.forget()
     if torch_window.forget():
         # Its callbacks are still set, and every operator of this thread would be recorded for nobody.
         torch._C._autograd._enable_record_function(False)

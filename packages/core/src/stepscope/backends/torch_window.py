@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ current: TorchWindow | None = None
 
 kineto_has_started = False
 """Whether the seconds of the first start in this process are paid. One writer: this module."""
+_OPERATORS_END_S = 0.1
+"""From the stop of a session of all threads to the next start, and a tenth of it before the stop."""
+_all_threads_until = 0.0
+"""When the last session of all threads stopped, on the monotonic clock. One writer: this module."""
 _parents: list[object] = []
 """In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
 
@@ -156,6 +161,8 @@ class TorchWindow:
             self._profile = self._prepare()
         if not start:
             return
+        if self.only_thread is None:
+            time.sleep(max(0.0, _all_threads_until + _OPERATORS_END_S - time.monotonic()))
         global kineto_has_started
         try:
             self._profile.start_trace()
@@ -186,7 +193,7 @@ class TorchWindow:
             return
         self._kept.lost = "interrupted while it was being stopped"
         try:
-            trouble = _stop(profile)
+            trouble = _stop(profile) if self.only_thread is not None else _stop_all_threads(profile)
         except Exception as error:
             self._kept.lost = f"torch.profiler did not stop: {error}"
             return
@@ -238,6 +245,23 @@ def _started(profile: Profile) -> bool:
     """Whether torch has enabled it: a start may also fail after that, and then it has to be stopped."""
     session = profile.profiler
     return session is not None and session.profiling_start_time_ns != 0
+
+
+def _stop_all_threads(profile: Profile) -> str | None:
+    """As `_stop`. Other threads are in the middle of operators, and one that begins while torch takes the
+    session down, or ends in the next one, writes into freed memory (see `open_scopes`). So no more are
+    recorded for a moment before, and no session begins for a moment after.
+    """
+    global _all_threads_until
+    from torch.profiler import ProfilerActivity
+
+    if hasattr(profile, "toggle_collection_dynamic"):
+        profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
+        time.sleep(_OPERATORS_END_S / 10)
+    try:
+        return _stop(profile)
+    finally:
+        _all_threads_until = time.monotonic()
 
 
 def _stop(profile: Profile) -> str | None:

@@ -43,6 +43,9 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     merge: bool = False
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: who opened it may be gone by then."""
+    stop_seconds: float | None = None
+    """How long the caller of `start` and `stop` waits for each; None: to its end. What takes longer goes on
+    behind a caller who may be using the engine again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}

@@ -277,6 +277,7 @@ class EngineGroup:
             step=self._step,
             run_id=self._ledger.part.run_id,
             seconds=self._config.budget.seconds,
+            stop_seconds=self._config.budget.fanout_seconds,
             out_dir=os.path.abspath(self._layout.engine_dir(replica)),
             step_dir=os.path.abspath(self._layout.root),
             name=self._name,
