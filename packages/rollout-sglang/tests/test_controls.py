@@ -175,3 +175,21 @@ def test_xpu_is_for_xpu_from_0_5_10_on() -> None:
     both = ("cpu", "xpu")
     assert told(an_engine(device="xpu"), activities=both).request["activities"] == ["CPU", "XPU"]
     assert "0.5.10 does" in told(an_engine("0.5.9", device="xpu"), activities=both).ignored["activities"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("start_step", "100"),
+        ("start_step", 0),
+        ("start_step", True),
+        ("profile_prefix", "run/7"),
+        ("profile_prefix", 7),
+        ("profile_prefix", ""),
+        ("profile_prefix", "merged"),
+        ("detailed_annotations", "false"),
+    ],
+)
+def test_a_value_that_the_scheduler_would_die_of_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(EngineError, match=rf"extra\.{option} is .*allowed: .*Fix: "):
+        told(an_engine(), extra={option: value})

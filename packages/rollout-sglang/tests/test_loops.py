@@ -50,6 +50,40 @@ def test_synchronous_code_is_recorded_on_the_engines_own_loop(tmp_path: Path) ->
     loop.close()
 
 
+def test_a_caller_who_gave_up_a_stop_finds_the_engines_loop_free(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    manager = engine.tokenizer_manager
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path, stop_seconds=0.6)))
+    loop.run_until_complete(manager.generate(3))
+    written, stop = asyncio.Event(), manager.stop_profile
+
+    async def slow() -> None:
+        await written.wait()
+        await stop()
+
+    manager.stop_profile = slow  # type: ignore[method-assign]
+
+    async def give_up_after_a_while() -> None:
+        stopping = asyncio.ensure_future(profiler.stop())
+        await asyncio.wait([stopping], timeout=0.6)
+        assert not stopping.done()
+
+    in_thread(give_up_after_a_while())
+    loop.run_until_complete(manager.generate(3))
+
+    async def generate_while_it_ends() -> None:
+        written.set()
+        while manager.recording:
+            await manager.generate(1)
+
+    loop.run_until_complete(generate_while_it_ends())
+    profiler._thread.submit(lambda: None).result()
+    assert manager.asked == ["start", "stop"]
+    loop.close()
+
+
 def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Path) -> None:
     # The loop is the caller's: run by us, it would be taken when the caller generates again.
     loop = asyncio.new_event_loop()

@@ -63,6 +63,13 @@ def test_stamps_that_were_never_set_are_no_times() -> None:
     assert "decode_s" not in request_facts({**META, "prefill_finished_time": None})
 
 
+def test_an_answer_to_several_samples_has_no_facts_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    several: Any = [{"meta_info": META}, {"meta_info": META}]
+    assert request_facts(several) == request_facts(several) == {}
+    (record,) = caplog.records
+    assert "give each answer in it to the span of its own turn" in record.getMessage()
+
+
 def test_what_is_no_answer_has_no_facts() -> None:
     assert request_facts({"meta_info": None}) == {}
 

@@ -17,6 +17,7 @@ from stepscope.engines import Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture, assert_complete
 from stepscope_sglang import SglangServer
+from stepscope_sglang._plugin import COUNT, SCOPES_END
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -27,6 +28,9 @@ class FakeServer(ThreadingHTTPServer):
         self.scheduler = Scheduler("-TP-0", 0, 1)
         self.info: dict[str, object] = {"version": "0.5.23", "device": "cpu", "sleep_on_idle": True}
         self.info_path = "/server_info"
+        self.has_plugin = True
+        self.stop_status: int | None = None
+        """What a stop is answered by somebody else than the server."""
         self.behind: list[str] = []
         """Of a router: the servers it names."""
         self.key: str | None = None
@@ -39,13 +43,15 @@ class FakeServer(ThreadingHTTPServer):
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         self.asked.append(path)
         if path == self.info_path:
-            states = [{"forward_ct": self.scheduler.forward_ct}]
+            states = [{COUNT: self.scheduler.forward_ct, SCOPES_END: True}] if self.has_plugin else [{}]
             return 200, json.dumps({**self.info, "internal_states": states}).encode()
         if path == "/workers" and self.behind:
             return 200, json.dumps({"workers": [{"url": url} for url in self.behind]}).encode()
         if path == "/start_profile":
             wrong = self.scheduler.start(msgspec.json.decode(body, type=ProfileReq))
         elif path == "/stop_profile":
+            if self.stop_status is not None:
+                return self.stop_status, b"Gateway Timeout"
             wrong = self.scheduler.stop()
         else:
             return 404, b"Not Found"
@@ -134,6 +140,38 @@ async def test_a_count_ends_by_itself_and_no_stop_is_sent(server: FakeServer, tm
     assert_complete(artifact, wanted)
     assert (artifact.rank, artifact.truncated) == (1, None)
     assert "/stop_profile" not in server.asked
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+async def test_stages_are_told_apart_where_the_server_has_the_plugin(
+    server: FakeServer, tmp_path: Path, has_plugin: bool
+) -> None:
+    server.has_plugin = has_plugin
+    profiler = SglangServer(server.url)
+    wanted = msgspec.structs.replace(a_capture(tmp_path), by_stage=True, iterations=Iterations(count=2))
+    await profiler.start(wanted)
+    for mode in ("EXTEND", "DECODE", "DECODE", "DECODE"):
+        server.scheduler.forward(mode)
+    artifacts = await profiler.stop()
+    assert [artifact.stage for artifact in artifacts] == (["decode", "prefill"] if has_plugin else [None])
+    assert all(("by_stage" in artifact.ignored) is not has_plugin for artifact in artifacts)
+
+
+async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_written_to(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    profiler = SglangServer(server.url)
+    wanted = msgspec.structs.replace(a_capture(tmp_path), by_stage=True)
+    await profiler.start(wanted)
+    for mode in ("EXTEND", "DECODE"):
+        server.scheduler.forward(mode)
+    server.stop_status = 504  # of a proxy before it, which waits no longer
+    (artifact,) = await profiler.stop()
+    assert artifact.stage == "prefill"
+    assert "the stop failed: " in (artifact.truncated or "")
+    assert "504" in (artifact.truncated or "")
+    assert "is left: a scheduler that has not written yet needs it" in profiler.ignored["folder"]
+    assert server.scheduler.stop() is None  # it finds its folder
 
 
 async def test_a_later_start_is_counted_from_what_the_server_shows(

@@ -203,8 +203,29 @@ def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str])
                 "SGLang heeds it under SGLANG_PROFILE_V2 alone, where a stop kills the scheduler"
             )
             continue
+        _expect_usable(option, value)
         passed[option] = value
     return passed
+
+
+def _expect_usable(option: str, value: object) -> None:
+    """Raises EngineError: SGLang takes any value, and its scheduler dies of it later, or starts at once."""
+    allowed: str | None = None
+    if option == "start_step" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        allowed = "a whole number, 1 or more"
+    elif option == "detailed_annotations" and not isinstance(value, bool):
+        allowed = "true or false"
+    elif option == "profile_prefix" and not _fits_names(value):
+        allowed = "letters, digits, `.`, `_` and `-`, and not `merged`, which names SGLang's merged files"
+    if allowed is not None:
+        raise EngineError(
+            f"extra.{option} is {value!r}; allowed: {allowed}. Fix: such a value, or leave it out"
+        )
+
+
+def _fits_names(prefix: object) -> bool:
+    fits = isinstance(prefix, str) and prefix != "" and safe(prefix) == prefix
+    return fits and not str(prefix).startswith("merged")
 
 
 def _unknown(option: str, facts: EngineFacts) -> str:
@@ -234,13 +255,18 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE
     if facts.disaggregation == "decode" and _versions.older(facts.version, since):
         return f"it kills a decode server of sglang {facts.version}; {since} can do it"
-    if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
+    if stages_end_in_scopes(facts) and not scopes_end_in(states):
         return (
             f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
             "record_function, and torch then writes into freed memory: the scheduler dies, some captures "
             f"later. Our plugin prevents that, and its schedulers have not loaded it. Fix: {_PLUGIN}"
         )
     return None
+
+
+def stages_end_in_scopes(facts: EngineFacts) -> bool:
+    """Whether SGLang stops one stage's profile and starts the next inside of a `record_function`."""
+    return not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
 
 
 def _why_no_merge(facts: EngineFacts, by_stage: bool, passed: Mapping[str, object]) -> str | None:

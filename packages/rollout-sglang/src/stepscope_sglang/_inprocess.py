@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYetError
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -21,8 +21,12 @@ from weakref import WeakKeyDictionary
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._session import RefusedError
+from stepscope_sglang._session import EngineDiedError, RefusedError
 
+_MOMENT_S = 0.05
+"""For how long at once we run a loop that is not ours."""
+_PATIENCE_S = 30.0
+"""For how long in all, for who does not say how long he waits."""
 _LOOK_S = 0.5
 """How often a wait for an answer looks whether the engine still lives."""
 
@@ -53,6 +57,8 @@ class InProcess:
         self._engine = None if manager is None else engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
+        self.patience_s: float | None = None
+        """How long the caller waits for a call; None: not said."""
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
@@ -130,21 +136,27 @@ class InProcess:
                 "the event loop of this engine is closed: the engine cannot be reached any more"
             )
         try:
-            return self._wait(_asked(loop, ask))
+            return self._wait(loop, asyncio.run_coroutine_threadsafe(ask(), loop))
+        except CancelledError as error:
+            raise EngineError("the event loop of this engine ended while the engine was asked") from error
         except RuntimeError as error:
             if isinstance(error, EngineError):
                 raise
             raise RefusedError(str(error)) from error
 
-    def _wait(self, answer: Future[object]) -> object:
+    def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object]) -> object:
         schedulers = self._processes()
-        while True:
-            try:
-                return answer.result(_LOOK_S)
-            except NotYetError:
-                dead = [pid for pid in schedulers if not _lives(pid)]
-                if dead:
-                    raise EngineError(f"the engine has died (process {dead[0]} is gone)") from None
+        patience_s = _PATIENCE_S if self.patience_s is None else max(self.patience_s - 1, self.patience_s / 2)
+        until = time.monotonic() + patience_s
+        while not answer.done():
+            if time.monotonic() > until or not _driven(loop, answer):
+                wait([answer], _LOOK_S)
+            dead = [pid for pid in schedulers if not _lives(pid)]
+            if loop.is_closed() and not answer.done():
+                raise EngineError("the event loop of this engine was closed while the engine was asked")
+            if dead and not answer.done():
+                raise EngineDiedError(f"the engine has died (process {dead[0]} is gone)")
+        return answer.result()
 
     def _processes(self) -> Sequence[int]:
         """Of the engine; empty where it does not tell (before 0.5.12, and of a bare TokenizerManager)."""
@@ -169,32 +181,25 @@ def of_ours(thread: threading.Thread) -> bool:
     return thread.name.startswith("stepscope")
 
 
-def _asked(loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, object]]) -> Future[object]:
-    """The answer to `ask()`, which is awaited once, on the loop, whoever runs that."""
-    answer: Future[object] = Future()
-    begun: list[None] = []
+def _driven(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
+    """Runs the loop for a moment, or until the answer is there. False: somebody else runs it.
 
-    async def work() -> None:
-        if begun:
-            return
-        begun.append(None)
-        try:
-            answer.set_result(await ask())
-        except BaseException as error:
-            answer.set_exception(error)
+    In moments, because the loop is the caller's: one who waits for us no longer must find it free.
+    """
+    if loop.is_running():
+        return False
+    moment = _moment(answer)
+    try:
+        loop.run_until_complete(moment)
+    except RuntimeError:  # somebody began to; uvloop has scheduled the moment then, asyncio has not
+        if inspect.getcoroutinestate(moment) == inspect.CORO_CREATED:
+            moment.close()
+        return False
+    return True
 
-    if not loop.is_running():  # synchronous code waits for us meanwhile
-        first = work()
-        try:
-            loop.run_until_complete(first)
-        except (
-            RuntimeError
-        ):  # somebody runs it after all; uvloop has scheduled the work then, asyncio has not
-            if inspect.getcoroutinestate(first) == inspect.CORO_CREATED:
-                first.close()
-    if not answer.done():
-        asyncio.run_coroutine_threadsafe(work(), loop)
-    return answer
+
+async def _moment(answer: Future[object]) -> None:
+    await asyncio.wait([asyncio.wrap_future(answer)], timeout=_MOMENT_S)
 
 
 def _is_off(name: str) -> bool:

@@ -24,8 +24,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def load() -> None:
-    """Called by SGLang. Only schedulers have what is hooked, and only they have imported it: a hook imports
-    what it is set on, which would cost the other processes seconds.
+    """Called by SGLang, in the processes that have imported the scheduler alone: schedulers, and the one that
+    makes the engine. A hook imports what it is set on, which would cost the others seconds.
     """
     if _SCHEDULER not in sys.modules:
         return
@@ -33,8 +33,8 @@ def load() -> None:
 
     from stepscope.backends import open_scopes
 
+    open_scopes.watch()  # first: the hook says that it is done
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
-    open_scopes.watch()
 
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
@@ -42,8 +42,8 @@ def show(answer: Any, scheduler: Any, *_: object) -> None:
     loaded.
     """
     with suppress(Exception):  # of a version that keeps it elsewhere: the scheduler would die of it
-        answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
         answer.internal_state[SCOPES_END] = True
+        answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:

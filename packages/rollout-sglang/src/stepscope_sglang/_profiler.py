@@ -177,6 +177,10 @@ class SglangProfiler(Replica):
         check_environment()
         check_facts(self.facts)
 
+    def _open(self, capture: EngineCapture) -> list[Session]:
+        self._line.patience_s = capture.stop_seconds
+        return super()._open(capture)
+
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
         return [(self._line, None)]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
+log = logging.getLogger("stepscope")
 Fact: TypeAlias = str | int | float
 
 _PHASES = ("queue", "prefill", "decode")
@@ -72,9 +75,21 @@ def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
     return {**found, **_times(said)}
 
 
-def _meta_info(answer: Mapping[str, object]) -> Mapping[str, object]:
+def _meta_info(answer: object) -> Mapping[str, object]:
+    if not isinstance(answer, Mapping):
+        _warn_once(type(answer).__name__)
+        return {}
     inner = answer.get("meta_info", answer)
     return inner if isinstance(inner, Mapping) else {}
+
+
+@cache
+def _warn_once(kind: str) -> None:
+    log.warning(
+        "stepscope: nothing is recorded of SGLang's answer to several prompts or samples (a %s): give each "
+        "answer in it to the span of its own turn",
+        kind,
+    )
 
 
 def _stamps_here(said: Mapping[str, object]) -> list[int]:

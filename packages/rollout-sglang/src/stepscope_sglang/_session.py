@@ -33,7 +33,7 @@ from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._controls import UNBOUNDED, Plan, plan
+from stepscope_sglang._controls import UNBOUNDED, Plan, plan, stages_end_in_scopes
 from stepscope_sglang._facts import EngineFacts
 from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._traces import (
@@ -54,6 +54,10 @@ _PIPELINE_S = 300.0
 """How long the later ranks of a pipeline may write after the first one's answer."""
 _LOOK_S = 0.05
 _MEMORY = "cuda_memory_snapshot"
+
+
+class EngineDiedError(EngineError):
+    """The engine has died: it writes nothing any more."""
 
 
 class RefusedError(EngineError):
@@ -96,6 +100,8 @@ class Session:
         self._label = label
         self._state: State = "armed"
         self._truncated: str | None = None
+        self._failed: str | None = None
+        """Why the engine may still be writing, or never will again."""
         self._opened: ClockAnchor | None = None
         self._closed: ClockAnchor | None = None
         self._facts: EngineFacts | None = None
@@ -113,7 +119,7 @@ class Session:
         """
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
-        asked = later or self._capture.by_stage
+        asked = later or (self._capture.by_stage and stages_end_in_scopes(self._facts))
         self._plan = plan(self._capture, self._facts, self._line.states() if asked else ())
         self.ignored = dict(self._plan.ignored)
         make_folder(self._folder, open_to_all=self._line.remote)
@@ -159,11 +165,15 @@ class Session:
             return
         self._state = "stopped"  # also where the next line raises: there is no second stop
         if not (self._bounded and self._all_there()):
-            self._left = self._known.pp > 1  # until all of them are seen to have written
+            self._left = True  # also where the next line raises: it may be writing all the same
             try:
                 self._line.stop()
             except RefusedError:
                 self._state = self._without_us()
+            except EngineDiedError:
+                self._left = False
+                raise
+            self._left = self._known.pp > 1  # until all of them are seen to have written
             self._closed = read_anchor()
             if not self._all_there():
                 self._settle()
@@ -171,14 +181,19 @@ class Session:
             self._state = "by itself"
 
     def close(self) -> list[Artifact]:
-        """The artifacts, once complete.
+        """The artifacts, once complete. Of an engine that fails at its stop, those that are.
 
         Raises:
             EngineError: nothing was recorded, and why.
         """
         try:
-            self.end()
-            self._wait()
+            try:
+                self.end()
+                self._wait()
+            except EngineError as error:
+                self._truncated = self._failed = f"the stop failed: {error}"
+                if not self._files():
+                    raise
             return self._publish()
         finally:
             self._remove(self._folder)
@@ -214,7 +229,8 @@ class Session:
         if not folder.is_dir():
             return []
         found = ((path, parse_name(path.name)) for path in sorted(folder.iterdir()))
-        return [(path, name) for path, name in found if name is not None]
+        files = [(path, name) for path, name in found if name is not None]
+        return files if self._failed is None else [each for each in files if self._whole(*each)]
 
     def _content(self, path: Path) -> Content:
         """Of a trace, read again when it has changed."""
@@ -224,6 +240,9 @@ class Session:
         if known is None or known[0] != version:
             known = self._contents[path] = (version, read(path))
         return known[1]
+
+    def _whole(self, path: Path, name: TraceName) -> bool:
+        return name.kind == _MEMORY or self._content(path).complete
 
     def _all_there(self) -> bool:
         """Every file that SGLang writes when it stops by itself is there and complete."""
@@ -263,7 +282,7 @@ class Session:
             )
             self._line.stop()
             self._await_pipeline(scrap)
-        except RefusedError as error:
+        except (EngineError, OSError) as error:
             self.ignored["stop"] = f"what is left armed in the engine could not be cleared: {error}"
         finally:
             self._remove(scrap)
@@ -303,7 +322,7 @@ class Session:
 
     def _remove(self, folder: Path) -> None:
         if self._left:
-            self.ignored["folder"] = f"{folder} is left: a pipeline rank that has not written yet needs it"
+            self.ignored["folder"] = f"{folder} is left: a scheduler that has not written yet needs it"
         else:
             shutil.rmtree(folder, ignore_errors=True)
 

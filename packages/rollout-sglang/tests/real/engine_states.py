@@ -319,6 +319,24 @@ def test_prefill_and_decode_have_files_of_their_own(engine: Any, tmp_path: Path,
     assert_works(engine, tmp_path)
 
 
+def test_stages_of_a_capture_that_begins_during_decoding_do_no_harm(engine: Any, tmp_path: Path) -> None:
+    """SGLang then drops the decode profile without a stop, in the middle of a pass, for the prefill's."""
+
+    async def scenario(step: int) -> list[Artifact]:
+        profiler = SglangProfiler(engine)
+        running = asyncio.ensure_future(generate(engine, 1, 400))
+        await asyncio.sleep(0.2)
+        await profiler.start(asked(tmp_path / str(step), by_stage=True, iterations=Iterations(count=20)))
+        await generate(engine, 1, 4)
+        assert not running.done()
+        await running
+        return await profiler.stop()
+
+    for step in range(5):
+        assert on_its_loop(engine, scenario(step))
+    assert_works(engine, tmp_path)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, tokens: int) -> None:
     wanted = asked(tmp_path, by_stage=True, iterations=Iterations(count=5))
