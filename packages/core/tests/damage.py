@@ -102,8 +102,10 @@ def _damage_rows(path: Path, random: Random) -> None:
         if isinstance(each, float | str | None) or (isinstance(each, int) and abs(each) < 2**63)
     ]
     with closing(sqlite3.connect(path)) as database, suppress(sqlite3.Error, UnicodeEncodeError):
-        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         for _ in range(random.choice((1, 2, 6))):
+            tables = [
+                each for (each,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            ]
             table = random.choice(tables)
             columns = [row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,))]
             column, value = random.choice(columns), random.choice((*fitting, b"\xff\0"))
