@@ -107,6 +107,35 @@ def test_time_that_is_up_between_two_generations_waits_for_the_next(tmp_path: Pa
     loop.close()
 
 
+def test_an_expiry_whose_stop_takes_long_leaves_the_loop_to_its_owner(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    engine = FakeEngine(FakeManager(), loop=loop)
+    manager, written = engine.tokenizer_manager, asyncio.Event()
+    stop = manager.stop_profile
+
+    async def slow() -> None:
+        await written.wait()
+        await stop()
+
+    manager.stop_profile = slow  # type: ignore[method-assign]
+    profiler = SglangProfiler(engine)
+    in_thread(profiler.start(asked(tmp_path, seconds=1000.0)))
+    loop.run_until_complete(manager.generate(2))
+    assert profiler._watchdog is not None
+    profiler._watchdog.function()
+    for _ in range(50):
+        loop.run_until_complete(manager.generate(1, "DECODE"))  # raises where we run the loop
+
+    async def generate_until_stopped() -> None:
+        written.set()
+        while manager.recording:
+            await manager.generate(1, "DECODE")
+
+    loop.run_until_complete(generate_until_stopped())
+    assert manager.asked == ["start", "stop"]
+    loop.close()
+
+
 def test_a_manager_that_nobody_has_used_becomes_the_callers(tmp_path: Path) -> None:
     manager = FakeManager()
 

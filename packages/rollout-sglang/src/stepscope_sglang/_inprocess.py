@@ -8,12 +8,12 @@ the wrong answers (later). So calls are handed to that loop from a thread that w
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -25,8 +25,6 @@ from stepscope_sglang._session import EngineDiedError, RefusedError
 
 _MOMENT_S = 0.05
 """For how long at once we run a loop that is not ours."""
-_PATIENCE_S = 30.0
-"""For how long in all, for who does not say how long he waits."""
 _LOOK_S = 0.5
 """How often a wait for an answer looks whether the engine still lives."""
 
@@ -57,8 +55,8 @@ class InProcess:
         self._engine = None if manager is None else engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
-        self.patience_s: float | None = None
-        """How long the caller waits for a call; None: not said."""
+        self.waited_until = 0.0
+        """On the monotonic clock: until then somebody waits for us, and uses the loop for nothing else."""
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
@@ -146,10 +144,8 @@ class InProcess:
 
     def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object]) -> object:
         schedulers = self._processes()
-        patience_s = _PATIENCE_S if self.patience_s is None else max(self.patience_s - 1, self.patience_s / 2)
-        until = time.monotonic() + patience_s
         while not answer.done():
-            if time.monotonic() > until or not _driven(loop, answer):
+            if time.monotonic() > self.waited_until or not _driven(loop, answer):
                 wait([answer], _LOOK_S)
             dead = [pid for pid in schedulers if not _lives(pid)]
             if loop.is_closed() and not answer.done():
@@ -188,18 +184,23 @@ def _driven(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
     """
     if loop.is_running():
         return False
-    moment = _moment(answer)
+    over: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def end_soon(_: Future[object]) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(end)
+
+    answer.add_done_callback(end_soon)
     try:
-        loop.run_until_complete(moment)
-    except RuntimeError:  # somebody began to; uvloop has scheduled the moment then, asyncio has not
-        if inspect.getcoroutinestate(moment) == inspect.CORO_CREATED:
-            moment.close()
+        loop.call_soon_threadsafe(loop.call_later, _MOMENT_S, end)
+        loop.run_until_complete(over)
+    except RuntimeError:  # somebody else began to run it, or closed it
         return False
     return True
-
-
-async def _moment(answer: Future[object]) -> None:
-    await asyncio.wait([asyncio.wrap_future(answer)], timeout=_MOMENT_S)
 
 
 def _is_off(name: str) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 from stepscope.engines import EngineCapture
@@ -50,7 +53,8 @@ class Replica(ABC):
         self._capture = capture
         try:
             self._prepare()
-            sessions = await self._do(lambda: self._open(capture))
+            with self._waited_for(capture):
+                sessions = await self._do(lambda: self._open(capture))
         except asyncio.CancelledError:
             self._capture = None
             self._thread.submit(self._drop)
@@ -65,7 +69,8 @@ class Replica(ABC):
         if capture is None:
             return []
         # A caller that gives up leaves the files to be finished behind its back.
-        return await self._do(self._close)
+        with self._waited_for(capture):
+            return await self._do(self._close)
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work)))
@@ -75,6 +80,10 @@ class Replica(ABC):
     @abstractmethod
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
         """How its engines are reached, and what each is called where there are several."""
+
+    def _waited_for(self, capture: EngineCapture) -> AbstractContextManager[None]:
+        """While the caller waits for what is done on the thread."""
+        return nullcontext()
 
     def _prepare(self) -> None:  # noqa: B027  # only some kinds have to
         """On the event loop of the caller, before anything else."""
@@ -177,9 +186,16 @@ class SglangProfiler(Replica):
         check_environment()
         check_facts(self.facts)
 
-    def _open(self, capture: EngineCapture) -> list[Session]:
-        self._line.patience_s = capture.stop_seconds
-        return super()._open(capture)
+    @contextmanager
+    def _waited_for(self, capture: EngineCapture) -> Iterator[None]:
+        patience_s = math.inf if capture.stop_seconds is None else capture.stop_seconds
+        until = time.monotonic() + max(patience_s - 1, patience_s / 2)
+        self._line.waited_until = until
+        try:
+            yield
+        finally:
+            if self._line.waited_until == until:  # not a later caller's
+                self._line.waited_until = 0.0
 
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
         return [(self._line, None)]

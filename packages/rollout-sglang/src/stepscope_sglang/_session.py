@@ -119,8 +119,14 @@ class Session:
         """
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
-        asked = later or (self._capture.by_stage and stages_end_in_scopes(self._facts))
-        self._plan = plan(self._capture, self._facts, self._line.states() if asked else ())
+        states: Sequence[object] = ()
+        if later or (self._capture.by_stage and stages_end_in_scopes(self._facts)):
+            try:
+                states = self._line.states()
+            except EngineError:
+                if later:
+                    raise
+        self._plan = plan(self._capture, self._facts, states)
         self.ignored = dict(self._plan.ignored)
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
@@ -157,7 +163,10 @@ class Session:
         """Ends the recording before the capture does."""
         if self._state == "armed":
             self._truncated = reason
-            self.end()
+            try:
+                self.end()
+            except EngineError as error:
+                self._fail(error)
 
     def end(self) -> None:
         """The engine records no longer and nothing is armed."""
@@ -189,14 +198,16 @@ class Session:
         try:
             try:
                 self.end()
-                self._wait()
+                if self._failed is None:
+                    self._wait()
             except EngineError as error:
-                self._truncated = self._failed = f"the stop failed: {error}"
-                if not self._files():
-                    raise
+                self._fail(error)
             return self._publish()
         finally:
             self._remove(self._folder)
+
+    def _fail(self, error: EngineError) -> None:
+        self._truncated = self._failed = f"the stop failed: {error}"
 
     def drop(self) -> None:
         """Ends the recording and leaves nothing of it."""
@@ -275,17 +286,22 @@ class Session:
         if self._cleared():
             return
         scrap = self._folder.with_name(f"{self._folder.name}-scrap")
-        make_folder(scrap, open_to_all=self._line.remote)
+        used = False  # by a scheduler, which dies if it finds no folder
         try:
+            make_folder(scrap, open_to_all=self._line.remote)
+            used = True
             self._line.start(
                 {"output_dir": str(scrap), "activities": ["CPU"], "with_stack": False, "record_shapes": False}
             )
             self._line.stop()
+            used = False
             self._await_pipeline(scrap)
         except (EngineError, OSError) as error:
+            used = used and not isinstance(error, RefusedError)
             self.ignored["stop"] = f"what is left armed in the engine could not be cleared: {error}"
         finally:
-            self._remove(scrap)
+            if not used:
+                self._remove(scrap)
 
     def _wait(self) -> None:
         """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
@@ -343,6 +359,8 @@ class Session:
         return [self._take(path, name, contents[path], stages[path]) for path, name in wanted]
 
     def _nothing(self) -> str:
+        if self._failed is not None:
+            return self._failed
         if self._state == "unused":
             start = self._capture.iterations.start
             if start > 0:
