@@ -48,7 +48,7 @@ PUBLIC = (
             "writers",
         )
     }
-    | {f"stepscope.engines.{name}" for name in ("artifacts", "fetch", "http")}
+    | {f"stepscope.engines.{name}" for name in ("artifacts", "fetch", "http", "own_thread")}
     | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"

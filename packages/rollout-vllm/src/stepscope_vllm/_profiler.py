@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _engines, _options, _recording, _versions
@@ -65,7 +66,7 @@ class VllmProfiler:
         self._ignored = _ascend.check(driver.settings, driver.environment)
 
     async def start(self, capture: EngineCapture) -> None:
-        ascend = await asyncio.to_thread(_ascend.installed)  # the first time it reads source files
+        ascend = await own_thread(_ascend.installed)  # the first time it reads source files
         self.check()
         driver = self._driver
         ignored = _options.unable(

@@ -21,7 +21,7 @@ import msgspec
 
 from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option, publish, read_anchor
-from stepscope.errors import EngineError
+from stepscope.errors import EngineError, StepscopeError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.late import take_in, waiting
 from stepscope.files.layout import RunLayout
@@ -32,6 +32,9 @@ from stepscope.files.sidecar import Artifact
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
+
+_entering = threading.Lock()
+"""Servers of one process look side by side; a part of a manifest is read, changed and written."""
 
 
 class Target(Protocol):
@@ -211,9 +214,11 @@ class Run:
                     step_dir=str(layout.root),
                     ranks=None,
                 )
-                with contextlib.suppress(OSError, EngineError):  # they stay there, and this capture begins
+                replica = (run_id, f"replica {self.capture.replica}")
+                with _entering, contextlib.suppress(OSError, StepscopeError):  # they stay there otherwise
                     Run(self._desk, self._target, capture, {})._adopt(whole, folder)
-                    take_in(layout, [each for each in waiting(layout) if each.alive is False])
+                    late = [each for each in waiting(layout) if (each.run_id, each.name) == replica]
+                    take_in(layout, [each for each in late if each.alive is False])
 
     def _of_replica(self) -> str:
         """The end of its name that tells it from other servers' captures; empty where it has none."""
