@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, TypeVar
 
@@ -116,4 +116,5 @@ def _end_all() -> None:
             _, end = _open.popitem()  # the innermost first
         except KeyError:
             return  # it ended on its own thread
-        end()
+        with suppress(Exception):  # of a mode that takes operators over, say: the session has to stop
+            end()

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -161,16 +162,22 @@ class TorchWindow:
             self._profile = self._prepare()
         if not start:
             return
-        if self.only_thread is None:
-            time.sleep(max(0.0, _all_threads_until + _OPERATORS_END_S - time.monotonic()))
         global kineto_has_started
         try:
-            self._profile.start_trace()
+            self._start(self._profile)
             kineto_has_started = True
             self._profile.add_metadata_json("stepscope", json.dumps({**self._about, "cycle": self._cycle}))
         except BaseException:
             self._abandon()
             raise
+
+    def _start(self, profile: Profile) -> None:
+        if self.only_thread is None:
+            time.sleep(max(0.0, _all_threads_until + _OPERATORS_END_S - time.monotonic()))
+        profile.start_trace()
+
+    def _stop(self, profile: Profile) -> str | None:
+        return _stop_all_threads(profile) if self.only_thread is None else _stop(profile)
 
     def _prepare(self) -> Profile:
         others = user_profilers.busy()
@@ -193,7 +200,7 @@ class TorchWindow:
             return
         self._kept.lost = "interrupted while it was being stopped"
         try:
-            trouble = _stop(profile) if self.only_thread is not None else _stop_all_threads(profile)
+            trouble = self._stop(profile)
         except Exception as error:
             self._kept.lost = f"torch.profiler did not stop: {error}"
             return
@@ -203,7 +210,7 @@ class TorchWindow:
     def _cancel_warmup(self) -> None:
         try:
             if self._profile is not None:
-                self._profile.start_trace()  # torch has no other way out of a warm-up
+                self._start(self._profile)  # torch has no other way out of a warm-up
         finally:
             self._abandon()
 
@@ -212,7 +219,7 @@ class TorchWindow:
         self.phase = "off"
         profile, self._profile = self._profile, None
         if profile is not None and _started(profile):
-            _stop(profile)
+            self._stop(profile)
         else:
             user_profilers.clear_flag()
 
@@ -255,7 +262,7 @@ def _stop_all_threads(profile: Profile) -> str | None:
     global _all_threads_until
     from torch.profiler import ProfilerActivity
 
-    if hasattr(profile, "toggle_collection_dynamic"):
+    with suppress(Exception):  # of a torch without it, or that refuses: the session is stopped all the same
         profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
         time.sleep(_OPERATORS_END_S / 10)
     try:

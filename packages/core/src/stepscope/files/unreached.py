@@ -29,9 +29,7 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True):
     """Whether Ray was there and had ended when it was to say what hosts with folders of their own did."""
 
     def __str__(self) -> str:
-        where = (
-            " that is known here (Ray was shut down before its hosts could be asked)" if self.unasked else ""
-        )
+        where = " that is known here (Ray could not be asked what its hosts did)" if self.unasked else ""
         return (
             f"no step began{where}, and none was captured: {'; '.join(self.boundaries)}. "
             "Fix: under `instrument` name a function that the loop calls once a step ({module, name, step: "

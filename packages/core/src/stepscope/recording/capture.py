@@ -324,7 +324,11 @@ class Capture:
                 from stepscope.recording import loop
 
                 stop = self._stop_others(self._others, session, error, deadline_s, discard)
-                loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
+                try:
+                    loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
+                except Exception as failure:
+                    stop.close()
+                    guard.note("stopping workers and engines", failure)
 
         try:
             with session.ledger.closing():

@@ -126,9 +126,13 @@ class EngineGroup:
         """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
         else.
         """
-        await late_stops.give_up()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
-        full = await own_thread(control.over_budget, self._config) if selected else None
+        full = None
+        try:
+            await late_stops.give_up()
+            full = await own_thread(control.over_budget, self._config) if selected else None
+        except Exception as error:  # of the disk, or of a process that may have no more threads
+            guard.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
                 self._ledger.fail(_label(profiler), full)
@@ -140,7 +144,6 @@ class EngineGroup:
         """Stops those that started, concurrently."""
         started, self._started = self._started, []
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
-        await late_stops.enter_what_came()
 
     def look_again(self) -> None:
         """Files that were not here may have been fetched since."""

@@ -20,9 +20,12 @@ _GRACE_S = 1.0
 _late: set[asyncio.Future[list[Artifact]]] = set()
 """Writers: `add`, each as it ends, and a forked child."""
 
-_given_up: deque[Callable[[], bool]] = deque(maxlen=8)
-"""What enters the files of those that were given up, the newest. Writers: `add`, `enter_what_came`, and a
-forked child.
+_LOOKS = 3
+"""How often files of one that was given up are looked for, once for each later capture: each look reads a
+step's folder."""
+_given_up: deque[tuple[Callable[[], bool], int]] = deque()
+"""What enters the files of those that were given up, and how many looks are left. Writers: `add`,
+`enter_what_came`, and a forked child.
 """
 
 
@@ -41,7 +44,7 @@ def add(
         if not stopped.cancelled():
             came(stopped)
         elif came_by_itself is not None:
-            _given_up.append(came_by_itself)
+            _given_up.append((came_by_itself, _LOOKS))
 
     stopping.add_done_callback(ended)
 
@@ -51,7 +54,7 @@ async def give_up() -> None:
     its end by itself still comes to its folder, and `enter_what_came` enters it.
     """
     here = asyncio.get_running_loop()
-    mine = {each for each in _late if each.get_loop() is here}
+    mine = {each for each in tuple(_late) if each.get_loop() is here}
     for each in tuple(_late):
         if each in mine:
             each.cancel()
@@ -65,14 +68,13 @@ async def give_up() -> None:
 
 async def enter_what_came() -> None:
     """Looks for files of stops that were given up. Cheap where there are none."""
-    for came_by_itself in tuple(_given_up):
+    for _ in range(len(_given_up)):
+        came_by_itself, looks = _given_up.popleft()
         try:
-            over = await own_thread(came_by_itself)
+            if not await own_thread(came_by_itself) and looks > 1:
+                _given_up.append((came_by_itself, looks - 1))
         except Exception as error:
-            over = True
             guard.note("entering files that came late", error)
-        if over and came_by_itself in _given_up:  # later ones may have taken its place
-            _given_up.remove(came_by_itself)
 
 
 def _in_child() -> None:

@@ -27,7 +27,7 @@ from stepscope.files.manifest import (
     ProcessPart,
     State,
 )
-from stepscope.files.parts import fold, read_parts, write_manifest
+from stepscope.files.parts import fold, part_files, write_manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.recording import guard
 
@@ -169,8 +169,8 @@ class Ledger:
     def manifest(self, step: StepLayout) -> Manifest:
         """What is there at this moment, folded from the parts of all processes of the step."""
         mine = self.part  # from memory: a disk that refuses to be written cannot hide it
-        parts = [part for part in read_parts(step)[0] if part.run_id == mine.run_id]
-        return fold([mine, *(part for part in parts if part.process != mine.process)])
+        others = [part for path, part in part_files(step)[0].items() if path != self._path]
+        return fold([mine, *(part for part in others if part.run_id == mine.run_id)])
 
     def fold(self, step: StepLayout) -> None:
         """Writes `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.

@@ -29,6 +29,7 @@ def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
         keep: `work` itself undoes something: interrupted, it is waited for a while, and goes on behind the
             caller's back if that is not enough.
     """
+    loop = _running()
     over = threading.Event()
     future: Future[T] | None = None
 
@@ -39,7 +40,7 @@ def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
             over.set()
 
     try:
-        future = asyncio.run_coroutine_threadsafe(tracked(), _running())
+        future = asyncio.run_coroutine_threadsafe(tracked(), loop)
         return future.result()
     except BaseException:
         if not over.is_set():
@@ -90,8 +91,10 @@ def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="stepscope-loop", daemon=True).start()
+            loop = asyncio.new_event_loop()
+            # At an interpreter's exit it may start no more: then nobody must wait for that loop.
+            threading.Thread(target=loop.run_forever, name="stepscope-loop", daemon=True).start()
+            _loop = loop
         return _loop
 
 

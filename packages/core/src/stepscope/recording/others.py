@@ -62,6 +62,7 @@ class Others:
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetches the files of workers that are apart, and of engines on their hosts."""
         ledger, group = self._joined()
+        group.look_again()  # a shared disk may lag
         home = self._home
         if self.fleet is None or home is None:
             return

@@ -58,7 +58,10 @@ def reached(config: ProfileConfig) -> None:
         return
     _mark(config)
     if _in_ray():  # its store may take its time, and this is where a step begins
-        threading.Thread(target=_tell_ray, name="stepscope-reached", daemon=True).start()
+        try:
+            threading.Thread(target=_tell_ray, name="stepscope-reached", daemon=True).start()
+        except RuntimeError as error:  # this process may have no more threads
+            guard.note("telling Ray that a step began", error)
 
 
 def _mark(config: ProfileConfig) -> None:
@@ -82,16 +85,17 @@ def _tell_ray() -> None:
 
 
 def _ask_ray_before_it_ends(ray: object) -> None:
-    atexit.register(
-        _ask_ray
-    )  # what is registered last is called first, and by now Ray has registered its end
+    # What is registered last is called first, and by now Ray has registered its end.
+    atexit.register(_ask_ray)
 
 
 def _ask_ray() -> None:
     global _asked
     try:
-        store = None if os.getpid() != _pid or _in_ray() else _store_of_ray()
-        if store is None or _watched is None:
+        if _watched is None or os.getpid() != _pid or not _speaks() or _watched.save_path in _reached:
+            return
+        store = _store_of_ray()
+        if store is None:
             return
         if store.internal_kv_exists(_ray_key(), _NAMESPACE, timeout=_RAY_S):
             _mark(_watched)

@@ -116,12 +116,12 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
 def stop_worker(request: StopRequest) -> StopAnswer:
     """Closes the capture in this process. Runs in the worker."""
     session = runtime.active
+    if request.discard is not None:
+        gather.release(request.capture_id)
     if session is None or session.capture_id != request.capture_id:
         _stopped.add(request.capture_id)
         return StopAnswer(process=None)
     session.close(error=request.error, discard=request.discard)
-    if request.discard is not None:
-        gather.release(request.capture_id)
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 
 
