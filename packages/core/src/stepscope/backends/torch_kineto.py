@@ -61,7 +61,9 @@ class TorchBackend:
         run_on(window.thread, window.end)
 
     def start(self, window: Window) -> None:
-        """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another."""
+        """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another, where it
+        waits up to 0.1 s if a window of all threads has just ended.
+        """
         self._held.refuse_second()
         made = self._make(
             title("torch trace", window),
