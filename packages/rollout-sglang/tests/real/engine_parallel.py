@@ -30,7 +30,9 @@ def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model, sizes = LAYOUTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for it where there is one NUMA node
-        engine = sglang.Engine(**settings(write_model(tmp_path_factory.mktemp("model"), model), **sizes))
+        folder = write_model(tmp_path_factory.mktemp("model"), model)
+        # Without metrics: those of a second engine in this process would have the names of the first one's.
+        engine = sglang.Engine(**settings(folder, enable_metrics=False, **sizes))
     yield engine
     engine.shutdown()
 
