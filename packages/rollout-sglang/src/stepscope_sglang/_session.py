@@ -86,7 +86,7 @@ class Line(Protocol):
 
 
 class Session:
-    """Used on one thread, except for `expire`."""
+    """Used on one thread."""
 
     def __init__(self, line: Line, capture: EngineCapture, label: str | None = None) -> None:
         """
@@ -124,7 +124,7 @@ class Session:
             try:
                 states = self._line.states()
             except EngineError:
-                if later:
+                if later:  # by stage, one that does not answer is one that shows no plugin
                     raise
         self._plan = plan(self._capture, self._facts, states)
         self.ignored = dict(self._plan.ignored)

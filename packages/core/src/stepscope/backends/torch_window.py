@@ -34,8 +34,8 @@ kineto_has_started = False
 """Whether the seconds of the first start in this process are paid. One writer: this module."""
 _OPERATORS_END_S = 0.1
 """From the stop of a session of all threads to the next start, and a tenth of it before the stop."""
-_all_threads_until = 0.0
-"""When the last session of all threads stopped, on the monotonic clock. One writer: this module."""
+_all_threads_stopped = 0.0
+"""When the last such session did, on the monotonic clock. One writer: this module."""
 _parents: list[object] = []
 """In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
 
@@ -173,7 +173,7 @@ class TorchWindow:
 
     def _start(self, profile: Profile) -> None:
         if self.only_thread is None:
-            time.sleep(max(0.0, _all_threads_until + _OPERATORS_END_S - time.monotonic()))
+            time.sleep(max(0.0, _all_threads_stopped + _OPERATORS_END_S - time.monotonic()))
         profile.start_trace()
 
     def _stop(self, profile: Profile) -> str | None:
@@ -259,7 +259,7 @@ def _stop_all_threads(profile: Profile) -> str | None:
     session down, or ends in the next one, writes into freed memory (see `open_scopes`). So no more are
     recorded for a moment before, and no session begins for a moment after.
     """
-    global _all_threads_until
+    global _all_threads_stopped
     from torch.profiler import ProfilerActivity
 
     with suppress(Exception):  # of a torch without it, or that refuses: the session is stopped all the same
@@ -268,7 +268,7 @@ def _stop_all_threads(profile: Profile) -> str | None:
     try:
         return _stop(profile)
     finally:
-        _all_threads_until = time.monotonic()
+        _all_threads_stopped = time.monotonic()
 
 
 def _stop(profile: Profile) -> str | None:

@@ -1,6 +1,6 @@
 """Stops of engines that took longer than their deadline: they go on, on their caller's event loop, and what
 they bring is entered, until the next capture begins or that loop ends. What an adapter brings to its end by
-itself after that, a later capture of this process enters.
+itself after that, one of the next three captures of this process enters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _late: set[asyncio.Future[list[Artifact]]] = set()
 """Writers: `add`, each as it ends, and a forked child."""
 
 _LOOKS = 3
-"""How often files of one that was given up are looked for, once for each later capture: each look reads a
-step's folder."""
+"""How often files of one that was given up are looked for, once for each later capture: each look reads the
+folder of a step.
+"""
 _given_up: deque[tuple[Callable[[], bool], int]] = deque()
 """What enters the files of those that were given up, and how many looks are left. Writers: `add`,
 `enter_what_came`, and a forked child.
