@@ -2,29 +2,40 @@
 
 The traces are made by `_traces.py` from a real torch trace, with igzip (as stepscope compresses its own).
 Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time
-of all threads, time on the clock, and peak memory above what a process has that has imported it. What the
-first merge of a process costs more is what it imports; it is printed apart, as is what a merge costs however
-small it is. `--full` adds 10 GB, which takes 2 GB of disk while it runs.
+of all threads and workers, time on the clock, and peak memory, above what a process has that has imported it,
+and with all that workers have. What the first merge of a process costs more is what it imports; it is printed
+apart, as is what a merge costs however small it is. `--full` adds 10 GB: 2 GB of disk while it runs.
+
+Then one step is merged with a worker and without, in turn, whatever the load is: on a busy machine nothing is
+to be seen of the time that it saves.
 """
 
 from __future__ import annotations
 
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
-from _measure import header, parser, table, verdict
+from _measure import header, interleaved, parser, table, verdict
 from _traces import Template, build, quickly, record
 from merge import peak_kb
 
-from stepscope.timeline import merge_step
+from stepscope.timeline import merge, merge_step, workers
+from stepscope.timeline.write import idle_cores
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
 """Files, and MB of JSON in all of them."""
 FULL = [(512, 10_000)]
+SHARED = (8, 400)
+"""Of those that are merged with workers and without."""
+ROUNDS = 5
 QUICK = [(2, 4), (8, 16), (64, 16)]
 
 
@@ -38,18 +49,54 @@ class Cost(NamedTuple):
     """CPU of its second merge, of that step."""
 
 
+def used_s() -> float:
+    """CPU of this process and of those it has waited for."""
+    done = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + done.ru_utime + done.ru_stime
+
+
 def cpu_s(step: Path) -> float:
-    began = time.process_time()
+    began = used_s()
     merged = merge_step(step)
     assert not merged.problems, merged.problems
-    return time.process_time() - began
+    return used_s() - began
+
+
+def peak_of_workers_kb() -> int:
+    """As if each had as much as the largest, and had it when the others do."""
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return largest * min(workers.MOST, max(idle_cores(), 1))
 
 
 def once(step: Path, small: Path) -> None:
     before = peak_kb()
     first_s, small_s = cpu_s(small), cpu_s(small)
     began = time.monotonic()
-    print(cpu_s(step), time.monotonic() - began, (peak_kb() - before) / 1000, first_s, small_s)
+    used, took = cpu_s(step), time.monotonic() - began
+    print(used, took, (peak_kb() - before + peak_of_workers_kb()) / 1000, first_s, small_s)
+
+
+def shared(template: Template, ranks: int, megabytes: int, rounds: int) -> None:
+    """Merges a step as if no core was idle, and as if one was."""
+    cpu: dict[int, list[float]] = {0: [], 1: []}
+
+    def took_s(step: Path, cores: int) -> float:
+        with patch.object(merge, "idle_cores", lambda: cores):
+            began = time.monotonic()
+            cpu[cores].append(cpu_s(step))
+            return time.monotonic() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        step, size = build(Path(folder), template, ranks, megabytes * 1_000_000 // ranks, quickly)
+        names = {"alone": 0, "with a worker": 1}
+        runs = {name: partial(took_s, step, cores) for name, cores in names.items()}
+        found = interleaved(runs, rounds)
+    took = {name: statistics.median(times) for name, times in found.items()}
+    used = {name: statistics.median(cpu[cores][1:]) for name, cores in names.items()}
+    rows = [[name, f"{used[name]:.2f}", f"{took[name]:.2f}"] for name in names]
+    table([f"{size / 1e6:.0f} MB in {ranks} files", "s of CPU", "s on the clock"], rows)
+    verdict("CPU with a worker over alone", used["with a worker"] / used["alone"], 1.1, "x")
+    verdict("time on the clock with a worker over alone", took["with a worker"] / took["alone"], 0.7, "x")
 
 
 def measured(template: Template, ranks: int, megabytes: int) -> tuple[Cost, int]:
@@ -92,6 +139,8 @@ def main() -> None:
     print(
         f"two files of 20 KB: {small:.0f} ms of CPU; in a process that has not merged before {first:.0f} ms\n"
     )
+    if not chosen.quick:
+        shared(template, *SHARED, ROUNDS)
     verdict("cost of a byte, largest over smallest", max(costs) / min(costs), 1.25, "x")
     verdict("peak memory", max(cost.peak_mb for cost in all_of), 64, " MB")
 

@@ -6,7 +6,10 @@ Above 400 lines in one file, because all of it is told with the same reader of l
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from importlib.metadata import EntryPoint
@@ -36,6 +39,7 @@ from stepscope.timeline.readers import (
     Slice,
     Track,
 )
+from stepscope.timeline.readers.installed import GROUP, Readers
 from stepscope.timeline.rewrite import NOT_THEN
 
 MS = 1_000_000
@@ -434,3 +438,28 @@ def test_the_processes_of_one_unaligned_recording_keep_their_times_to_each_other
     first, second = of(found, "X")
     assert at_ns(result, first) - at_ns(result, second) == 400 * MS
     assert len({row.shift_ns for row in result.rows}) == 1
+
+
+def test_a_reader_is_found_when_its_package_comes_and_gone_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+
+    days = itertools.count(1)
+
+    def missed() -> list[str]:
+        """The readers that are registered, and cannot be imported. What comes next comes on another day."""
+        found = [problem.file for problem in Readers.installed().problems]
+        os.utime(site, (day := next(days) * 86_400, day))
+        return found
+
+    assert missed() == []
+    package = site / "some_reader-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: some-reader\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[{GROUP}]\nlines = some_reader_that_is_not_there:Lines\n")
+    assert missed() == [f"{GROUP}: lines"]
+    shutil.rmtree(package)
+    assert missed() == []

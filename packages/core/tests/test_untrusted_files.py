@@ -42,6 +42,7 @@ COMMANDS = (
     ("report", "{step}"),
     ("report", "{run}", "--json"),
     ("ls", "{run}"),
+    ("ls", "{run}", "--pending", "--collect"),
     ("trigger", "{run}", "--status"),
     ("trigger", "{run}", "--status", "--json"),
     ("validate", "{run}/config.yaml"),

@@ -1,21 +1,28 @@
 """One captured step read back from disk: `load_step` gives its `Timeline`, `merge_step` writes one file.
 
-Imports neither torch nor Ray.
+Imports neither torch nor Ray; and each part when it is first asked for, since a worker of a merge needs few.
 """
 
-from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
-from stepscope.timeline.load import load_step, span_bytes
-from stepscope.timeline.merge import Format, Merged, MergedFile, MergedRow, merge_bytes, merge_step
-from stepscope.timeline.model import (
-    Alignment,
-    FileProblem,
-    Process,
-    ProcessClock,
-    Span,
-    Timeline,
-    Window,
-)
-from stepscope.timeline.selection import Selection
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
+    from stepscope.timeline.load import load_step, span_bytes
+    from stepscope.timeline.merge import Format, merge_bytes, merge_step
+    from stepscope.timeline.merged import Merged, MergedFile, MergedRow
+    from stepscope.timeline.model import (
+        Alignment,
+        FileProblem,
+        Process,
+        ProcessClock,
+        Span,
+        Timeline,
+        Window,
+    )
+    from stepscope.timeline.selection import Selection
 
 __all__ = [
     "Alignment",
@@ -38,3 +45,25 @@ __all__ = [
     "merge_step",
     "span_bytes",
 ]
+
+_WHERE = {
+    "activity.step": ("TraceActivity", "Traces", "load_traces"),
+    "load": ("load_step", "span_bytes"),
+    "merge": ("Format", "merge_bytes", "merge_step"),
+    "merged": ("Merged", "MergedFile", "MergedRow"),
+    "model": ("Alignment", "FileProblem", "Process", "ProcessClock", "Span", "Timeline", "Window"),
+    "selection": ("Selection",),
+}
+_LATER = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value  # the next look finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

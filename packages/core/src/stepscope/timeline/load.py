@@ -11,7 +11,6 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.parts import fold
-from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
@@ -19,6 +18,7 @@ from stepscope.timeline.captures import of_the_last
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
+from stepscope.timeline.names import names_of
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.tree import parents_of
 
@@ -221,21 +221,3 @@ def _window(processes: Sequence[Process]) -> Window:
     closed = owner.closed_ns is not None
     end_ns = owner.closed_ns if owner.closed_ns is not None else last_ns
     return Window(start_ns=owner.opened_ns, end_ns=max(end_ns, owner.opened_ns), opened=True, closed=closed)
-
-
-def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
-    """A short name for each process, no two alike: `actor 0`, `rollout replica 1`, or with pid and host."""
-    names = [_short_name(info) for info in infos]
-    for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
-        count = Counter(names)
-        names = [
-            name if count[name] == 1 else name + longer.format(info, number)
-            for number, (name, info) in enumerate(zip(names, infos, strict=True))
-        ]
-    return names
-
-
-def _short_name(info: ProcessInfo) -> str:
-    if info.rank is not None:
-        return f"{info.role} {info.rank}"
-    return info.role if info.replica is None else f"{info.role} replica {info.replica}"

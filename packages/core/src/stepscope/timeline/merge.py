@@ -4,107 +4,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Literal, TypeAlias
-
-import msgspec
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.drawn import Drawn
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.load import load_step, span_bytes
+from stepscope.timeline.merged import Merged, MergedFile, MergedRow
 from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
-from stepscope.timeline.perfetto.write import PerfettoFile, perfetto_file
-from stepscope.timeline.place import Place
 from stepscope.timeline.quick import Cut
-from stepscope.timeline.readers.blocks import Notes
+from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.recordings import Drawing, Recorded
-from stepscope.timeline.rewrite import Rewriter, Text
+from stepscope.timeline.row_traces import (
+    Common,
+    RowTrace,
+    RowTraces,
+    Told,
+    TraceTexts,
+    noted,
+    show,
+    write_row,
+)
 from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
-from stepscope.timeline.tracks import Tracks, row_metadata
-from stepscope.timeline.write import TimelineFile, timeline_file
+from stepscope.timeline.tracks import Tracks
+from stepscope.timeline.workers import Made, workers, workers_for
+from stepscope.timeline.write import TimelineFile, idle_cores, timeline_file
+
+if TYPE_CHECKING:
+    from stepscope.timeline.perfetto.write import PerfettoFile
 
 Format: TypeAlias = Literal["json", "perfetto"]
-Output: TypeAlias = TimelineFile | PerfettoFile
+Output: TypeAlias = "TimelineFile | PerfettoFile"
 
 _EVERYTHING = Selection()
-_KEPT = 8 << 20
-"""Once that much was allocated and freed, glibc keeps freed memory, up to twice that. Else every block of a
-file is memory that the kernel has to clear anew: a fifth of a merge's time."""
+_COMPRESSED = 12
+"""Times that JSON of traces gets smaller."""
 _RESERVE = 1 << 16
 """Bytes of the limit on size kept for what is said at the end."""
 _NOT_ASKED = "of another role or rank"
-
-
-class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the timeline."""
-
-    pid: int
-    """In the timeline."""
-    name: str
-    role: str
-    rank: int | None
-    replica: int | None
-    host: str
-    native_pid: int | None
-    alignment: str
-    """As `ProcessClock.alignment`."""
-    uncertainty_ns: int | None
-    """Its times are true within +- this against the owner's. None: unknown."""
-    offset_ns: int = 0
-    """What its wall clock was ahead at the opening; taken out."""
-    drift_ppm: float | None = None
-    """How fast it gained on the owner's; taken out. None: not known."""
-    matched: int = 0
-    """How many collectives that rests on."""
-    note: str | None = None
-    """Why collectives do not say more of its clock."""
-    reason: str | None = None
-    """Why it is unaligned."""
-    shift_ns: int = 0
-    """Added to the times of an unaligned row that are nowhere near the step, so that it is shown at all: from
-    a second behind the step's end on. 0: it stands where its own clock says."""
-
-
-class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace that went into the timeline."""
-
-    file: str
-    row: int
-    """Its row's pid."""
-    events: int
-    """Written."""
-
-
-class Merged(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written, and what was not. It stands in the file as well, as `stepscope`."""
-
-    format: int = 1
-    step: int
-    run_id: str
-    base_ns: int
-    """Unix ns on the owner's clock: an event's time is this + `ts` * 1000."""
-    window_ns: tuple[int, int]
-    """The step, unix ns."""
-    rows: tuple[MergedRow, ...]
-    files: tuple[MergedFile, ...]
-    spans: int
-    """Written."""
-    selection: dict[str, object]
-    """What narrowed it."""
-    left_out: tuple[str, ...]
-    """What the selection, or the lack of a reader, left out."""
-    problems: tuple[FileProblem, ...]
-    """What was broken or missing; the rest of each file was used."""
-
-    @property
-    def events(self) -> int:
-        return self.spans + sum(file.events for file in self.files)
 
 
 def merge_bytes(path: str | os.PathLike[str]) -> int:
@@ -137,15 +82,25 @@ def merge_step(
         RecordError: no process of a capture left anything, or none of the run that was asked for.
         OSError: the disk does not let us.
     """
-    bytes(_KEPT)
+    keep_memory()
     layout = StepLayout(path)
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
     target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline
-    with (perfetto_file if to_format == "perfetto" else timeline_file)(target, merge.axis.base_ns) as out:
-        merge.write(out)
+    cores = idle_cores()
+    helpers = 0 if to_format == "perfetto" else merge.workers(cores)
+    with _output(target, to_format, merge.axis.base_ns, thread=cores > helpers) as out:
+        merge.write(out, target, helpers)
         merged = merge.merged(out.left_out())
         out.finish(merged)
     return merged
+
+
+def _output(path: Path, to_format: Format, base_ns: int, *, thread: bool) -> AbstractContextManager[Output]:
+    if to_format == "json":
+        return timeline_file(path, base_ns, thread=thread)
+    from stepscope.timeline.perfetto.write import perfetto_file  # not when a timeline is written as JSON
+
+    return perfetto_file(path, base_ns)
 
 
 class _Merge:
@@ -165,9 +120,7 @@ class _Merge:
         self._rows = Rows(timeline, self.axis)
         self._problems = [*timeline.problems, *found.problems]
         self._left_out = found.unread
-        self._traces = [
-            self._row_of(trace, fields[trace.path]) for trace in found.traces if trace.reader is None
-        ]
+        traces = [self._row_of(trace, fields[trace.path]) for trace in found.traces if trace.reader is None]
         self._recorded = [
             (trace, Recorded(trace.reader, trace.found, self._rows, trace.role))
             for trace in found.traces
@@ -176,10 +129,14 @@ class _Merge:
         self._order = self._rows.number()
         limits = selection.limits_ns(timeline.window.start_ns)
         start, end = (None if ns is None else ns - self.axis.base_ns for ns in limits)
-        self._cut = Cut(start, end)
         self._tracks = Tracks(row.pid for row in self._order)
-        self._ids = partial(FlowIds, files=len(found.traces))
-        self._drawn = Drawn(timeline, self._rows, self.axis, selection, self._cut)
+        self._common = Common(self.axis, Cut(start, end), len(found.traces), self._tracks)
+        self._chosen = self._chosen_rows(traces)
+        self._numbers = count(len(traces) + 1)
+        places = {row.place for _, recorded in self._recorded for row in recorded.rows.values()}
+        self._ours = {number for number, of in enumerate(self._chosen) if of.row.place in places}
+        """Rows, by their number, that readers will add to."""
+        self._drawn = Drawn(timeline, self._rows, self.axis, selection, self._common.cut)
         self._spans = 0
         self._files: list[MergedFile] = []
 
@@ -190,111 +147,89 @@ class _Merge:
         row.seen_pid = row.seen_pid or fields.pid
         return trace, fields, row
 
-    def write(self, out: Output) -> None:
+    def workers(self, cores: int) -> int:
+        """How many help, when so many cores are idle. None with a limit, which each trace leaves the next."""
+        if self._selection.max_mb is not None:
+            return 0
+        shared = (of.traces for number, of in enumerate(self._chosen) if number not in self._ours)
+        return workers_for([sum(_weight(trace.path) for trace in traces) for traces in shared], cores)
+
+    def write(self, out: Output, target: Path, helpers: int) -> None:
+        """With the help of so many workers."""
         for row in self._order:
             spans = [*self._drawn.of(row, self._tracks), *self._drawn.consumed(row, self._tracks)]
             if spans:
-                self._show(row, out)
+                show(row, self._tracks, out)
                 out.objects(spans)
                 self._spans += len(spans)
-        out.objects(list(self._drawn.arrows(self._ids(0))))
+        out.objects([*self._tracks.take(), *self._drawn.arrows(FlowIds(0, self._common.files))])
         if self._drawn.outside:
             self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
-        chosen = [each for each in self._traces if self._chosen(each[0], each[2])]
-        chosen.sort(key=lambda each: each[2].place)
-        left = len(chosen) + len(self._recorded)
-        for number, (trace, fields, row) in enumerate(chosen):
-            self._write_trace(out, number + 1, trace, fields, row, self._limit(out, left - number))
-        for number, (trace, recorded) in enumerate(self._recorded, len(chosen)):
-            self._write_recorded(out, number + 1, trace, recorded, self._limit(out, left - number))
+        left = iter(range(sum(len(of.traces) for of in self._chosen) + len(self._recorded), 0, -1))
+        limit_of = partial(self._limit, out, left)
+        with workers(self._chosen, self._common, target, helpers, self._ours, self._on_read) as made_of:
+            for number, of in enumerate(self._chosen):
+                made = made_of(number)
+                if made is not None and isinstance(out, TimelineFile):
+                    told = self._append(out, of, *made)
+                else:
+                    told = write_row(of, self._common, out, limit_of=limit_of, on_read=self._on_read)
+                self._note(told)
+        for trace, recorded in self._recorded:
+            self._write_recorded(out, trace, recorded, limit_of())
 
-    def _chosen(self, trace: TraceFile, row: Row) -> bool:
-        chosen = self._wanted(trace, row)
-        if not chosen:
-            self._left_out.append(f"{trace.name}: {_NOT_ASKED}")
-        return chosen
+    def _append(self, out: TimelineFile, of: RowTraces, made: Made, text: Path) -> Told:
+        """What a worker wrote."""
+        with text.open("rb") as source:
+            out.append(made.piece, source)
+        of.row.shown, of.row.shift_ns = made.told.shown, made.told.shift_ns
+        return made.told
+
+    def _chosen_rows(self, traces: list[tuple[TraceFile, TraceFields, Row]]) -> list[RowTraces]:
+        """Those that are wanted, in the order of their rows."""
+        chosen = dict[int, list[RowTrace]]()
+        for number, (trace, fields, row) in enumerate(traces, 1):
+            if self._wanted(trace, row):
+                of = chosen.setdefault(row.place, [])
+                of.append(
+                    RowTrace(
+                        path=os.fsencode(trace.path), name=trace.name, number=number, base_ns=fields.base_ns
+                    )
+                )
+            else:
+                self._left_out.append(f"{trace.name}: {_NOT_ASKED}")
+        return [RowTraces(row, tuple(chosen[row.place])) for row in self._order if row.place in chosen]
 
     def _wanted(self, trace: TraceFile, row: Row) -> bool:
         return self._selection.role(trace.role, row.info.role) and self._selection.rank(row.info.rank)
 
-    def _limit(self, out: Output, left: int) -> int | None:
+    def _limit(self, out: Output, left: Iterator[int]) -> int | None:
         """The size of the file at which the next trace ends: what is left is shared equally."""
+        share = next(left)
         if self._selection.max_mb is None:
             return None
         written = out.settle()
-        return written + max(0, int(self._selection.max_mb * 1_000_000) - _RESERVE - written) // left
+        return written + max(0, int(self._selection.max_mb * 1_000_000) - _RESERVE - written) // share
 
-    def _write_trace(
-        self,
-        out: Output,
-        number: int,
-        trace: TraceFile,
-        fields: TraceFields,
-        row: Row,
-        limit: int | None,
-    ) -> None:
-        file = ChromeTrace(trace.path)
-        place = Place(row, fields.base_ns, self.axis)
-        rewriter = Rewriter(row, place, self._ids(number), self._tracks, self._cut, file.notes)
-        texts = file.texts(rewriter.rewrite, self._on_read)
-        self._write_texts(out, trace, texts, rewriter, lambda: [row], limit)
-        self._files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
-        self._note(trace, file.notes)
-
-    def _write_recorded(
-        self, out: Output, number: int, trace: TraceFile, recorded: Recorded, limit: int | None
-    ) -> None:
+    def _write_recorded(self, out: Output, trace: TraceFile, recorded: Recorded, limit: int | None) -> None:
         rows = {pid: row for pid, row in recorded.rows.items() if self._wanted(trace, row)}
         if rows:
-            drawing = Drawing(recorded, rows, self._ids(number), self._tracks, self.axis, self._cut)
-            self._write_texts(out, trace, drawing.texts(), drawing, lambda: drawing.touched, limit)
+            ids = FlowIds(next(self._numbers), self._common.files)
+            drawing = Drawing(recorded, rows, ids, self._tracks, self.axis, self._common.cut)
+            texts = TraceTexts(trace.name, drawing.texts(), drawing, lambda: drawing.touched)
+            self._left_out += texts.write(out, self._tracks, limit)
             drawn = sorted(drawing.events.items())
             self._files += [MergedFile(file=trace.name, row=pid, events=count) for pid, count in drawn]
         if len(rows) < len(recorded.rows):
             self._left_out.append(f"{trace.name}: {'' if not rows else 'what is '}{_NOT_ASKED}")
         if self._on_read is not None:
             self._on_read(trace.path.stat().st_size)
-        self._note(trace, recorded.notes)
+        self._problems += noted(trace.name, recorded.notes)
 
-    def _write_texts(
-        self,
-        out: Output,
-        trace: TraceFile,
-        texts: Iterable[Text],
-        counts: Rewriter | Drawing,
-        rows: Callable[[], list[Row]],
-        limit: int | None,
-    ) -> None:
-        """A file's events, as far as the limit goes. `rows` gives those that they are in so far."""
-        latest = 0
-        for text in texts:
-            if limit is not None and out.settle() + latest > limit:
-                self._left_out.append(
-                    f"{trace.name}: what follows its first {counts.written} events, for its size"
-                )
-                break
-            if text:
-                for row in rows():
-                    self._show(row, out)
-                before = out.written
-                out.events(text)
-                latest = 0 if limit is None else out.settle() - before
-        out.objects(self._tracks.take() + self._tracks.take_unnamed())
-        if counts.outside:
-            self._left_out.append(
-                f"{trace.name}: {counts.outside} events outside the time that was asked for"
-            )
-
-    def _note(self, trace: TraceFile, notes: Notes) -> None:
-        counts = notes.counts.items()
-        self._problems += [FileProblem(file=trace.name, what=what, events=events) for what, events in counts]
-
-    def _show(self, row: Row, out: Output) -> None:
-        """Writes what is to be known of the row before its first event."""
-        if not row.shown:
-            row.shown = True
-            out.objects(list(row_metadata(row)))
-        out.objects(self._tracks.take())
+    def _note(self, told: Told) -> None:
+        self._left_out += told.left_out
+        self._files += told.files
+        self._problems += told.problems
 
     def merged(self, left_out: list[str]) -> Merged:
         timeline = self._timeline
@@ -314,6 +249,15 @@ class _Merge:
             left_out=(*self._left_out, *left_out),
             problems=tuple(self._problems),
         )
+
+
+def _weight(path: bytes) -> int:
+    """About how many bytes the file is, or would be when compressed."""
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return 0
+    return size if path.endswith(b".gz") else size // _COMPRESSED
 
 
 def _merged_row(row: Row) -> MergedRow:

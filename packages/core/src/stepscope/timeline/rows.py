@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.timeline.load import names_of
 from stepscope.timeline.model import Process, Timeline
+from stepscope.timeline.names import names_of
 
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """From top to bottom; others follow by name."""

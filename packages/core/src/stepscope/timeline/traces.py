@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -87,11 +88,16 @@ def find_traces(
             continue
         said = _speaks_for(path, sidecars, layout)
         if isinstance(said, str):
-            found.problems.append(FileProblem(file=path.relative_to(layout.root).as_posix(), what=said))
+            found.problems.append(FileProblem(file=_name(path, layout), what=said))
         if not isinstance(said, Sidecar) or run_id in (None, said.run_id):
             _take(layout, path, said, readers, found)
     found.problems.extend(readers.problems)
     return found
+
+
+def _name(path: Path, layout: StepLayout) -> str:
+    """Relative to the step's folder. For people and for JSON: what is no UTF-8 in it is replaced."""
+    return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
 
 
 def _upwards(path: Path, layout: StepLayout) -> list[Path]:
@@ -128,7 +134,7 @@ def _speaks_for(
 
 
 def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: Readers, found: Found) -> None:
-    name = path.relative_to(layout.root).as_posix()
+    name = _name(path, layout)
     sidecar = said if isinstance(said, Sidecar) else None
     if not path.is_file():
         found.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))

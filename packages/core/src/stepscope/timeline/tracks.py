@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TypeAlias
@@ -16,13 +17,23 @@ _OWN = "\0stepscope"
 """In the place of a file's pid: no file has this one."""
 
 
+_FURTHER = 1 << 30
+_ROWS, _OF_A_ROW = 1 << 19, 1 << 11
+"""Further pids, above all of Linux, and below 2^31 as Perfetto's own format wants: so many for each of 2^19
+rows. And so many tids of a row, before they are another row's as well."""
+
+
 class Tracks:
     """Of one timeline. What files call a process becomes tracks in the row of the process that wrote them."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: of all rows."""
-        self._pids = set(pids)
+        self.pids = list(pids)
+        """Of the rows."""
+        self._pids = set(self.pids)
         self._tids: dict[tuple[int, str, str], int] = {}
+        self._count = Counter[int]()
+        """Of tracks, by row: what a row's get depends on no other row."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of all that has a track."""
         self._unnamed: dict[tuple[int, int], str] = {}
@@ -35,10 +46,14 @@ class Tracks:
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
         """The tid of the track that `owner` (of our own, or a reader) calls by this name."""
         known = len(self._tids)
-        tid = self._tid(row.pid, owner, name)
+        tid = self._tid(row, owner, name)
         if len(self._tids) > known:
             self.call(row, tid, name, sort)
         return tid
+
+    def owned(self, row: Row) -> list[str]:
+        """The names of a row's own tracks, in their order."""
+        return [name for pid, owner, name in self._tids if (pid, owner) == (row.pid, _OWN)]
 
     def call(self, row: Row, tid: int, name: str, sort: int) -> None:
         """Gives a track its name and its place."""
@@ -49,7 +64,7 @@ class Tracks:
         key = (row.pid, pid, tid)
         if key not in self._tids:
             name = f"thread {tid}" if tid.lstrip("-").isdigit() else tid or "no thread"
-            self._unnamed[row.pid, self._tid(*key)] = self.prefixed(row, pid, name)
+            self._unnamed[row.pid, self._tid(row, pid, tid)] = self.prefixed(row, pid, name)
         return self._tids[key]
 
     def name_known(self, row: Row, tid: int) -> None:
@@ -96,22 +111,25 @@ class Tracks:
         return names
 
     def _further(self, row: Row, pid: str) -> int:
-        further = next(free for free in count(row.pid + 1) if free not in self._pids)
+        first = _FURTHER + row.place % _ROWS * _OF_A_ROW
+        further = next(free for free in count(first) if free not in self._pids)
         self._pids.add(further)
         name = self.prefixed(row, pid, "counters")
         self.metadata += named("process", further, 0, f"{row.name}: {name}", row.place * 10 + 1)
         return further
 
-    def _tid(self, row: int, pid: str, tid: str) -> int:
-        key = (row, pid, tid)
+    def _tid(self, row: Row, pid: str, tid: str) -> int:
+        key = (row.pid, pid, tid)
         if key not in self._tids:
             # Its own, so that its events need no change, unless that is another's of this row. Not 0, which
             # ROCm calls a stream: Perfetto takes that for the machine's idle thread, which gets no name.
             own = int(tid) if tid.isascii() and tid.isdigit() and len(tid) < 10 else FIRST_TID
-            free = own if 0 < own < FIRST_TID else FIRST_TID + len(self._tids)
-            while (row, free) in self._taken:
-                free = max(free, FIRST_TID + len(self._tids) - 1) + 1
-            self._taken.add((row, free))
+            first = FIRST_TID + row.place * _OF_A_ROW + self._count[row.pid]
+            free = own if 0 < own < FIRST_TID else first
+            while (row.pid, free) in self._taken:
+                free = max(free, first - 1) + 1
+            self._taken.add((row.pid, free))
+            self._count[row.pid] += 1
             self._tids[key] = free
         return self._tids[key]
 
