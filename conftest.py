@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import signal
 from functools import cache
 from importlib.util import find_spec
@@ -44,6 +45,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not left_out:
         return None
     return f"not installed here: {', '.join(sorted(ABSENT))}; so left out: {', '.join(left_out)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed, for `dev.py`, which says it again at its end."""
+    if file := os.environ.get("DEV_FAILED_TESTS"):
+        failed = [each for kind in ("failed", "error") for each in terminalreporter.getreports(kind)]
+        Path(file).write_text("".join(f"{report.nodeid}\n" for report in failed))
 
 
 @cache

@@ -34,14 +34,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
 MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
 VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
+
+FAILED: "list[str]" = []
+"""The commands that failed, each with those of its tests that did (conftest.py writes them down)."""
 
 # What pip prints when it fails, and what that means. The first that matches is shown.
 ADVICE = (
@@ -295,17 +299,21 @@ def succeeds(command: Sequence[str]) -> bool:
 
 def run(*command: str) -> bool:
     """Runs a command on this terminal; whether it succeeded. Ctrl-C is the command's to handle."""
-    print("$ " + " ".join(word.replace(f"{ROOT}/", "") for word in command), flush=True)
-    process = subprocess.Popen(command, cwd=ROOT)
-    interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    try:
-        code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-        stop(process, process.send_signal)
-    if interrupts:
-        raise KeyboardInterrupt
+    shown = "$ " + " ".join(word.replace(f"{ROOT}/", "") for word in command)
+    print(shown, flush=True)
+    with tempfile.NamedTemporaryFile("r") as tests:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "DEV_FAILED_TESTS": tests.name})
+        interrupts: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+        try:
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            stop(process, process.send_signal)
+        if interrupts:
+            raise KeyboardInterrupt
+        if code:
+            FAILED.extend((shown, *(f"    {test}" for test in tests.read().splitlines())))
     return code == 0
 
 
@@ -436,17 +444,45 @@ def test(arguments: list[str]) -> bool:
     python = DEV.ready()
     if arguments and first != "--no-engines":
         return run(python, "-m", "pytest", *arguments)
-    # What follows runs even when something failed before it: one run is to show all that is wrong.
-    passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *rest)}
-    if first != "--no-engines":
-        passed["the tests on real engines"] = test_engines([])
+    real = first != "--no-engines"
+    with building() if real else nullcontext():
+        # What follows runs even when something failed before it: one run is to show all that is wrong.
+        passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *rest)}
+        if real:
+            passed["the tests on real engines"] = test_engines([])
+    if real:
         for name, reason in left_to_request().items():
             say(f"NOT RUN: the tests on {name}: {reason} Fix: `python3 dev.py test --engines`")
         say("NOT RUN: vLLM and SGLang in one run, minutes long. Fix: `python3 dev.py test --two-engines`")
     say("NOT RUN: two hosts that share no folder, which takes root. Fix: `python3 dev.py test --two-hosts`")
     for what in (what for what, good in passed.items() if not good):
-        say(f"FAILED: {what}; see above")
+        say(f"FAILED: {what}")
+    for line in FAILED:  # of a long log, often only the end is kept
+        print(line)
     return all(passed.values())
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Another dev.py sets up the engines' environments meanwhile, at a low priority and without a word: most
+    of a test run waits for something. What it cannot set up is tried again, and told of, in its turn.
+    """
+    if all(environment.is_current() for environment in unasked().values()):
+        yield
+        return
+    say("the environments of real engines are set up meanwhile")
+    process = subprocess.Popen(
+        [sys.executable, __file__, "setup", "--engines"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(os.nice, 10),
+    )
+    try:
+        yield
+    finally:
+        stop(process, partial(os.killpg, process.pid))
 
 
 def test_engines(arguments: Sequence[str]) -> bool:
@@ -455,12 +491,18 @@ def test_engines(arguments: Sequence[str]) -> bool:
     Arguments are names of environments (none: all that need no request), then what pytest gets.
     """
     known = engines()
-    names = [name for name in arguments if name in known] or [n for n in known if n not in left_to_request()]
+    names = [name for name in arguments if name in known] or list(unasked())
     options = [word for word in arguments if word not in known]
     failed = [name for name in names if not test_engine(known[name], options)]
     if failed:
         say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
     return not failed
+
+
+def unasked() -> "dict[str, EngineEnvironment]":
+    """The environments whose tests `dev.py test` runs without a request."""
+    requested = left_to_request()
+    return {name: environment for name, environment in engines().items() if name not in requested}
 
 
 def left_to_request() -> "dict[str, str]":
@@ -545,11 +587,14 @@ def soak(arguments: list[str]) -> bool:
 
 
 def setup(arguments: list[str]) -> bool:
-    """make or update the environment and stop there. --fresh: from nothing"""
+    """make or update the environment and stop there. --fresh: from nothing. --engines: those with the real
+    engines of `test` as well"""
     if "--fresh" in arguments and DEV.folder.exists():
         DEV.unfinished.touch()
         DEV.stamp.unlink(missing_ok=True)
     say(f"ready: {DEV.ready()}")
+    for environment in unasked().values() if "--engines" in arguments else ():
+        say(f"ready: {environment.ready()}")
     return True
 
 

@@ -237,6 +237,45 @@ def test_what_an_engine_builds_upon_is_ready_before_its_own_set_up_takes_the_loc
     assert built == [".venv-vllm-2", ".venv-vllm-1"]
 
 
+def test_engines_are_set_up_while_other_tests_run_and_no_longer(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, script = tmp_path / "asked", tmp_path / "stand_in.py"
+    os.mkfifo(asked)
+    script.write_text(
+        "import os, sys, time\n"
+        f"print(os.getpid(), *sys.argv[1:], file=open({str(asked)!r}, 'w'), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(dev, "__file__", str(script))
+    with dev.building():
+        process, *arguments = asked.read_text().split()
+        os.kill(int(process), 0)
+    assert arguments == ["setup", "--engines"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
+    monkeypatch.setattr(dev.EngineEnvironment, "is_current", lambda environment: True)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with dev.building():
+        pass  # nothing was to be set up
+
+
+def test_what_failed_is_said_again_at_the_end_with_its_tests(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_bad.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    monkeypatch.setattr(dev, "FAILED", [])
+    monkeypatch.setattr(dev.Environment, "ready", lambda environment: sys.executable)
+    monkeypatch.setattr(dev, "check", lambda arguments: dev.run("false"))
+    assert not dev.test(["--no-engines", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)])
+    said = capfd.readouterr().out.splitlines()
+    assert said[-5:-3] == ["dev.py: FAILED: the check", "dev.py: FAILED: the tests"]
+    assert said[-3] == "$ false"
+    assert said[-2].startswith("$ ")
+    assert said[-1] == "    test_bad.py::test_bad"
+
+
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,11 @@ def test_a_long_file_says_why_at_its_top() -> None:
     assert not silent, "say why it is one file ('... above 400 lines, because ...'), or split it by noun"
 
 
+def test_the_tree_has_its_folders_and_no_others() -> None:
+    there = {path.relative_to(ROOT).parts[0] for path in files() if path.parent != ROOT}
+    assert there == {".ci", "benchmarks", "docs", "examples", "packages", "tests"}, "a test may have left one"
+
+
 def test_no_file_holds_a_path_of_one_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"

@@ -38,6 +38,9 @@ def main(arguments: list[str]) -> None:
         folder.mkdir(exist_ok=True)
         write_json(folder / f"msprof_{when}.json", int(info["pid"]), str(info["pid_name"]), ranges)
         write_summary(folder / f"op_summary_{when}.csv", ranges)
+    # torch_npu looks for these files each 0.1 s, and drops what it finds after this program has ended: the
+    # real one has seconds of work left.
+    time.sleep(0.5)
 
 
 def us(ns: int) -> str:
