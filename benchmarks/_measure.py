@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 Measured = dict[str, list[float]]
+HAND, CAPTURE, OFF, ALONE = "by hand", "capture", "capture, step not selected", "no profiler"
+"""What is measured around a generation of an engine."""
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
@@ -46,6 +48,22 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> M
 def median_over(found: Measured, name: str, bare: str) -> float:
     """Median of the differences within each round: what slows a whole round down cancels."""
     return statistics.median(a - b for a, b in zip(found[name], found[bare], strict=True))
+
+
+def captures_of_an_engine(
+    found: Measured, generating: Mapping[str, list[float]], cpu: Mapping[str, float]
+) -> None:
+    """The goals that a capture of an engine is held to: ms of start and stop by round, of each generation,
+    and of CPU, by contender.
+    """
+    hand, off = statistics.median(found[HAND]), median_over(found, OFF, ALONE)
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(found[CAPTURE], found[HAND], strict=True))
+    verdict("start and stop of a capture against by hand", ratio, 1.01, "x")
+    beyond = 100 * (cpu[CAPTURE] - cpu[HAND]) / hand
+    verdict("CPU of a capture beyond by hand, of a start and stop by hand", beyond, 1, " %")
+    # Over a `with` that does nothing: behind a generation Python's first lines alone cost much.
+    took = statistics.median(generating[ALONE][1:])
+    verdict("a step that is not selected, of its generation", 100 * off / took, 0.1, " %")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

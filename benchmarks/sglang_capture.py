@@ -20,14 +20,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from _measure import arguments, header, interleaved, table, verdict
+from _measure import (
+    ALONE,
+    CAPTURE,
+    HAND,
+    OFF,
+    arguments,
+    captures_of_an_engine,
+    header,
+    interleaved,
+    table,
+    verdict,
+)
 
 from stepscope import ProfileConfig, capture
 
 ROUNDS = 9
 TOKENS, REQUESTS = 16, 4
-HAND, CAPTURE, DEFAULTS, ALONE = "by hand", "capture", "defaults", "no profiler"
-OFF = "capture, step not selected"
+DEFAULTS = "defaults"
 LIGHT = {"activities": ["CPU"], "with_stack": False, "record_shapes": False, "start_step": 1}
 
 
@@ -142,7 +152,7 @@ def main() -> None:
         [
             [
                 name,
-                f"{middle[name]:.1f}",
+                f"{middle[name]:.2f}",
                 f"{cpu[name]:.1f}",
                 f"{generating[name]:.0f}",
                 f"{bench.size[name] / 1e3:.0f}",
@@ -150,17 +160,7 @@ def main() -> None:
             for name in contenders
         ],
     )
-    ratio = statistics.median(a / b for a, b in zip(found[CAPTURE], found[HAND], strict=True))
-    verdict("start and stop of a capture against by hand", ratio, 1.01, "x")
-    verdict(
-        "CPU of a capture beyond by hand, of a start and stop by hand",
-        100 * (cpu[CAPTURE] - cpu[HAND]) / middle[HAND],
-        1,
-        " %",
-    )
-    verdict(
-        "a step that is not selected, of its generation", 100 * middle[OFF] / generating[ALONE], 0.1, " %"
-    )
+    captures_of_an_engine(found, bench.generating, cpu)
     verdict("what SGLang's defaults cost more", middle[DEFAULTS] / middle[CAPTURE], 2, "x", at_least=True)
 
 

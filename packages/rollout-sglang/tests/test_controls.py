@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
 from stepscope_sglang._controls import Plan, plan
 from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import COUNT, SCOPES_END
+from stepscope_sglang._plugin import COUNT, PROFILE_V2, SCOPES_END, SENDS_QUIET, VERSION, own_version
 
 
 def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
@@ -25,7 +26,7 @@ def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:
 def told(facts: EngineFacts, passes: tuple[int, ...] = (), plugin: bool = True, **changes: Any) -> Plan:
     capture = msgspec.structs.replace(a_capture(Path("/p")), activities=("cpu", "cuda"))
     states: list[dict[str, object]] = [{COUNT: count} for count in passes] or [{}]
-    shown = [{**state, SCOPES_END: plugin} for state in states]
+    shown = [{**state, SCOPES_END: plugin, SENDS_QUIET: plugin} for state in states]
     return plan(msgspec.structs.replace(capture, **changes), facts, shown)
 
 
@@ -152,6 +153,45 @@ def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> 
     assert plan.by_stage is can
     assert ("writes into freed memory" in plan.ignored.get("by_stage", "")) is not can
     assert told(an_engine(version), plugin=True, by_stage=True).by_stage
+
+
+@pytest.mark.parametrize("version", ["0.5.8", "0.5.23"])
+def test_stages_of_a_pipeline_take_the_plugin(version: str) -> None:
+    facts = an_engine(version, pp_size=2)
+    refused = told(facts, plugin=False, by_stage=True)
+    assert "a pipeline rank's sends are under way" in refused.ignored["by_stage"]
+    assert told(facts, plugin=True, by_stage=True).by_stage
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"), [({}, "of an older version"), ({VERSION: "0.0.9"}, r"0\.0\.9")], ids=str
+)
+def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, object], said: str) -> None:
+    capture = msgspec.structs.replace(a_capture(Path("/p")), by_stage=True)
+    found = plan(capture, an_engine(device="cpu"), [{COUNT: 3, **shown}]).ignored["by_stage"]
+    upgrade = (
+        rf"loaded stepscope-rollout-sglang {said}, which cannot; this one is {own_version()}\. Fix: the same"
+    )
+    assert re.search(upgrade, found)
+    assert "have not loaded it" not in found
+
+
+def test_no_mode_of_the_second_profiler_is_begun() -> None:
+    capture = a_capture(Path("/p"))
+    for by_stage in (False, True):
+        with pytest.raises(EngineError, match=r"SGLANG_PROFILE_V2 is set: .*Fix: unset it where the engine"):
+            plan(msgspec.structs.replace(capture, by_stage=by_stage), an_engine(), [{PROFILE_V2: True}])
+
+
+@pytest.mark.parametrize(
+    ("has", "said"), [(None, "does not say it has"), (False, "the engine runs without")], ids=str
+)
+def test_rpd_takes_its_library_where_the_engine_runs(has: bool | None, said: str) -> None:
+    facts = msgspec.structs.replace(an_engine(), rpd=has)
+    with pytest.raises(EngineError, match=rf"RPD kills an engine without rpdTracerControl: .*{said}"):
+        told(facts, extra={"activities": "RPD"})
+    has_it = msgspec.structs.replace(facts, rpd=True)
+    assert told(has_it, extra={"activities": "RPD"}).request["activities"] == ["CPU", "GPU", "RPD"]
 
 
 def test_a_version_without_merging_says_which_has_it() -> None:

@@ -1,10 +1,14 @@
-"""What becomes of one capture on one engine: who stopped it, what is left armed, which files count."""
+"""What becomes of one capture on one engine: who stopped it, what is left armed, which files count.
+
+One file above 400 lines, because all of it is asked of one engine in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -63,6 +67,59 @@ async def test_a_count_that_is_not_reached_is_stopped_and_said_to_be_short(tmp_p
     assert manager.asked == ["start", "stop"]
     assert artifact.truncated == "the capture ended after 4 of 50 engine iterations"
     assert not manager.recording
+
+
+# What verl's follow-up had wrong once: a stop that no path reached, windows of two passes at least, an
+# assertion when the profiler was already running.
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+@pytest.mark.parametrize("count", [None, 1, 50])
+@pytest.mark.parametrize("start", [0, 1])
+async def test_the_stop_is_reached_whatever_the_window(
+    tmp_path: Path, start: int, count: int | None, by_stage: bool
+) -> None:
+    if start and by_stage:
+        return  # refused: test_a_refused_window_is_refused_before_the_engine_hears_of_it
+    manager = FakeManager()
+    capture = asked(tmp_path, iterations=Iterations(start=start, count=count), by_stage=by_stage)
+    assert await recorded(manager, capture, 4)
+    assert not manager.recording
+    assert not manager.armed
+    assert manager.asked.count("stop") == (0 if count == 1 else 1)
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+async def test_a_window_of_one_pass_is_not_widened_to_two(tmp_path: Path, by_stage: bool) -> None:
+    manager, capture = FakeManager(), asked(tmp_path, iterations=Iterations(count=1), by_stage=by_stage)
+    artifacts = await recorded(manager, capture, 5)
+    assert manager.schedulers[0].request.num_steps == 1
+    passes = [
+        sum(int(str(options_of(each, capture)[f"{stage}_iterations"])) for stage in ("prefill", "decode"))
+        for each in artifacts
+    ]
+    assert passes == ([1, 1] if by_stage else [1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"iterations": Iterations(start=1), "by_stage": True},
+        {"iterations": Iterations(start=1), "extra": {"start_step": 7}},
+        {"by_stage": True, "extra": {"start_step": 7}},
+        {"activities": ("cuda",)},
+    ],
+    ids=str,
+)
+async def test_a_refused_window_is_refused_before_the_engine_hears_of_it(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    manager = FakeManager()
+    profiler = SglangProfiler(manager)
+    with pytest.raises(EngineError, match="Fix: "):
+        await profiler.start(asked(tmp_path, **changes))
+    assert manager.asked == []
+    assert await profiler.stop() == []
 
 
 async def test_without_a_count_our_stop_ends_it(tmp_path: Path) -> None:

@@ -11,13 +11,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_sglang import ProfileReq, Scheduler
+from fake_sglang import ProfileReq, Scheduler, plugin_state
 
+from stepscope import ProfileConfig, capture
 from stepscope.engines import Iterations
 from stepscope.errors import EngineError
-from stepscope.testing.engine_conformance import a_capture, assert_complete
-from stepscope_sglang import SglangServer
-from stepscope_sglang._plugin import COUNT, SCOPES_END
+from stepscope.files.late import waiting
+from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.manifest import LATE
+from stepscope.files.sidecar import Sidecar
+from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
+from stepscope_sglang import SglangServer, _session
+from stepscope_sglang._plugin import PROFILE_V2, RPD
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -29,6 +34,8 @@ class FakeServer(ThreadingHTTPServer):
         self.info: dict[str, object] = {"version": "0.5.23", "device": "cpu", "sleep_on_idle": True}
         self.info_path = "/server_info"
         self.has_plugin = True
+        self.shown: dict[str, object] = {}
+        """What the plugin shows that is not as here."""
         self.stop_status: int | None = None
         """What a stop is answered by somebody else than the server."""
         self.behind: list[str] = []
@@ -43,7 +50,8 @@ class FakeServer(ThreadingHTTPServer):
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         self.asked.append(path)
         if path == self.info_path:
-            states = [{COUNT: self.scheduler.forward_ct, SCOPES_END: True}] if self.has_plugin else [{}]
+            state = plugin_state(self.scheduler.forward_ct, **self.shown) if self.has_plugin else {}
+            states = [state]
             return 200, json.dumps({**self.info, "internal_states": states}).encode()
         if path == "/workers" and self.behind:
             return 200, json.dumps({"workers": [{"url": url} for url in self.behind]}).encode()
@@ -76,6 +84,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *message: Any) -> None:
         """Prints nothing."""
+
+
+def sidecar(file: Path) -> Sidecar:
+    return msgspec.json.decode(sidecar_of(file).read_bytes(), type=Sidecar)
+
+
+def hidden(root: Path) -> list[Path]:
+    """Folders that schedulers write into."""
+    return list(root.rglob(".sglang-*"))
 
 
 @pytest.fixture
@@ -170,8 +187,72 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     assert artifact.stage == "prefill"
     assert "the stop failed: " in (artifact.truncated or "")
     assert "504" in (artifact.truncated or "")
-    assert "is left: a scheduler that has not written yet needs it" in profiler.ignored["folder"]
+    assert "is left for a scheduler that writes later" in profiler.ignored[LATE]
     assert server.scheduler.stop() is None  # it finds its folder
+    _session.hand_in_late()  # as at the end of the process
+    (late,) = (
+        each
+        for each in files_below(str(tmp_path))
+        if ".meta." not in each.name and each.name != Path(artifact.path).name
+    )
+    assert sidecar(late).artifact.stage == "decode"
+    assert not hidden(tmp_path)
+
+
+async def test_files_of_a_stop_that_failed_are_entered_by_the_next_capture(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    config = ProfileConfig(
+        save_path=str(tmp_path),
+        steps="1:3",
+        torch={"activities": ["cpu"]},
+        roles={"rollout": {"ranks": "all"}},  # this process writes no trace of its own, which is awaited too
+    )
+    async with capture(1, engines=SglangServer(server.url), config=config) as first:
+        server.scheduler.forward("EXTEND")
+        server.stop_status = 504
+    (late,) = waiting(RunLayout(tmp_path).step(1))
+    assert "the stop failed" in late.reason
+    assert not late.came
+    server.stop_status = None
+    async with capture(2, engines=SglangServer(server.url), config=config) as second:
+        server.scheduler.forward("EXTEND")
+    for cap in (first, second):
+        manifest = cap.result.manifest()
+        assert manifest is not None
+        assert manifest.problems() == []
+        assert manifest.processes[0].expected[-1].artifacts
+    assert not hidden(tmp_path)
+
+
+async def test_an_engine_that_our_own_failed_stop_left_recording_is_not_blamed_on_somebody(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    profiler = SglangServer(server.url)
+    await profiler.start(a_capture(tmp_path))
+    server.scheduler.forward("EXTEND")
+    server.stop_status = 504
+    with pytest.raises(EngineError, match="the stop failed"):
+        await profiler.stop()
+    again = r"still runs for step 1: the stop failed: .*504.*; and again: .*504.*Fix: call stop_profile"
+    with pytest.raises(EngineError, match=again):
+        await SglangServer(server.url).start(msgspec.structs.replace(a_capture(tmp_path), step=2))
+
+
+def test_a_server_with_the_second_profiler_is_refused_where_it_says_so(server: FakeServer) -> None:
+    server.shown = {PROFILE_V2: True}
+    with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set"):
+        SglangServer(server.url).check()
+
+
+async def test_rpd_is_looked_for_where_the_server_runs(server: FakeServer, tmp_path: Path) -> None:
+    server.info["device"] = "cuda"
+    wanted = msgspec.structs.replace(a_capture(tmp_path), extra={"activities": "RPD"})
+    with pytest.raises(EngineError, match="without rpdTracerControl: the engine runs without"):
+        await SglangServer(server.url).start(wanted)
+    server.shown = {RPD: True}
+    await SglangServer(server.url).start(wanted)
+    assert server.scheduler.request.activities == ["CPU", "RPD"]
 
 
 async def test_a_later_start_is_counted_from_what_the_server_shows(

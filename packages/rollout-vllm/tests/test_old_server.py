@@ -163,6 +163,15 @@ async def test_a_rank_that_the_engine_as_it_was_said_to_be_cannot_have_is_not_ma
     assert "tensor_parallel_size=" in profiler.ignored["ranks"]
 
 
+async def test_of_a_pipeline_the_log_says_once_what_its_server_needs(
+    server: OldServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        VllmServer(server.url, server.folder, pipeline_parallel_size=2).check()
+    [record] = caplog.records
+    assert "stepscope-rollout-vllm is installed in the server's environment" in record.getMessage()
+
+
 def test_the_frontends_trace_stands_above_its_workers_on_the_rows_of_their_replica(
     server: OldServer, tmp_path: Path
 ) -> None:

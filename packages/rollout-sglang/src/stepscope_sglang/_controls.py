@@ -8,7 +8,6 @@ time in which the scheduler waits for work is not recorded, and `num_steps` coun
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,7 +17,14 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._plugin import counts_in, scopes_end_in
+from stepscope_sglang._plugin import (
+    RPD_LIBRARY,
+    counts_in,
+    scopes_end_in,
+    sends_quiet_in,
+    v2_in,
+    why_not_shown,
+)
 
 UNBOUNDED = 1 << 30
 """As `num_steps` of a capture by stage without a count: without a number the next forward pass kills the
@@ -36,8 +42,6 @@ _OURS = {
     "req_type": "nothing: it tells a start from a stop",
 }
 """Option of SGLang's -> what sets it here."""
-_PLUGIN = "stepscope-rollout-sglang where the engine runs (`stepscope` in SGLANG_PLUGINS, where that is set)"
-"""How an engine comes to load it."""
 _FURTHER = ("CUDA_PROFILER", "RPD")
 """Activities that are no part of torch.profiler, by `extra.activities`."""
 
@@ -66,6 +70,7 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
     Raises:
         EngineError: it cannot record this at all, and why.
     """
+    expect_first_profiler(facts, states)
     ignored: dict[str, str] = {}
     passed = _passed(capture, facts, ignored)
     by_stage = capture.by_stage and _can(ignored, "by_stage", _why_no_stages(facts, states))
@@ -75,7 +80,7 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
         "activities": _activities(capture, facts, ignored),
         "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
         "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
-        **_window(capture, by_stage, passed, counts_in(states)),
+        **_window(capture, by_stage, passed, states),
     }
     if merged:
         request["merge_profiles"] = True
@@ -85,6 +90,17 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
     return Plan(request=request, count=count, by_stage=by_stage, merged=merged, ignored=ignored)
 
 
+def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
+    """Raises EngineError for an engine with SGLang's second profiler. By stage it starts; its stop kills the
+    scheduler like everything else that it is told.
+    """
+    if facts.profile_v2 or v2_in(states):
+        raise EngineError(
+            "SGLANG_PROFILE_V2 is set: under it a plain start, and every stop, kills the scheduler. "
+            "Fix: unset it where the engine is started"
+        )
+
+
 def _can(ignored: dict[str, str], option: str, reason: str | None) -> bool:
     if reason is not None:
         ignored[option] = reason
@@ -92,7 +108,7 @@ def _can(ignored: dict[str, str], option: str, reason: str | None) -> bool:
 
 
 def _window(
-    capture: EngineCapture, by_stage: bool, passed: dict[str, object], passes: Sequence[int]
+    capture: EngineCapture, by_stage: bool, passed: dict[str, object], states: Sequence[object]
 ) -> dict[str, object]:
     wanted, first = capture.iterations, passed.pop("start_step", None)
     if by_stage and (first is not None or wanted.start > 0):
@@ -105,20 +121,20 @@ def _window(
             raise EngineError(
                 "iterations.start and extra.start_step say the same. Fix: leave one of them out"
             )
-        first = _count(passes, wanted.start) + 1 + wanted.start
+        first = _count(states, wanted.start) + 1 + wanted.start
     window: dict[str, object] = {"start_step": 1 if first is None else first}
     if wanted.count is not None:
         window["num_steps"] = wanted.count
     return window
 
 
-def _count(passes: Sequence[int], start: int) -> int:
+def _count(states: Sequence[object], start: int) -> int:
     """Of the forward passes that were begun before the capture: SGLang is told an absolute number."""
+    passes = counts_in(states)
     if not passes:
         raise EngineError(
             f"iterations.start is {start}: SGLang counts passes from when it started and shows that count to "
-            f"nobody. From {_versions.PLUGINS_SINCE} on its schedulers load our plugin, which does; this "
-            f"engine's have not. Fix: {_PLUGIN}; or start: 0"
+            f"nobody. From {_versions.PLUGINS_SINCE} on that takes {why_not_shown(states)}; or start: 0"
         )
     if len(set(passes)) > 1:
         raise EngineError(
@@ -179,9 +195,11 @@ def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
             raise EngineError(
                 f"extra.activities: {activity} kills an engine on {facts.device}. Fix: leave it out"
             )
-        if activity == "RPD" and importlib.util.find_spec("rpdTracerControl") is None:
+        if activity == "RPD" and not facts.rpd:
+            found = "the engine runs without" if facts.rpd is False else "this server does not say it has"
             raise EngineError(
-                "extra.activities: RPD kills an engine without rpdTracerControl. Fix: install rpd"
+                f"extra.activities: RPD kills an engine without {RPD_LIBRARY}: {found} it. "
+                "Fix: install rpd where the engine runs (a server says so by our plugin)"
             )
     return asked
 
@@ -255,18 +273,26 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE
     if facts.disaggregation == "decode" and _versions.older(facts.version, since):
         return f"it kills a decode server of sglang {facts.version}; {since} can do it"
-    if stages_end_in_scopes(facts) and not scopes_end_in(states):
+    if facts.pp > 1 and not sends_quiet_in(states):
+        return (
+            "one stage's profile is stopped and the next one started while a pipeline rank's sends are under "
+            "way, and torch then writes into freed memory: the scheduler dies at the next capture. To "
+            f"prevent that takes {why_not_shown(states)}"
+        )
+    if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
         return (
             f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
             "record_function, and torch then writes into freed memory: the scheduler dies, some captures "
-            f"later. Our plugin prevents that, and its schedulers have not loaded it. Fix: {_PLUGIN}"
+            f"later. To prevent that takes {why_not_shown(states)}"
         )
     return None
 
 
 def stages_end_in_scopes(facts: EngineFacts) -> bool:
-    """Whether SGLang stops one stage's profile and starts the next inside of a `record_function`."""
-    return not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
+    """Whether SGLang stops one stage's profile and starts the next inside of a scope: a `record_function`, or
+    that of a send between pipeline ranks.
+    """
+    return facts.pp > 1 or not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
 
 
 def _why_no_merge(facts: EngineFacts, by_stage: bool, passed: Mapping[str, object]) -> str | None:

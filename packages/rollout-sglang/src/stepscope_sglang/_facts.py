@@ -30,6 +30,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether answers carry times."""
     forced_off: frozenset[str] = frozenset()
     """Options that the engine's environment switches off."""
+    profile_v2: bool = False
+    """It is known to run SGLang's second profiler (SGLANG_PROFILE_V2)."""
+    rpd: bool | None = None
+    """Whether the library that the activity RPD takes is where the engine runs; None: nothing says."""
 
     @property
     def world_size(self) -> int:
@@ -53,6 +57,8 @@ def facts_of(
     version: str | None,
     options: frozenset[str],
     forced_off: frozenset[str] = frozenset(),
+    profile_v2: bool = False,
+    rpd: bool | None = None,
 ) -> EngineFacts:
     """From what an engine says of its `ServerArgs`, as resolved."""
     mode = settings.get("disaggregation_mode")
@@ -69,6 +75,8 @@ def facts_of(
         disaggregation=str(mode) if mode in ("prefill", "decode") else None,
         metrics=bool(settings.get("enable_metrics")),
         forced_off=forced_off,
+        profile_v2=profile_v2,
+        rpd=rpd,
     )
 
 

@@ -10,6 +10,7 @@ from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._plugin import rpd_in, v2_in
 from stepscope_sglang._profiler import Replica, check_facts
 from stepscope_sglang._session import Line, RefusedError
 
@@ -25,6 +26,7 @@ class ServerLine:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self.engine: object = server.url
         self._facts: EngineFacts | None = None
 
     @property
@@ -36,7 +38,15 @@ class ServerLine:
             said = self._ask()
             version = said.get("version")
             version = version if isinstance(version, str) else None
-            self._facts = facts_of(said, version=version, options=_versions.options_of(version))
+            states = said.get("internal_states")
+            states = states if isinstance(states, list) else ()
+            self._facts = facts_of(
+                said,
+                version=version,
+                options=_versions.options_of(version),
+                profile_v2=v2_in(states),
+                rpd=rpd_in(states),
+            )
         return self._facts
 
     def start(self, request: Mapping[str, object]) -> None:

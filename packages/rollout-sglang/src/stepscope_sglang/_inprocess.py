@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._facts import EngineFacts, facts_of
+from stepscope_sglang._plugin import RPD_LIBRARY, profile_v2
 from stepscope_sglang._session import EngineDiedError, RefusedError
 
 _MOMENT_S = 0.05
@@ -52,6 +54,7 @@ class InProcess:
     def __init__(self, engine: Engine | TokenizerManager) -> None:
         manager = getattr(engine, "tokenizer_manager", None)
         self.manager: TokenizerManager = cast(TokenizerManager, engine) if manager is None else manager
+        self.engine: object = self.manager
         self._engine = None if manager is None else engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
@@ -72,6 +75,8 @@ class InProcess:
                 version=_versions.installed(),
                 options=_versions.dialect_of(start).options,
                 forced_off=frozenset(name for name in _SWITCHES if _is_off(name)),
+                profile_v2=profile_v2(),
+                rpd=find_spec(RPD_LIBRARY) is not None,
             )
         return self._facts
 
@@ -161,15 +166,6 @@ class InProcess:
 
 
 _SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
-
-
-def check_environment() -> None:
-    """Raises EngineError where a capture would kill the engines of this process."""
-    if os.environ.get("SGLANG_PROFILE_V2", "").lower() in ("1", "true", "yes", "y"):
-        raise EngineError(
-            "SGLANG_PROFILE_V2 is set: under it a plain start, and every stop, kills the scheduler. "
-            "Fix: unset it"
-        )
 
 
 def of_ours(thread: threading.Thread) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import sys
 import threading
 import time
@@ -14,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, patience_s
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
+from stepscope_sglang._controls import expect_first_profiler
 from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._inprocess import Engine, InProcess, TokenizerManager, check_environment, of_ours
+from stepscope_sglang._inprocess import Engine, InProcess, TokenizerManager, of_ours
 from stepscope_sglang._session import Line, Session
 from stepscope_sglang._thread import WorkThread
 
@@ -105,11 +105,6 @@ class Replica(ABC):
             self._drop()
             raise
         self._ignored = _joined(self._sessions)
-        if capture.iterations.count is None and (capture.with_stack or capture.profile_memory):
-            _warn(
-                "SGLang serves nothing while it writes its files, which stacks and memory make large: 25 to "
-                "108 s were seen. Fix: engine.iterations.count, or budget.fanout_seconds above that"
-            )
         self._watch(capture)
         return self._sessions
 
@@ -183,13 +178,12 @@ class SglangProfiler(Replica):
         return self.facts.world_size
 
     def check(self) -> None:
-        check_environment()
         check_facts(self.facts)
 
     @contextmanager
     def _waited_for(self, capture: EngineCapture) -> Iterator[None]:
-        patience_s = math.inf if capture.stop_seconds is None else capture.stop_seconds
-        until = time.monotonic() + max(patience_s - 1, patience_s / 2)
+        seconds = patience_s(capture)
+        until = time.monotonic() + max(seconds - 1, seconds / 2)
         self._line.waited_until = until
         try:
             yield
@@ -241,6 +235,7 @@ factory = SglangFactory()
 def check_facts(facts: EngineFacts) -> None:
     """Raises EngineError for an engine that cannot be recorded at all; warns of one that may die."""
     _versions.check(facts.version)
+    expect_first_profiler(facts, ())
     if facts.device == "npu":
         raise EngineError(
             "on npu SGLang writes the folders of the Ascend profiler, which this adapter does not read. "

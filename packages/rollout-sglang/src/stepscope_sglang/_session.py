@@ -11,18 +11,21 @@ answer. The files tell. It has no way to disarm either: what is left armed would
 pass and never end, so wherever something may be, a recording is started and stopped at once, which clears it.
 
 The answer to a stop is the first pipeline rank's: the others write after it, and die where their folder is
-gone by then. So no folder goes before the whole pipeline has written.
+gone by then. So no folder goes before the whole pipeline has written, and none after a stop that failed: what
+comes into it later is handed in by the next capture of this process, or at its end.
 
 This file is above 400 lines, because what has become of a capture is read off its files, and nowhere else.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import shutil
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -32,6 +35,7 @@ from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
+from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._controls import UNBOUNDED, Plan, plan, stages_end_in_scopes
 from stepscope_sglang._facts import EngineFacts
@@ -54,6 +58,12 @@ _PIPELINE_S = 300.0
 """How long the later ranks of a pipeline may write after the first one's answer."""
 _LOOK_S = 0.05
 _MEMORY = "cuda_memory_snapshot"
+log = logging.getLogger("stepscope")
+_owed: deque[Session] = deque(maxlen=16)
+"""Those whose files may still come: of stops that failed, and of pipelines that did not write in time.
+Writer: this module, under `_entering`.
+"""
+_entering = threading.RLock()
 
 
 class EngineDiedError(EngineError):
@@ -69,6 +79,8 @@ class Line(Protocol):
 
     remote: bool
     """The engine is not below this process: perhaps another user's, perhaps on another host."""
+    engine: object
+    """Equal for two lines to one engine."""
 
     def facts(self) -> EngineFacts: ...
 
@@ -109,6 +121,8 @@ class Session:
         self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
         self._left = False
         """A rank may still write, and dies if it finds no folder."""
+        self._came: list[TraceName] = []
+        """Of the files that were handed in."""
         self._folder = Path(capture.out_dir, f".sglang-{uuid.uuid4().hex[:12]}")
 
     def open(self) -> None:
@@ -117,6 +131,7 @@ class Session:
         Raises:
             EngineError: it was refused, here or by the engine. Nothing is armed then.
         """
+        hand_in_late()
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
         states: Sequence[object] = ()
@@ -130,18 +145,40 @@ class Session:
         self.ignored = dict(self._plan.ignored)
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
-            self._line.start({**self._plan.request, "output_dir": str(self._folder)})
-        except BaseException as error:
+            self._start({**self._plan.request, "output_dir": str(self._folder)})
+        except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
-            if isinstance(error, RefusedError) and "already in progress" in str(error):
-                raise EngineError(
-                    "this engine's profiler is running, and not for us: somebody started it by hand, or the "
-                    "process that did has died. Fix: call stop_profile on the engine"
-                ) from error
             raise
         self._opened = read_anchor()
         if later:
             self._note_late_start()
+
+    def _start(self, request: Mapping[str, object]) -> None:
+        try:
+            self._line.start(request)
+        except RefusedError as error:
+            if "already in progress" not in str(error):
+                raise
+            ours = next((each for each in tuple(_owed) if each._line.engine == self._line.engine), None)
+            if ours is None:
+                raise EngineError(
+                    "this engine's profiler is running, and not for us: somebody started it by hand, or the "
+                    "process that did has died. Fix: call stop_profile on the engine"
+                ) from error
+            ours._stop_again()
+            self._line.start(request)
+
+    def _stop_again(self) -> None:
+        """The engine says that it records, and the last that began there is this one, whose stop failed."""
+        try:
+            self._line.stop()
+        except EngineError as error:
+            raise EngineError(
+                f"this engine's profiler still runs for step {self._capture.step}: {self._failed}; and "
+                f"again: {error}. Fix: call stop_profile on the engine"
+            ) from error
+        self._until(lambda: bool(self._files()), self.patience_s)
+        hand_in_late()
 
     def _note_late_start(self) -> None:
         first = self._planned.request["start_step"]
@@ -205,6 +242,28 @@ class Session:
             return self._publish()
         finally:
             self._remove(self._folder)
+            if self._left:
+                why = self._failed or f"not all ranks had written within {_PIPELINE_S:g} s"
+                self.ignored[LATE] = f"{why}. {self._folder.name} is left for a scheduler that writes later"
+                _owe(self)
+
+    def hand_in(self) -> bool:
+        """Files that have come since it was closed, with their sidecars. Whether more may still come."""
+        self.ignored.pop(LATE, None)
+        files = [each for each in self._files() if self._whole(*each)]
+        for path, name in files:
+            content = Content(complete=True) if name.kind == _MEMORY else self._content(path)
+            if self._wanted(name, content):
+                self._take(path, name, content, self._stage(path, name, content, files))
+            else:
+                path.unlink()
+        self._came += [name for _, name in files]
+        stages = 2 if self._planned.by_stage else 1
+        traces = sum(name.kind == "torch_trace" for name in self._came)
+        self._left = traces < self._known.world_size * stages and self._folder.is_dir()
+        if not self._left:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._left
 
     def _fail(self, error: EngineError) -> None:
         self._truncated = self._failed = f"the stop failed: {error}"
@@ -337,17 +396,16 @@ class Session:
         return True
 
     def _remove(self, folder: Path) -> None:
-        if self._left:
-            self.ignored["folder"] = f"{folder} is left: a scheduler that has not written yet needs it"
-        else:
+        if not self._left:
             shutil.rmtree(folder, ignore_errors=True)
 
     # From files to artifacts.
 
     def _publish(self) -> list[Artifact]:
-        files = self._files()
+        files = [each for each in self._files() if not self._left or self._whole(*each)]
         if not files:
             raise EngineError(self._nothing())
+        self._came = [name for _, name in files]
         self._closed = self._closed or read_anchor()
         contents = {
             path: Content(complete=True) if name.kind == _MEMORY else self._content(path)
@@ -412,7 +470,8 @@ class Session:
             return None
         stage = name.stage
         if stage is None:  # our stop came first; it was decode if its prefill is there
-            others = [each for _, each in files if each.topology == name.topology and each.stage == "prefill"]
+            known = [*self._came, *(each for _, each in files)]
+            others = [each for each in known if each.topology == name.topology and each.stage == "prefill"]
             stage = "decode" if others else "prefill"
         if content.prefills and content.decodes:
             self.ignored["by_stage"] = (
@@ -477,3 +536,22 @@ class Session:
         if content.prefills or content.decodes:
             told["prefill_iterations"], told["decode_iterations"] = content.prefills, content.decodes
         return {**self._known.sidecar(), **told, "ended": self._state}
+
+
+def hand_in_late() -> None:
+    """What has come of captures that are over. Trouble with one of them is that one's alone."""
+    with _entering:
+        for session in tuple(_owed):
+            try:
+                if not session.hand_in():
+                    _owed.remove(session)
+            except Exception as error:  # it stays where it is, and is looked at again
+                log.warning("stepscope: files of step %d that came late: %s", session._capture.step, error)
+
+
+def _owe(session: Session) -> None:
+    with _entering:
+        if not _owed:
+            atexit.unregister(hand_in_late)
+            atexit.register(hand_in_late)
+        _owed.append(session)

@@ -125,6 +125,20 @@ def test_each_pipeline_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, t
 
 
 @pipeline
+def test_pipeline_ranks_survive_captures_in_a_row_by_stage_and_whole(parallel: Any, tmp_path: Path) -> None:
+    """Sends are under way where one stage's profile ends, and where one capture follows another."""
+    for step in range(8):
+        whole = record(parallel, tmp_path, requests=2, step=2 * step)
+        assert {each.rank for each in whole} == {0, 1}
+        staged = record(
+            parallel, tmp_path, requests=2, step=2 * step + 1, by_stage=True, iterations=Iterations(count=2)
+        )
+        assert {(each.rank, each.stage) for each in staged} == {
+            (rank, stage) for rank in (0, 1) for stage in ("prefill", "decode")
+        }
+
+
+@pipeline
 def test_merging_of_pipeline_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2, merge=True, iterations=Iterations(count=2))
     assert {each.kind for each in artifacts} == {"torch_trace"}

@@ -38,8 +38,9 @@ ROWS = [Row(a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in product((Fal
 """Taguchi's L8."""
 
 
-def config_of(row: Row, save_path: Path) -> ProfileConfig:
-    iterations = {**({"start": 0} if row.start else {}), **({"count": 1} if row.bounded else {})}
+def config_of(row: Row, save_path: Path, iterations: dict[str, int] | None = None) -> ProfileConfig:
+    if iterations is None:
+        iterations = {**({"start": 0} if row.start else {}), **({"count": 1} if row.bounded else {})}
     engine = {
         "by_stage": row.by_stage,
         "merge": row.merge,
@@ -94,11 +95,44 @@ def assert_content(trace: Artifact, step: Path, row: Row) -> None:
     assert "cpu_op" in kinds
     assert ("python_function" in kinds) == row.with_stack
     assert shapes == row.record_shapes
-    passes = sum(event.get("name") == "aten::embedding" for event in events) / 2
+    passes = embeddings(events)
     if row.bounded:
         assert passes == 1
     elif not row.by_stage:
         assert passes == 4
+
+
+PAIRS = list(product((None, 0, 1), (None, 1), (False, True)))
+"""`start` and `count`: default, 0 or 1, with and without stages. A count of 0 is refused, below."""
+
+
+@pytest.mark.parametrize(("start", "count", "by_stage"), PAIRS, ids=str)
+def test_a_window_of_the_table(
+    engine: Any, tmp_path: Path, start: int | None, count: int | None, by_stage: bool
+) -> None:
+    window = {name: value for name, value in (("start", start), ("count", count)) if value is not None}
+    config = config_of(Row(by_stage, *[False] * 6), tmp_path, iterations=window)
+    replica = capture_of(engine, config)
+    if start == 1 and (by_stage or older(installed(), PLUGINS_SINCE)):
+        assert replica.state == "failed"
+        said = "no effect on captures by stage" if by_stage else "shows that count to nobody"
+        assert said in (replica.reason or "")
+        return
+    assert replica.state == "ok", replica.reason
+    recorded = {each.stage: passes_of(each, tmp_path / "step_000007") for each in replica.artifacts}
+    left = 4 - (start or 0)
+    assert recorded == ({"prefill": 1, "decode": count or 3} if by_stage else {None: count or left})
+
+
+def passes_of(trace: Artifact, step: Path) -> int:
+    with gzip.open(step / trace.path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return embeddings(events)
+
+
+def embeddings(events: list[dict[str, Any]]) -> int:
+    """Forward passes: each has two."""
+    return [event.get("name") for event in events].count("aten::embedding") // 2
 
 
 def test_no_activities_are_refused_by_the_configuration(tmp_path: Path) -> None:
@@ -113,18 +147,3 @@ def test_an_empty_window_is_refused_by_the_configuration(tmp_path: Path) -> None
             steps="7",
             roles={"*": {"ranks": "all", "engine": {"iterations": {"start": 0, "count": 0}}}},
         )
-
-
-def test_a_later_start_is_obeyed_or_refused_and_the_manifest_says_why(engine: Any, tmp_path: Path) -> None:
-    config = ProfileConfig(
-        save_path=str(tmp_path),
-        steps="7",
-        roles={"*": {"ranks": "all", "engine": {"iterations": {"start": 1, "count": 1}}}},
-        torch={"activities": ["cpu"]},
-    )
-    replica = capture_of(engine, config)
-    if older(installed(), PLUGINS_SINCE):
-        assert replica.state == "failed"
-        assert "shows that count to nobody" in (replica.reason or "")
-    else:
-        assert replica.state == "ok", replica.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _facts, _options, _recording, _traces, _versions
+from stepscope_vllm import _facts, _options, _plugin, _recording, _traces, _versions
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
 from stepscope_vllm._recording import Desk, Run
 from stepscope_vllm._versions import Dialect
 
+log = logging.getLogger("stepscope")
 _ASK_S = 10.0
 """For the small questions: version, routes, metrics."""
 _START_S = 60.0
@@ -32,6 +34,9 @@ _BUILT = (
 
 _desks: dict[str, Desk] = {}
 """Server -> its captures, for a loop that makes a new profiler for each. One writer: `VllmServer`."""
+
+_told: set[str] = set()
+"""Servers of whose pipeline the log has something. One writer: `VllmServer.check`."""
 
 
 class VllmServer:
@@ -135,6 +140,13 @@ class VllmServer:
         self._version = self._ask_version()
         _versions.refuse_unsupported(self._version)
         self._dialect = self._ask_dialect()
+        if (
+            self._layout.pp > 1
+            and _versions.leaves_sends_open(self._version)
+            and self._server.url not in _told
+        ):
+            _told.add(self._server.url)
+            log.warning("%s: %s", self._server.url, _plugin.OF_A_SERVER)
         if self._folder is None:
             self._folder = self._ask_folder()
         if self._below and self._dialect.prefix != "every start":

@@ -10,7 +10,7 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _ascend, _engines, _options, _recording, _versions
+from stepscope_vllm import _ascend, _engines, _options, _plugin, _recording, _versions
 from stepscope_vllm._engines import Driver
 from stepscope_vllm._recording import Desk, Run
 
@@ -63,6 +63,8 @@ class VllmProfiler:
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
         _options.refuse_disabled(driver.settings)
+        if driver.layout.pp > 1 and not (_ascend.is_here() or driver.takes_aim()) and _plugin.is_missing():
+            raise EngineError(_plugin.MISSING)
         self._ignored = _ascend.check(driver.settings, driver.environment)
 
     async def start(self, capture: EngineCapture) -> None:

@@ -101,6 +101,11 @@ def untried(version: str) -> str | None:
     return None
 
 
+def leaves_sends_open(version: str) -> bool:
+    """Whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
+    return numbers(version) >= (0, 29)
+
+
 def supported() -> str:
     """The supported range, for messages: `vLLM >=0.8.5,<=0.33.0`."""
     return f"vLLM {_range()}"

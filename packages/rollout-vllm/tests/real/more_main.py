@@ -49,11 +49,15 @@ async def layout(case: str, llm: Any, save_path: str) -> None:
         async with capture(step, engines=[profiler], config=config) as cap:
             await generate(llm)
         say(f"ranks {ranks}", cap, replica)
+    for step in range(3, 9) if case == "grid" else ():  # what one leaves open, the next one meets
+        async with capture(step, engines=[llm], config=of(save_path, "all")) as cap:
+            await generate(llm)
+        say(f"step {step}", cap)
     core = core_of(llm)
     os.kill(core, signal.SIGKILL)
     await until(lambda: ended(core))
     began = time.monotonic()
-    async with capture(3, engines=[llm], config=of(save_path, "all")) as cap:
+    async with capture(9, engines=[llm], config=of(save_path, "all")) as cap:
         pass
     say("its core was killed before the capture", cap, took_s=time.monotonic() - began)
 

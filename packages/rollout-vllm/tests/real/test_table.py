@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import vllm
 from vllm import LLM
 from vllm.config import ProfilerConfig
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from stepscope_vllm import _plugin
 
 PAGE = Path(__file__).parents[4] / "docs" / "engines-vllm.md"
 
@@ -36,3 +40,10 @@ def test_the_row_of_this_version_is_what_it_says_itself() -> None:
 def test_both_kinds_of_engine_take_the_same(kind: type) -> None:
     start = inspect.signature(AsyncLLM.start_profile).parameters
     assert list(inspect.signature(getattr(kind, "start_profile")).parameters) == list(start)  # noqa: B009  # of a type
+
+
+def test_our_plugin_is_among_those_that_vllm_loads() -> None:
+    (found,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="stepscope")
+    assert found.load() is _plugin.load
+    _plugin.load()
+    assert not _plugin.is_missing()

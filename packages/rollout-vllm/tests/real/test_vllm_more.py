@@ -125,6 +125,13 @@ def test_a_grid_of_stages_and_tensor_parallel_workers_has_each_at_its_place(run:
     assert last["options"]["left_aside"] == "rank 8, rank 9, rank 10"
 
 
+def test_captures_that_follow_each_other_at_once_have_all_workers_of_a_grid(run: Run) -> None:
+    """The sends of its first stage are waited for in the next capture."""
+    said = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
+    found = [said[f"step {step}"] for step in range(3, 9)]
+    assert [[rank for rank, _ in placed(each)] for each in found] == [[0, 1, 2, 3]] * 6
+
+
 def test_of_data_parallel_engines_each_stands_in_the_topology(run: Run) -> None:
     found = placed(run("data_parallel", data_parallel_size=2)["ranks all"])
     assert found == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 0, "dp": 1})]

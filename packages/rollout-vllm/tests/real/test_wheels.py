@@ -6,6 +6,7 @@ The table in docs/engines-vllm.md is what these tests read. On request only: the
 from __future__ import annotations
 
 import ast
+import faulthandler
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 import vllm
 
 from stepscope_vllm import _facts
-from stepscope_vllm._versions import ADDED, dialect_of, numbers
+from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open, numbers
 from tests.downloads import members
 
 assert vllm, "only that these tests are of its environments"
@@ -40,6 +41,7 @@ PARTS = {
     "async_llm": "vllm/v1/engine/async_llm.py",
     "worker": "vllm/v1/worker/gpu_worker.py",
     "wrapper": "vllm/profiler/wrapper.py",
+    "state": "vllm/distributed/parallel_state.py",
 }
 _PLATFORMS = ("manylinux1_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_35_x86_64")
 _ANY_LINUX = [word for name in _PLATFORMS for word in ("--platform", name)] + ["--python-version", "3.12"]
@@ -55,6 +57,7 @@ def sources(version: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def fetched() -> None:
+    faulthandler.cancel_dump_traceback_later()  # not the limit of other tests: that is for the network to say
     with ThreadPoolExecutor(4) as several:
         list(several.map(sources, VERSIONS))
 
@@ -161,6 +164,12 @@ def test_what_is_concluded_from_the_parameters_of_a_start_is_so(version: str) ->
         else "first start"
     )
     assert (dialect.prefix, dialect.guarded) == (prefix, guarded(version))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_releases_whose_stages_leave_sends_open_are_known(version: str) -> None:
+    sends = any(functions(sources(version)["state"], "GroupCoordinator", "isend_object"))
+    assert leaves_sends_open(version) == sends
 
 
 @pytest.mark.parametrize("option", sorted(ADDED))

@@ -6,7 +6,7 @@ segmentation fault within some tens of sessions, at a place that has nothing to 
 began in a session ends with it, in its trace too, and its own end does nothing more.
 
 Scopes of C++ (an operator, a backward pass) that are open while Python stops one session and starts the next
-cannot be seen from here.
+cannot be seen from here. Those of operations of gloo that are waited for later need not begin: `unrecorded`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _NOTED = "_stepscope_noted"
 """In the dict of a scope that is, or was, in `_open`."""
+_UNRECORDED = "_stepscope_unrecorded"
+"""On what `unrecorded` made."""
 _open: dict[int, Callable[[], None]] = {}
 """How to end each. Whoever takes one out ends it."""
+_ended = 0
+"""How often all were ended. One writer: `_end_all`."""
+_never_ending: list[object] = []
+"""Scopes whose session ended in the moment of their beginning: dropped, they would end in the next one."""
 _watching = threading.Lock()
 _watched = False
 
 
 class Mark(AbstractContextManager[None]):
-    """A scope by a class that is not watched (`_RecordFunctionFast`, which is written in C)."""
+    """A scope of `_RecordFunctionFast`, which is written in C: ours, and those of compiled code."""
 
     __slots__ = ("_scope",)
 
@@ -38,8 +45,11 @@ class Mark(AbstractContextManager[None]):
         self._scope = scope
 
     def __enter__(self) -> None:
+        ended = _ended
         self._scope.__enter__()
         _open[id(self)] = self._end
+        if ended != _ended and _open.pop(id(self), None) is not None:
+            _never_ending.append(self._scope)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -64,12 +74,47 @@ def watch() -> None:
             _watched = True
 
 
+def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -> Callable[P, T]:
+    """`begin`, of whose operators no session has one: for what begins an asynchronous operation of gloo,
+    whose scope ends where it is waited for, or dropped, on whatever day that is. Imports torch.
+
+    Args:
+        when: Asked with the arguments of a call, whether it is such a one. None: each is.
+
+    Returns:
+        `begin` itself where it is unrecorded already.
+    """
+    from torch.autograd import _enable_record_function, profiler  # type: ignore[attr-defined]  # not typed
+
+    if is_unrecorded(begin):
+        return begin
+
+    @wraps(begin)
+    def begin_unrecorded(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not profiler._is_profiler_enabled or not (when is None or when(*args, **kwargs)):
+            return begin(*args, **kwargs)
+        _enable_record_function(False)
+        try:
+            return begin(*args, **kwargs)
+        finally:
+            _enable_record_function(True)
+
+    setattr(begin_unrecorded, _UNRECORDED, True)
+    return begin_unrecorded
+
+
+def is_unrecorded(begin: Callable[..., object]) -> bool:
+    """Whether `unrecorded` made it."""
+    return hasattr(begin, _UNRECORDED)
+
+
 def forget() -> None:
     """In the child of a fork, where the scopes are the parent's."""
     _open.clear()
 
 
 def _watch_scopes() -> None:
+    from torch._C import _profiler
     from torch.autograd import profiler
     from torch.autograd.profiler import record_function
 
@@ -77,10 +122,13 @@ def _watch_scopes() -> None:
 
     @wraps(enter)  # TorchScript compiles both from the source that it finds
     def entered(self: record_function) -> record_function:
+        ended = _ended
         enter(self)  # type: ignore[no-untyped-call]  # torch
-        if profiler._is_profiler_enabled:
+        if profiler._is_profiler_enabled or ended != _ended:
             _open[id(self)] = lambda: leave(self, None, None, None)
             vars(self)[_NOTED] = True
+            if ended != _ended and _open.pop(id(self), None) is not None:
+                _never_ending.append(self.record)
         return self
 
     @wraps(leave)
@@ -91,6 +139,16 @@ def _watch_scopes() -> None:
 
     record_function.__enter__ = entered  # type: ignore[method-assign]
     record_function.__exit__ = left  # type: ignore[method-assign]
+    fast = getattr(_profiler, "_RecordFunctionFast", None)
+    if fast is None:
+        return
+
+    @wraps(fast)
+    def noted(*args: object, **kwargs: object) -> AbstractContextManager[object]:
+        scope: AbstractContextManager[object] = fast(*args, **kwargs)
+        return Mark(scope) if profiler._is_profiler_enabled else scope
+
+    setattr(_profiler, "_RecordFunctionFast", noted)  # noqa: B010  # a class, to mypy
 
 
 def _watch_sessions() -> None:
@@ -111,6 +169,8 @@ def _scopes_first(step: Callable[..., T]) -> Callable[..., T]:
 
 
 def _end_all() -> None:
+    global _ended
+    _ended += 1
     while _open:
         try:
             _, end = _open.popitem()  # the innermost first

@@ -9,6 +9,7 @@ from stepscope.engines.protocol import (
     Iterations,
     installed,
     load_engine,
+    patience_s,
     recognise,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "Iterations",
     "installed",
     "load_engine",
+    "patience_s",
     "recognise",
 ]

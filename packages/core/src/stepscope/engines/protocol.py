@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, cast, runtime_checkable
@@ -44,12 +46,25 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: who opened it may be gone by then."""
     stop_seconds: float | None = None
-    """How long the caller of `start` and `stop` waits for each; None: to its end. What takes longer goes on
-    behind a caller who may be using the engine again."""
+    """How long the caller of `start` and `stop` waits for each, where it says nothing else (`patience_s`);
+    None: to its end. What takes longer goes on behind a caller who may be using the engine again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
     extra: dict[str, str | int | float | bool | None] = {}
     """Passed through to the engine after a check that its own signature knows every key."""
+
+
+waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
+"""What `patience_s` answers. One writer: the capture that calls `start` and `stop`, `RayRollout` for it."""
+
+
+def patience_s(capture: EngineCapture) -> float:
+    """Seconds that the capture waits for the `start` or `stop` in whose context this is called (`close` can
+    be given a deadline of its own); infinite: to its end.
+    """
+    said = waited_s.get()
+    seconds = capture.stop_seconds if said is None else said
+    return math.inf if seconds is None else seconds
 
 
 @runtime_checkable
@@ -94,7 +109,8 @@ class EngineProfiler(Protocol):
     @property
     def ignored(self) -> Mapping[str, str]:
         """Options of the latest capture that the engine could not honour: {option: reason}. `artifacts` among
-        them says why there are no files although all went well (a tool above the engine writes them).
+        them says why there are no files although all went well (a tool above the engine writes them); `late`,
+        why some may still come after the stop has returned, or failed.
         """
         ...
 

@@ -6,16 +6,17 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from stepscope.engines.actor_call import ActorLine, present
+from stepscope.engines.actor_call import ActorLine, CallFailedError, present
 from stepscope.engines.fetch import bring_home
 from stepscope.engines.own_thread import own_thread
-from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine
+from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine, waited_s
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -120,7 +121,13 @@ class RayRollout:
             return []
         step_dir = self._step_dir  # a later start may change it while this stop is at work
         # Given up by its caller, it goes on in the actor: the files are worth more than an early end.
-        artifacts, ignored = await self._line.call(stop, self._place, token, keep=True)
+        try:
+            call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)
+            artifacts, ignored = await call
+        except CallFailedError:
+            with suppress(CallFailedError):  # whether files may still come
+                self._ignored = await self._line.ask(ignored_of, self._place)
+            raise
         self._ignored = ignored | await bring_home(self._line, step_dir, artifacts)
         return list(artifacts)
 
@@ -195,11 +202,19 @@ async def start(
     return dict(seat.profiler.ignored)
 
 
-async def stop(instance: object, place: Place, token: str) -> tuple[list[Artifact], dict[str, str]]:
+async def stop(
+    instance: object, place: Place, token: str, waited: float | None
+) -> tuple[list[Artifact], dict[str, str]]:
     seat = _seats.get(_key(place))
     if seat is None or seat.token != token:
         raise EngineError("the actor restarted after the capture began: what it had recorded is lost")
+    waited_s.set(waited)  # in the task that this is
     return await seat.end(), dict(seat.profiler.ignored)
+
+
+def ignored_of(instance: object, place: Place) -> dict[str, str]:
+    seat = _seats.get(_key(place))
+    return {} if seat is None else dict(seat.profiler.ignored)
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:

@@ -1,0 +1,84 @@
+"""What vLLM loads into its processes, over a stand-in for the module that it changes; the real one sends in
+`real/test_vllm_more.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from stepscope.errors import EngineError
+from stepscope_vllm import VllmProfiler, _plugin
+
+pytestmark = pytest.mark.needs("torch")
+
+
+@dataclass
+class ProfilerConfig:
+    profiler: str = "torch"
+    torch_profiler_dir: str = "/a/folder"
+
+
+class AsyncLLM:
+    """A pipeline of two stages, without our worker extension, as far as a check looks."""
+
+    __module__ = "vllm.v1.engine.async_llm"
+    output_handler = None
+    errored = False
+    engine_core = SimpleNamespace(resources=None)
+    vllm_config = SimpleNamespace(
+        profiler_config=ProfilerConfig(),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2),
+    )
+
+    def start_profile(self, profile_prefix: str) -> None: ...
+
+
+@pytest.fixture(params=["isend_object", "isend_tensor_dict"])
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
+    """vLLM's class of groups, which sends on a GPU and on a CPU; a send is a sine here."""
+    import torch
+
+    cpu = request.param == "isend_tensor_dict"
+    found = type("GroupCoordinator", (), {request.param: lambda self, tensor: torch.sin(tensor)})
+    parts: dict[str, dict[str, object]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"GroupCoordinator": found},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
+    }
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content, send=request.param)
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def send(group: type) -> None:
+    import torch
+
+    name = sys.modules["vllm"].send
+    getattr(group(), name)(torch.ones(1))
+
+
+def test_a_send_is_in_no_recording_and_what_follows_is(group: type) -> None:
+    import torch
+
+    _plugin.load()
+    _plugin.load()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as session:
+        send(group)
+        torch.cos(torch.ones(1))
+    names = {event.name for event in session.events()}
+    assert "aten::cos" in names
+    assert "aten::sin" not in names
+
+
+def test_a_pipeline_whose_sends_stay_open_is_refused(group: type) -> None:
+    with pytest.raises(EngineError, match="have vLLM load our plugin"):
+        VllmProfiler(AsyncLLM()).check()
+    _plugin.load()
+    VllmProfiler(AsyncLLM()).check()
