@@ -218,6 +218,7 @@ def test_the_very_first_step_is_captured_with_what_was_under_way(tmp_path: Path)
     with trajectory("late", policy_version=0):
         pass
     cap.close()
+    cap.result.wait()
     found = report(RunLayout(tmp_path), 0)
     assert {(s.trajectory, s.turn) for s in load_step(RunLayout(tmp_path).step(0).root).spans} == {
         ("early", 0), ("late", None),
@@ -235,6 +236,7 @@ def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Pa
     with capture(6, config=config), span("update", role="trainer", step=6, policy_version=6):
         pass
     cap.close()
+    cap.result.wait()
     found = report(RunLayout(tmp_path), 5)
     assert [(other.step, other.spans) for other in found.health.other_steps] == [(6, 1)]
     assert found.health.complete

@@ -78,6 +78,28 @@ def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
     assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
 
 
+@pytest.mark.needs("torch")
+def test_the_runs_folder_is_walked_once_for_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401
+
+    config = a_config(tmp_path, run_trace_mb=100)
+    before = RunLayout(config.save_path).step(0).traces
+    before.mkdir(parents=True)
+    walked: list[Path] = []
+    sizes = control._sizes
+
+    def noted(folder: Path) -> int:
+        walked.append(folder)
+        return sizes(folder)
+
+    monkeypatch.setattr(control, "_sizes", noted)
+    with capture(1, engines=[FakeEngineProfiler(FakeEngine())], config=config):
+        pass
+    assert walked.count(before) == 1
+
+
 def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,14 @@ import msgspec
 import pytest
 
 import stepscope
-from stepscope import ProfileConfig, capture, profile_step, span
+from packages.core.tests.suspensions import CancelledAt
+from stepscope import ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation, Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording import capture as capture_module
-from stepscope.recording import ledger, runtime
+from stepscope.recording import ledger, runtime, untold
 from stepscope.recording.context import current
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -74,7 +76,7 @@ def test_a_role_that_nobody_has_is_named_with_the_likely_one(
     config = ProfileConfig(
         save_path=str(tmp_path), steps=[2], roles={"actr": {"ranks": "first"}, "act*": {"ranks": "first"}}
     )
-    with capture(2, config=config), span("update", role="actor"):
+    with capture(2, workers={}, config=config), span("update", role="actor"):  # Ray may run: of other tests
         pass
     said = expectation(config, 2, "roles.actr")
     assert said.state == "skipped"
@@ -289,6 +291,44 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(tmp_path: Path)
 # Engines
 
 
+async def test_ten_thousand_concurrent_trajectories(config: ProfileConfig) -> None:
+    async def rollout(number: int) -> None:
+        with trajectory(f"t{number}", policy_version=number):
+            await all_begun.wait()
+            for index in range(2):
+                with turn(index):
+                    await asyncio.sleep(0)
+                    async with span("tool", role="env"):
+                        await asyncio.sleep(0)
+
+    async with capture(2, config=config) as cap:
+        all_begun = asyncio.Event()
+        with span("rollout"):
+            rollouts = [asyncio.create_task(rollout(number)) for number in range(10_000)]
+            await asyncio.sleep(0)
+            all_begun.set()
+            await asyncio.gather(*rollouts)
+    assert cap.result.captured
+    (path,) = RunLayout(config.save_path).step(2).spans.glob("*.jsonl")
+    lines = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
+    spans = {line.span: line for line in lines if isinstance(line, Span)}
+    (root,) = (line for line in spans.values() if line.stage == "rollout")
+    counted = Counter(line.stage for line in spans.values())
+    assert counted == {"rollout": 1, "trajectory": 10_000, "turn": 20_000, "tool": 20_000}
+    assert len({line.trajectory for line in spans.values()}) == 10_001
+    above = {"trajectory": "rollout", "turn": "trajectory", "tool": "turn"}
+    for line in spans.values():
+        if line is root:
+            continue
+        parent = spans[line.parent or 0]
+        assert parent.stage == above[line.stage]
+        assert line.policy_version == int(str(line.trajectory)[1:])
+        if parent is not root:
+            assert line.trajectory == parent.trajectory
+            assert line.turn == parent.turn or line.stage == "turn"
+    assert manifest_of(config, 2).state == "ok"
+
+
 async def test_engines_are_started_and_stopped_with_the_capture(config: ProfileConfig) -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]) as cap:
@@ -367,31 +407,52 @@ async def test_ranks_select_replicas(tmp_path: Path) -> None:
     assert expectation(config, 2, "replica 0").reason == "its ranks 0 to 1 are not in roles.rollout.ranks [2]"
 
 
-async def test_cancelled_anywhere_a_capture_leaves_nothing_open(tmp_path: Path) -> None:
-    async def recorded(config: ProfileConfig, engines: list[FakeEngine]) -> None:
-        async with capture(2, config=config, engines=[FakeEngineProfiler(engine) for engine in engines]):
-            with span("update"):
-                await asyncio.sleep(0)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
+def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
+    tmp_path: Path, again: bool
+) -> None:
+    async def recorded(step: int, config: ProfileConfig, engines: list[FakeEngine]) -> None:
+        profilers = [FakeEngineProfiler(engine) for engine in engines]
+        async with capture(step, config=config, engines=profilers), span("update"):
+            await asyncio.sleep(0)
+            whole.append(step)
 
-    outcomes = set()
-    for ticks in range(60):
+    whole: list[int] = []
+    for suspension in itertools.count(1):
         config = ProfileConfig(
-            save_path=str(tmp_path / f"run{ticks}"), steps=[2], roles={"rollout": {"ranks": "all"}}
+            save_path=str(tmp_path / f"run{suspension}"), steps=[2, 3], roles={"rollout": {"ranks": "all"}}
         )
         engines = [FakeEngine(), FakeEngine()]
-        task = asyncio.create_task(recorded(config, engines))
-        for _ in range(ticks):
-            await asyncio.sleep(0.001 if ticks % 2 else 0)
-        task.cancel()
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        assert outcome is None or isinstance(outcome, asyncio.CancelledError)
-        outcomes.add(type(outcome))
+        cancelled = CancelledAt(suspension, again=again)
+        outcome = cancelled.run(recorded(2, config, engines))
         assert runtime.active is None
         assert capture_module._open is None
-        assert not any(engine.recordings for engine in engines), ticks
+        assert not any(engine.recordings for engine in engines), suspension
         if RunLayout(config.save_path).steps():
-            assert all(part.closed is not None for part in manifest_of(config, 2).processes), ticks
-    assert asyncio.CancelledError in outcomes
+            said = told_all_of(config, 2)
+            assert (said is None) == (2 in whole), (suspension, said)
+            assert said is None or "CancelledError" in said
+        whole.clear()
+        asyncio.run(recorded(3, config, engines))
+        assert manifest_of(config, 3).state == "ok", suspension
+        told_all_of(config, 3)
+        if not cancelled.came:
+            assert outcome is None
+            assert suspension > 20
+            break
+        assert isinstance(outcome, asyncio.CancelledError), suspension
+
+
+def told_all_of(config: ProfileConfig, step: int) -> str | None:
+    """What the manifest says of a capture that is over is final, and its files are there; its error."""
+    folder = RunLayout(config.save_path).step(step)
+    (part,) = manifest_of(config, step).processes
+    assert part.closed is not None
+    for item in part.expected:
+        assert item.reason not in (NOT_CLOSED, NOT_EXPORTED), item
+        assert (item.state == "ok") == (item.reason is None), item
+        assert all((folder.root / each.path).exists() for each in item.artifacts), item
+    return part.error
 
 
 async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: ProfileConfig) -> None:
@@ -426,6 +487,19 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
         await stepscope.aprepare(
             engines=[FakeEngineProfiler(FakeEngine()), Unprofiled(FakeEngine())], config=config
         )
+
+
+async def test_prepare_warns_of_stops_that_take_long(
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untold, "_warned", set())
+    engines = [FakeEngineProfiler(FakeEngine())]
+    await stepscope.aprepare(engines=engines, config=config)
+    assert "stacks and memory" not in caplog.text
+    heavy = config.replace(torch={"with_stack": True})
+    for _ in range(2):
+        await stepscope.aprepare(engines=engines, config=heavy)
+    assert caplog.text.count("25 to 108 s were seen, and a stop is waited for 30 s. Fix: roles.rollout") == 1
 
 
 def test_prepare_names_a_role_that_nothing_known_before_the_run_has(

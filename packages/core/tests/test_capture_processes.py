@@ -278,6 +278,49 @@ print("trained on")
     assert out.count("writing the manifest failed") == 1
 
 
+def test_a_folder_that_becomes_read_only_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
+    out = run(
+        """
+import ctypes, pathlib
+if os.geteuid() == 0:  # whom no mode of a folder binds, as long as it has CAP_DAC_OVERRIDE
+    libc, head, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(head, sets) == 0
+    sets[0] &= ~0b10
+    assert libc.capset(head, sets) == 0
+run = pathlib.Path(sys.argv[1])
+def set_folders(mode):
+    for path in [run, *run.rglob("*")]:
+        if path.is_dir():
+            path.chmod(mode)
+with capture(1, config=config) as cap:
+    with span("before"):
+        pass
+    set_folders(0o555)
+    try:
+        (run / "step_000001" / "new").touch()
+    except PermissionError:
+        print("read-only")
+    with span("after"):
+        pass
+print(cap.result.wait().state)
+with capture(2, config=config) as cap, span("nowhere"):
+    pass
+print(cap.result.wait().state)
+set_folders(0o755)
+with capture(3, config=config) as cap, span("again"):
+    pass
+print(cap.result.wait().state)
+""",
+        tmp_path,
+    )
+    assert out.startswith("read-only\nok\nfailed\nok\n")
+    assert out.count("writing the manifest failed") == 1
+    assert [line.stage for line in lines(tmp_path) if isinstance(line, Span)] == ["before", "after"]
+    assert parts(tmp_path)[0].closed is None  # its last word could not be written
+    assert manifest(tmp_path).state == "missing"
+    assert parts(tmp_path, 3)[0].closed is not None
+
+
 def test_two_runs_write_into_one_folder_at_once(tmp_path: Path) -> None:
     code = """
 for number in range(1, 6):

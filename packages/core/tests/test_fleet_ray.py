@@ -6,6 +6,7 @@ One file above 400 lines, because all cases share the actors and the readers of 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import signal
@@ -18,10 +19,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest import NOT_CLOSED, Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 from stepscope.fleet import ray as fleet_module
 from stepscope.fleet.ray import RayFleet, fleet_of, start_here
@@ -378,23 +380,34 @@ def test_a_start_that_comes_too_late_is_refused(request_1: StartRequest) -> None
     assert runtime.active is None
 
 
-@pytest.mark.parametrize("kind", ["sync", "threaded", "async"])
-async def test_a_cancelled_start_leaves_no_worker_recording(
-    crew: dict[str, list[Any]], request_1: StartRequest, kind: str
+def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(
+    crew: dict[str, list[Any]], config: ProfileConfig
 ) -> None:
-    for step, pause_s in enumerate((0, 0, 0.001, 0.002, 0.004, 0.008, 0.016), start=2):
-        request = msgspec.structs.replace(request_1, capture_id=f"{kind}-{step}", step=step)
-        cut_short = fleet(*crew[kind])
-        starting = asyncio.create_task(cut_short.start(request, 20))
-        await asyncio.sleep(pause_s)  # wherever it is by then
-        starting.cancel()
-        await asyncio.wait([starting])
-        await cut_short.stop(stop_of(request), 20)  # as the capture does that is rolled back
-        assert not any(await asyncio.gather(*(actor.captured.remote() for actor in crew[kind])))
-    later = fleet(*crew[kind])
-    outcomes = await later.start(request_1, 20)
-    assert [outcome.reason for outcome in outcomes] == [None, None]
-    await later.stop(stop_of(request_1), 20)
+    workers = {kind: actors[:1] for kind, actors in crew.items()}
+
+    async def recorded(step: int) -> Capture:
+        async with capture(step, config=config, workers=workers) as cap:
+            await asyncio.gather(*(actor.update.remote() for (actor,) in workers.values()))
+            whole.append(step)
+        return cap
+
+    whole: list[int] = []
+    for suspension in itertools.count(1):
+        step = 2 * suspension
+        cancelled = CancelledAt(suspension, again=bool(suspension % 2))
+        cancelled.run(recorded(step))
+        assert not any(ray.get([actor.captured.remote() for (actor,) in workers.values()])), suspension
+        if step in RunLayout(config.save_path).steps():
+            parts = manifest_of(config, step).processes
+            assert all(part.closed is not None for part in parts), suspension
+            assert NOT_CLOSED not in {item.reason for part in parts for item in part.expected}, suspension
+            (mine,) = (part for part in parts if part.owner)
+            assert ("CancelledError" in str(mine.error)) == (step not in whole), suspension
+        cap = asyncio.run(recorded(step + 1))
+        assert own(cap).absent == ()
+        assert len(workers_of(config, step + 1)) == 3
+        if not cancelled.came:
+            break
 
 
 async def test_two_captures_at_once_in_one_worker_are_refused(

@@ -24,9 +24,11 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import STILL_AWAITED, Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
-from stepscope.recording import chores, control, export, finish, gather, requests
+from stepscope.recording import chores, control, export, finish, gather, requests, uncaptured
+from stepscope.recording.fleet_port import WorkerOutcome
+from stepscope.recording.others import Others
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -58,6 +60,13 @@ class Host:
         """Somebody removes the folders of that name."""
         for folder in list(Path().rglob(name)):
             shutil.rmtree(folder)
+
+    def stand_in_the_way(self, name: str) -> None:
+        """Somebody puts a file where the folders of that name are."""
+        os.environ["STEPSCOPE_RAISE"] = "0"  # as where no test runs
+        for folder in list(Path().rglob(name)):
+            shutil.rmtree(folder)
+            folder.touch()
 
     def there(self) -> list[str]:
         return sorted(str(path) for path in Path().rglob("*") if path.is_file())
@@ -144,7 +153,8 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 
 
 def settle() -> None:
-    """What follows a capture is done."""
+    """What follows a capture is done, and what the end of the process would do."""
+    uncaptured.flush()
     assert export.exporter().drain(120) == []
     assert finish._commands.drain(120) == []
 
@@ -285,15 +295,25 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
     assert any("not fetched in time; they lie on host-b" in line for line in result.problems())
 
 
-def test_a_worker_that_could_not_write_its_part_is_failed(
+def test_a_worker_whose_part_was_removed_writes_it_again(
     config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
     result = alone(config, hosts["host-b"])
     ray.get(hosts["host-b"].lose.remote("processes"))
+    assert problems(result) == []
+
+
+def test_a_worker_that_cannot_write_its_part_is_failed_and_the_rest_of_its_files_come_home(
+    here: str, config: ProfileConfig, mortal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    result = alone(config, mortal)
+    ray.get(mortal.stand_in_the_way.remote("processes"))
     (line,) = problems(result)
     assert "files of actor[0]" in line
-    assert "its part of the manifest is not on its disk" in line
+    assert "its part of the manifest is not on host-m's disk" in line
+    assert list(RunLayout(here).step(0).spans.glob("actor_*"))
 
 
 def test_files_of_captures_that_wait_in_line_are_all_fetched_in_the_end_and_kept_no_longer(
@@ -377,6 +397,43 @@ def test_a_file_that_is_given_up_leaves_nothing(step: StepLayout) -> None:
     arrival.add(b"half")
     arrival.give_up()
     assert list(step.spans.iterdir()) == []
+
+
+class Fleet:
+    """Workers on other hosts, whose files are all here."""
+
+    released: list[str]
+
+    def __init__(self) -> None:
+        self.released = []
+
+    async def gather(self, request: object, home: object, left_s: object) -> list[WorkerOutcome]:
+        return [WorkerOutcome(name="actor[0]", state="ok", reason=None, process=None)]
+
+    def release(self, capture_id: str) -> None:
+        self.released.append(capture_id)
+
+
+async def test_workers_keep_their_files_while_an_engines_may_still_come(config: ProfileConfig) -> None:
+    session = Session(
+        config=config,
+        step=0,
+        process=StepFolder(Path(config.save_path)).process("trainer", 0).info,
+        roles=("trainer",),
+        run_id="run1",
+        capture_id="1",
+        owner=True,
+    )
+    others, fleet = Others(None, None), Fleet()
+    others.fleet, others.apart = cast(Any, fleet), ["actor[0]"]
+    others.join(session)
+    session.ledger.fail("replica 0", f"timeout: stop did not return within 1 s; {STILL_AWAITED}")
+    await others.gather(lambda: 9)
+    assert fleet.released == []
+    session.ledger.expect(Expectation(name="replica 0", state="ok"))
+    await others.gather(lambda: 9)
+    await others.gather(lambda: 9)
+    assert len(fleet.released) == 1
 
 
 def test_a_capture_that_this_process_never_saw_is_an_error() -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from stepscope import ProfileConfig, capture
 from stepscope.cli import run
+from stepscope.engines import EngineCapture, patience_s
 from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.parts import part_files
 from stepscope.files.sidecar import Artifact
+from stepscope.recording import finish
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -30,6 +32,11 @@ class Slow(FakeEngineProfiler):
     async def stop(self) -> list[Artifact]:
         self.going_on = asyncio.ensure_future(self._in_the_end())
         return await asyncio.shield(self.going_on)
+
+    async def write(self) -> None:
+        self.let_go.set()
+        assert self.going_on is not None
+        await self.going_on
 
     async def _in_the_end(self) -> list[Artifact]:
         await self.let_go.wait()
@@ -49,6 +56,16 @@ def config(tmp_path: Path) -> ProfileConfig:
 async def captured(config: ProfileConfig, step: int, profiler: FakeEngineProfiler) -> None:
     async with capture(step, config=config, engines=[profiler]):
         await profiler.engine.generate(2)
+
+
+async def given_up(config: ProfileConfig) -> FakeEngineProfiler:
+    """Step 1, whose engine writes when step 2 is captured already: with the profiler of step 2."""
+    profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
+    await captured(config, 1, profiler)
+    await captured(config, 2, other)
+    assert item(config, 1).state == "failed"
+    await profiler.write()
+    return other
 
 
 def item(config: ProfileConfig, step: int) -> Expectation:
@@ -80,9 +97,7 @@ async def test_files_that_come_late_stand_in_the_manifest_and_nothing_is_waited_
 ) -> None:
     profiler = Slow(FakeEngine())
     await captured(config, 1, profiler)
-    profiler.let_go.set()
-    assert profiler.going_on is not None
-    await profiler.going_on
+    await profiler.write()
     for _ in range(5):  # the stop itself ends, and is heard of
         await asyncio.sleep(0)
     assert item(config, 1).state == "ok"
@@ -99,9 +114,7 @@ async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(con
     await captured(config, 1, profiler)
     assert "worker 0 cannot start" in (item(config, 1).reason or "")
     assert not still_waiting(config)
-    profiler.let_go.set()
-    assert profiler.going_on is not None
-    await profiler.going_on
+    await profiler.write()
     for _ in range(5):
         await asyncio.sleep(0)
     assert "worker 0 cannot start" in (item(config, 1).reason or "")
@@ -110,12 +123,7 @@ async def test_why_an_engine_did_not_start_is_kept_though_its_stop_hangs_too(con
 async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(
     config: ProfileConfig,
 ) -> None:
-    profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
-    await captured(config, 1, profiler)
-    await captured(config, 2, other)
-    profiler.let_go.set()
-    assert profiler.going_on is not None
-    await profiler.going_on
+    await given_up(config)
     (found,) = still_waiting(config)
     assert len(found.came) == 2
     assert item(config, 1).state == "failed"
@@ -123,13 +131,7 @@ async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still
 
 
 async def test_a_later_capture_enters_what_a_stop_brought_that_was_given_up(config: ProfileConfig) -> None:
-    profiler, other = Slow(FakeEngine()), FakeEngineProfiler(FakeEngine())
-    await captured(config, 1, profiler)
-    await captured(config, 2, other)
-    assert item(config, 1).state == "failed"
-    profiler.let_go.set()
-    assert profiler.going_on is not None
-    await profiler.going_on
+    other = await given_up(config)
     await captured(config, 3, other)
     assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
     assert not still_waiting(config)
@@ -146,6 +148,64 @@ async def test_what_a_process_that_is_gone_waited_for_is_entered_on_request(
     assert "entered: 2 files" in capsys.readouterr().err
     assert item(config, 1).state == "ok"
     assert len(item(config, 1).artifacts) == 2
+
+
+async def test_sidecars_that_come_one_after_another_are_all_entered_in_the_end_and_told_once(
+    config: ProfileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(finish, "artifact_hooks", [lambda path, sidecar: told.append(f"{path}")])
+    other = await given_up(config)
+    *_, last = sorted(RunLayout(config.save_path).step(1).sidecars())
+    last.rename(tmp_path / "not yet")
+    await captured(config, 3, other)
+    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 1)
+    (tmp_path / "not yet").rename(last)
+    assert [len(each.came) for each in still_waiting(config)] == [1]
+    await captured(config, 4, other)
+    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
+    assert not still_waiting(config)
+    assert finish._hooks.drain(20) == []
+    assert len([path for path in told if "step_000001" in path]) == 2
+
+
+async def test_of_a_process_that_is_gone_the_last_sidecar_is_entered_too(
+    config: ProfileConfig, tmp_path: Path
+) -> None:
+    await test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still_listed(config)
+    layout = RunLayout(config.save_path).step(1)
+    _make_its_process_one_that_is_gone(config)
+    *_, last = sorted(layout.sidecars())
+    last.rename(tmp_path / "not yet")
+    take_in(layout, waiting(layout))
+    (tmp_path / "not yet").rename(last)
+    take_in(layout, waiting(layout))
+    assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
+
+
+class Patient(FakeEngineProfiler):
+    """Notes how long it is waited for."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine)
+        self.waited_s: list[float] = []
+
+    async def start(self, capture: EngineCapture) -> None:
+        self.capture = capture
+        self.waited_s.append(patience_s(capture))
+        await super().start(capture)
+
+    async def stop(self) -> list[Artifact]:
+        self.waited_s.append(patience_s(self.capture))
+        return await super().stop()
+
+
+def test_an_engine_is_told_the_deadline_that_close_was_given(config: ProfileConfig) -> None:
+    profiler = Patient(FakeEngine())
+    cap = capture(1, config=config.replace(budget={"fanout_seconds": 20}), engines=[profiler])
+    cap.open()
+    cap.close(deadline_s=3)
+    assert profiler.waited_s == [20, 3]
 
 
 def _make_its_process_one_that_is_gone(config: ProfileConfig) -> None:

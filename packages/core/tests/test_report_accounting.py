@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 
 from hypothesis import given
@@ -108,7 +107,7 @@ def test_an_empty_window_divides_into_nothing() -> None:
     assert (sum(shares.wall_ns.values()), shares.idle_ns) == (0, 0)
 
 
-def test_200_000_intervals_take_seconds() -> None:
+def test_200_000_intervals_share_all_of_a_window() -> None:
     chance = random.Random(0)
     spans = [
         Interval(
@@ -119,6 +118,5 @@ def test_200_000_intervals_take_seconds() -> None:
         )
         for i in range(200_000)
     ]
-    began = time.monotonic()
-    divide(spans, 0, 10**9, labels=LABELS, tiers=TIERS)
-    assert time.monotonic() - began < 10
+    shares = divide(spans, 0, 10**9, labels=LABELS, tiers=TIERS)
+    assert sum(shares.wall_ns.values()) + shares.idle_ns == 10**9

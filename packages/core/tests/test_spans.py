@@ -433,33 +433,6 @@ def test_a_scope_closed_in_another_context_does_no_harm() -> None:
     asyncio.run(main())
 
 
-def test_ten_thousand_concurrent_trajectories(log: SpanLog) -> None:
-    log.limit = 1_000_000
-
-    async def one(number: int, gate: asyncio.Event) -> None:
-        with PlacedSpan(log, "trajectory", None, None, trajectory=str(number)):
-            await gate.wait()
-            with PlacedSpan(log, "turn", None, None, turn=0), spans.new(log, "generate"):
-                await asyncio.sleep(0)
-
-    async def main() -> None:
-        gate = asyncio.Event()
-        tasks = [asyncio.create_task(one(number, gate)) for number in range(10_000)]
-        await asyncio.sleep(0)
-        gate.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    found = closed(log)
-    assert len(found) == 30_000
-    assert log.dropped == 0
-    ids = {span.span: span for span in found}
-    for span in found:
-        if span.stage == "generate":
-            turn = ids[span.parent or 0]
-            assert span.trajectory == turn.trajectory == ids[turn.parent or 0].trajectory
-
-
 def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with spans.new(log, "before"):

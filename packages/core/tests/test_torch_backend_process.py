@@ -217,6 +217,33 @@ def test_a_user_profiler_of_another_thread_ends_ours_and_both_are_whole(
     assert done.returncode == 0, done.stderr
 
 
+def test_ranges_for_other_tools_and_legacy_profilers_end_ours_and_run(run: Run) -> None:
+    done = run(
+        """
+        import warnings
+        from torch.autograd.profiler import emit_itt
+        from torch.autograd.profiler_legacy import profile as legacy
+        warnings.simplefilter("ignore")  # it is deprecated
+        for theirs in (emit_itt, legacy):
+            start()
+            with theirs():
+                work("theirs")
+            pending = backend.stop()
+            print(pending[0].truncated)
+            found = write(pending)
+            assert "ours" in found and "theirs" not in found, found
+        with emit_itt():
+            try:
+                start()
+            except ProfilerBusyError:
+                print("refused")
+        """
+    )
+    ended = "other code started torch.profiler on thread MainThread\n"
+    assert done.stdout == ended * 2 + "refused\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_user_profiler_that_would_crash_the_process_is_refused(run: Run) -> None:
     """Ours belongs to the main thread, which does not answer: it can neither be ended nor survive theirs."""
     done = run(
@@ -303,6 +330,50 @@ def test_a_forked_child_exits_by_itself_and_the_parent_records_on(run: Run, flag
     assert done.returncode == 0, done.stderr
 
 
+@both
+def test_a_forked_child_may_profile_for_itself(run: Run, flags: tuple[str, ...]) -> None:
+    done = run(
+        """
+        start()
+        if os.fork() == 0:
+            backend = TorchBackend(backend._config)
+            for _ in range(2):
+                start()
+                in_thread(lambda: [work("a thread of the child")])
+                found = write(backend.stop())
+                assert {"ours", "aten::mm"} <= found, found
+                assert ("a thread of the child" in found) == bool(sys.argv[1:])
+                theirs()
+            print("recorded")
+            sys.exit()
+        os.wait()
+        """,
+        *flags,
+    )
+    assert done.stdout == "recorded\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_of_a_forked_childs_threads_are_recorded_for_nobody(run: Run) -> None:
+    done = run(
+        """
+        def grown():
+            statm, some = Path("/proc/self/statm"), torch.ones(1)
+            before = int(statm.read_text().split()[1])
+            for _ in range(50_000):
+                some + 1
+            return int(statm.read_text().split()[1]) - before
+        start()
+        if os.fork() == 0:
+            print(in_thread(grown))
+            sys.exit()
+        os.wait()
+        """,
+        "--all-threads",
+    )
+    assert int(done.stdout) < 5000, done.stderr  # pages; recorded, they take 12,500
+
+
 def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
     done = run(
         """
@@ -326,9 +397,11 @@ def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:
 def test_scopes_that_are_open_over_two_captures_end_with_the_first(run: Run, flags: tuple[str, ...]) -> None:
     done = run(
         """
+        compiled = lambda: torch._C._profiler._RecordFunctionFast("compiled")  # as inductor's code does
         for _ in range(8):
             backend.start(a_window())
             scopes = [torch.profiler.record_function("open") for _ in range(500)]
+            scopes += [compiled() for _ in range(500)]
             for scope in scopes:
                 scope.__enter__()
             first = backend.stop()
@@ -338,7 +411,7 @@ def test_scopes_that_are_open_over_two_captures_end_with_the_first(run: Run, fla
             work("ours")
             [second] = backend.stop()
             second.discard()
-        assert "open" in write(first)
+        assert {"open", "compiled"} <= write(first)
         """,
         *flags,
     )
@@ -369,6 +442,103 @@ def test_markers_that_are_open_over_two_cycles_end_with_the_first(run: Run, flag
         assert "actor.update" in write([first])
         """,
         *flags,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_scope_that_begins_in_the_moment_of_a_stop_is_never_ended(run: Run) -> None:
+    done = run(
+        """
+        from torch.profiler import record_function
+        begin, restarts = record_function.__enter__, []
+        def interrupted(scope):  # by a signal handler, between two lines of the scope's own beginning
+            begin(scope)
+            if restarts:
+                restarts.pop()()
+        record_function.__enter__ = interrupted
+        def restart():
+            drop(backend.stop())
+            backend.start(a_window())
+        def drop(artifacts):
+            [one] = artifacts
+            one.discard()
+        start()
+        for _ in range(300):
+            restarts.append(restart)
+            work("interrupted")
+        drop(backend.stop())
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+BACKWARD = """
+from stepscope.config import ScheduleConfig
+class Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        calls()
+        return gradient.clone()
+def train():
+    x = torch.ones(8, 8)
+    for _ in range(20):
+        x = Calls.apply(x @ torch.ones(8, 8, requires_grad=True))
+    x.sum().backward()
+    work("ours")
+"""
+
+
+@both
+def test_advance_inside_of_a_backward_pass_waits_for_its_end_and_is_said(
+    run: Run, flags: tuple[str, ...]
+) -> None:
+    done = run(
+        BACKWARD
+        + dedent(
+            """
+            every = ScheduleConfig(active=1, repeat=0)
+            recorded = TorchConfig(all_threads="--all-threads" in sys.argv, schedule=every)
+            backend = TorchBackend(ProfileConfig(torch=recorded))
+            calls = backend.advance
+            for _ in range(6):
+                start()
+                train()
+                [one] = backend.stop()
+            print(one.truncated)
+            assert {"ours", "CallsBackward"} <= write([one])
+            """
+        ),
+        *flags,
+    )
+    assert done.stdout.startswith("advance() was called inside of a backward pass"), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stop_from_another_thread_waits_for_the_end_of_a_backward_pass(run: Run) -> None:
+    """Stopped inside of it, torch's session is back afterwards, and no other one ever starts."""
+    done = run(
+        BACKWARD
+        + dedent(
+            """
+            def calls():
+                if not threads:
+                    threads.append(threading.Thread(target=lambda: stopped.append(backend.stop())))
+                    threads[0].start()
+                    while not (stopped or MAIN._tasks):  # until it has asked
+                        threads[0].join(0.001)
+            for _ in range(3):
+                threads, stopped = [], []
+                start()
+                train()
+                while not stopped:
+                    threads[0].join(0.01)
+                assert "aten::sum" in write(stopped[0])
+                assert not torch._C._autograd._profiler_enabled()
+            """
+        )
     )
     assert done.returncode == 0, done.stderr
 
@@ -434,6 +604,38 @@ def test_operators_of_other_threads_end_before_a_session_of_all_threads_does(run
             pending.discard()
         over.set()
         [thread.join() for thread in threads]
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_sends_that_are_waited_for_in_the_next_capture_leave_no_scope_in_the_first(run: Run) -> None:
+    done = run(
+        """
+        import torch.distributed as dist
+        from stepscope.backends import open_scopes
+        store, tensor = dist.HashStore(), torch.ones(8)
+        def receive(count):
+            there = dist.ProcessGroupGloo(store, 1, 2)
+            for tag in range(count):
+                there.recv([torch.empty(8)], 0, tag).wait()
+        sends = iter(range(300))
+        receiver = threading.Thread(target=receive, args=(300,))
+        receiver.start()
+        here = dist.ProcessGroupGloo(store, 0, 2)
+        send = open_scopes.unrecorded(lambda: here.send([tensor], 1, next(sends)))
+        open_sends = []
+        for _ in range(3):
+            start()
+            for sent in open_sends:
+                sent.wait()
+            open_sends = [send() for _ in range(100)]
+            torch.sin(tensor)
+            found = write(backend.stop())
+            assert "aten::sin" in found and "gloo:send" not in found
+        for sent in open_sends:
+            sent.wait()
+        receiver.join()
         """
     )
     assert done.returncode == 0, done.stderr

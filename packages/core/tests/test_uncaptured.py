@@ -41,6 +41,12 @@ def loop(config: ProfileConfig, steps: range) -> None:
 
 
 def kept(config: ProfileConfig) -> list[UncapturedStep]:
+    uncaptured.flush()
+    assert flush() == []
+    return written(config)
+
+
+def written(config: ProfileConfig) -> list[UncapturedStep]:
     files = sorted(Path(config.save_path).glob("uncaptured/*.jsonl"))
     return [each for file in files for each in read_uncaptured(file)]
 
@@ -63,9 +69,15 @@ def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
 def test_what_a_run_still_knows_at_its_end_is_written(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[2])
     loop(config, range(5))
-    assert [each.step for each in kept(config)] == [0, 1, 3]
+    assert [each.step for each in written(config)] == [0, 1]
     capture_module.close_everything("the process exited", 10)
-    assert [each.step for each in kept(config)] == [0, 1, 3, 4]
+    assert [each.step for each in written(config)] == [0, 1, 3, 4]
+
+
+def test_a_process_that_is_killed_loses_few_of_those_behind_a_capture(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[2])
+    loop(config, range(9))
+    assert [each.step for each in written(config)] == [0, 1, 3, 4, 5, 6]
 
 
 def test_a_step_that_overlaps_a_captured_one_does_not_count(tmp_path: Path) -> None:
@@ -94,7 +106,6 @@ async def test_the_same_in_asynchronous_code(tmp_path: Path) -> None:
     for step in range(4):
         async with capture(step, config=config):
             pass
-    flush()
     assert [each.step for each in kept(config)] == [0, 1, 3]
 
 
@@ -104,7 +115,7 @@ def test_of_ranks_that_capture_for_themselves_the_first_one_keeps_them(tmp_path:
         for step in (0, 1):
             with capture(step, config=config, role=f"actor{rank}", rank=rank):
                 pass
-    flush()
+    assert kept(ProfileConfig(save_path=str(tmp_path)))
     assert [path.name[:6] for path in tmp_path.glob("uncaptured/*")] == ["actor0"]
 
 

@@ -101,10 +101,18 @@ class HeldWindow(Generic[WindowT]):
         task = window.thread.submit(window.end)
         if not task.done and window.thread.is_current():
             raise BackendError(f"{window.name} is being started or stopped, beneath this signal handler")
+        try:
+            late = None if task.wait(ANSWER_S) else Late(window, task)
+        except Exception:
+            self._let_go()
+            raise  # and not after a Ctrl-C: who ends it once more ends what still runs
+        self._let_go()
+        return window, late
+
+    def _let_go(self) -> None:
         self.window = None
         if self._when_dropped is not None:
             self._when_dropped.detach()
-        return window, None if task.wait(ANSWER_S) else Late(window, task)
 
 
 class Cut(Protocol):

@@ -22,7 +22,7 @@ from stepscope.backends.held_window import HeldWindow, Late, about, begin_on_thr
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.backends.torch_options import Options, resolve
 from stepscope.backends.torch_window import Recorded, TorchWindow
-from stepscope.backends.window_thread import run_on, thread_for_window
+from stepscope.backends.window_thread import in_backward, run_on, thread_for_window
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -75,7 +75,12 @@ class TorchBackend:
         self._held.begin(made)
 
     def advance(self) -> None:
-        if self._config.torch.schedule is not None:
+        window = self._held.window
+        if self._config.torch.schedule is None or window is None:
+            return
+        if in_backward():
+            window.advance_unheeded()
+        else:
             self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.backends.open_scopes import Mark
 from stepscope.config import TorchConfig
 from stepscope.errors import BackendError
 
@@ -82,8 +81,9 @@ def _marker() -> Callable[[str], AbstractContextManager[None]]:
     from torch._C import _profiler
     from torch.profiler import record_function
 
-    fast = getattr(_profiler, "_RecordFunctionFast", None)
-    return record_function if fast is None else lambda name: Mark(fast(name))
+    if not hasattr(_profiler, "_RecordFunctionFast"):
+        return record_function
+    return lambda name: _profiler._RecordFunctionFast(name)  # watched, once there is a window
 
 
 def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:

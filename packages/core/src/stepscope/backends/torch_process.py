@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from functools import partial
 
@@ -57,13 +58,18 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """After fork, in the child: the session is the parent's."""
+    """After fork, in the child: the session is the parent's, and a profiler of the child's own may come."""
     import torch
 
     open_scopes.forget()
-    if torch_window.forget():
-        # Its callbacks are still set, and every operator of this thread would be recorded for nobody.
-        torch._C._autograd._enable_record_function(False)
+    window = torch_window.forget()
+    if window is not None:
+        # Its callbacks are set here too, on each thread of the child if it records all threads, and would
+        # record every operator for nobody.
+        torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # torch: not in its stub
+        if window.options.recorded["with_stack"]:
+            sys.setprofile(None)  # and every call
+        user_profilers.forget()
     # A thread of Kineto's, which a fork does not copy, is waited for by one of its destructors: exit() would
     # hang for ever.
     libc.leave_without_destructors()

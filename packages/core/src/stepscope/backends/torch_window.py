@@ -81,6 +81,7 @@ class TorchWindow:
         self._profile: Profile | None = None
         self._mini_batch = 0
         self._cycle = 0
+        self._unheeded: str | None = None
         self._kept: Kept[Recorded] = Kept()
 
     def records_here(self) -> bool:
@@ -127,6 +128,19 @@ class TorchWindow:
             self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
             self.end()
 
+    def advance_unheeded(self) -> None:
+        """One mini-batch is done, inside of a backward pass: the next call outside of it walks the schedule.
+        From any thread.
+
+        torch puts its sessions back as they were when the operator is over, and writes the end of those under
+        way into memory of the session in which they began.
+        """
+        self._mini_batch += 1
+        self._unheeded = (
+            "advance() was called inside of a backward pass, where no session can be stopped. Fix: call it "
+            "in the loop, after backward()"
+        )
+
     def end(self, truncated: str | None = None) -> None:
         """Ends recording for good. What was recorded by now is kept."""
         if self.over:
@@ -134,12 +148,16 @@ class TorchWindow:
         self.over = True
         try:
             if self.phase == "active":
-                self._record(truncated or self._cut_short())
+                self._record(truncated or self._unheeded or self._cut_short())
             else:
-                self._kept.lost = self._kept.lost or truncated or self._never_active()
+                self._kept.lost = self._kept.lost or truncated or self._unheeded or self._never_active()
                 self._go_to("off")
+        except BaseException:
+            self.over = self.phase != "active"  # a Ctrl-C before the stop: a second call stops it
+            raise
         finally:
-            self._give_back()
+            if self.over:
+                self._give_back()
 
     def _give_back(self) -> None:
         global current
@@ -174,7 +192,8 @@ class TorchWindow:
     def _start(self, profile: Profile) -> None:
         if self.only_thread is None:
             time.sleep(max(0.0, _all_threads_stopped + _OPERATORS_END_S - time.monotonic()))
-        profile.start_trace()
+        with user_profilers.ours():
+            profile.start_trace()
 
     def _stop(self, profile: Profile) -> str | None:
         return _stop_all_threads(profile) if self.only_thread is None else _stop(profile)
@@ -205,7 +224,7 @@ class TorchWindow:
             self._kept.lost = f"torch.profiler did not stop: {error}"
             return
         self._kept.lost = None
-        self._kept.recorded.append(Recorded(profile, self._cycle, truncated or trouble))
+        self._kept.recorded.append(Recorded(profile, self._cycle, truncated or trouble or self._unheeded))
 
     def _cancel_warmup(self) -> None:
         try:
@@ -235,17 +254,16 @@ class TorchWindow:
         return never_active(self._schedule, self._mini_batch, "torch.schedule")
 
 
-def forget() -> bool:
-    """In the child of a fork, where the session is the parent's. Whether there is one."""
+def forget() -> TorchWindow | None:
+    """In the child of a fork, where the session is the parent's: the window of it, if there is one."""
     global current
     window, current = current, None
-    if window is None:
-        return False
-    _parents.append(window._profile)
-    window._profile = None
-    window.phase, window.over = "off", True
-    window._kept.recorded.clear()
-    return True
+    if window is not None:
+        _parents.append(window._profile)
+        window._profile = None
+        window.phase, window.over = "off", True
+        window._kept.recorded.clear()
+    return window
 
 
 def _started(profile: Profile) -> bool:

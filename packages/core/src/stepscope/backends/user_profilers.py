@@ -2,8 +2,8 @@
 
 torch shows a running session to its own thread, and by a flag of `torch.autograd.profiler` to the others. It
 does not show a session that is warming up, and starting a second one beside it segfaults when the first one
-stops. So one method of torch is watched: `torch.autograd.profiler.profile._prepare_trace`, the way into every
-session.
+stops. So the ways into a session are watched: `torch.autograd.profiler.profile._prepare_trace`, and, for
+`emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses beside a session, what enables a profiler.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 _sessions: WeakSet[profile] = WeakSet()
 """Sessions of others that were prepared. One writer: the method watched."""
 _ours_on: int | None = None
-"""The thread that is preparing a session of ours. One writer: `ours`."""
+"""The thread that is preparing or starting a session of ours. One writer: `ours`."""
+_parents_on: int | None = None
+"""In the child of a fork: the thread on which torch shows the parent's session. One writer: `forget`."""
 
 
 def watch(before_theirs: Callable[[], None]) -> None:
@@ -30,23 +34,37 @@ def watch(before_theirs: Callable[[], None]) -> None:
 
     To be called once per process. Takes tens of ms: one pass over all objects, for sessions already open.
     """
+    from torch.autograd import profiler, profiler_legacy
     from torch.autograd.profiler import profile
 
-    original = profile._prepare_trace
+    prepare = profile._prepare_trace
 
     def _prepare_trace(self: profile) -> None:
         if threading.get_ident() != _ours_on:
             before_theirs()
             _sessions.add(self)
-        original(self)  # type: ignore[no-untyped-call]  # torch
+        prepare(self)  # type: ignore[no-untyped-call]  # torch
+
+    def watch_enabling(module: ModuleType, name: str) -> None:
+        enable: Callable[..., None] = getattr(module, name)
+
+        @wraps(enable)
+        def _enable(*args: object, **kwargs: object) -> None:
+            if threading.get_ident() != _ours_on:
+                before_theirs()
+            enable(*args, **kwargs)
+
+        setattr(module, name, _enable)
 
     profile._prepare_trace = _prepare_trace  # type: ignore[method-assign]
+    watch_enabling(profiler, "_enable_profiler")
+    watch_enabling(profiler_legacy, "_enable_profiler_legacy")
     _sessions.update(live for live in gc.get_objects() if type(live) is profile)
 
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Around preparing a session of ours. One at a time: the process lock is held."""
+    """Around preparing, and starting, a session of ours. One at a time: the process lock is held."""
     global _ours_on
     _ours_on = threading.get_ident()
     try:
@@ -59,7 +77,8 @@ def busy() -> str | None:
     """What of others profiles this process, or is about to; None when nothing does."""
     if any(live.enabled and live.entered and live.kineto_results is None for live in list(_sessions)):
         return "a torch.profiler session that is not stepscope's is open (running or warming up)"
-    if running(on_this_thread=True) or running(on_this_thread=False):
+    shown_here = threading.get_ident() != _parents_on and running(on_this_thread=True)
+    if shown_here or running(on_this_thread=False):
         return "a torch.profiler session that is not stepscope's is running, or was dropped without stop()"
     return None
 
@@ -81,3 +100,10 @@ def clear_flag() -> None:
     from torch.autograd import profiler
 
     profiler._set_is_profiler_enabled(False)
+
+
+def forget() -> None:
+    """In the child of a fork, on its only thread: the session of ours that torch shows is the parent's."""
+    global _parents_on
+    _parents_on = threading.get_ident()
+    clear_flag()

@@ -6,7 +6,8 @@ there:
 
 * `MAIN`: a window opened by the main thread stays there, as in ordinary use of torch.profiler. Calls from
   elsewhere (a watchdog) reach the main thread as a pending call, which the interpreter runs between two
-  bytecodes, within 5 ms or so while it runs Python. While it is blocked in C, the call waits for it.
+  bytecodes, within 5 ms or so while it runs Python. While it is blocked in C, or in a backward pass (whose
+  Python code is hooks and recomputation), the call waits for it.
 * `OWNER`: a daemon thread of ours, for windows opened by any other thread. Threads of a pool come and go, and
   an event loop's thread is not there at exit; this one always answers.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -23,6 +26,8 @@ from typing import Protocol
 
 ANSWER_S = 1.0
 """How long a call from another thread waits for the main thread to come out of C code."""
+RETRY_S = 0.02
+"""How often it is looked whether the main thread has come out of a backward pass."""
 
 
 class Task:
@@ -92,6 +97,8 @@ class MainThread:
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._busy = False
+        self._retries = False
+        """Whether a thread waits to try again."""
         # Kept alive here: the interpreter holds a bare pointer to it.
         self._pending_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._on_pending_call)
 
@@ -114,11 +121,24 @@ class MainThread:
 
     def forget(self) -> None:
         """In the child of a fork, perhaps in the middle of a task of the parent's."""
-        self._tasks, self._busy = deque(), False
+        self._tasks, self._busy, self._retries = deque(), False, False
 
     def _on_pending_call(self, _: int | None) -> int:
-        self._drain()
+        if not in_backward():
+            self._drain()
+        elif self._tasks and not self._retries:
+            # torch keeps its sessions per operator there: what is stopped now would be back afterwards.
+            self._retries = True
+            try:
+                threading.Thread(target=self._retry, name="stepscope-retry", daemon=True).start()
+            except RuntimeError:  # no more threads: what is submitted next drains this too
+                self._retries = False
         return 0
+
+    def _retry(self) -> None:
+        time.sleep(RETRY_S)
+        self._retries = False
+        ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
 
     def _drain(self) -> None:
         # Signal handlers and pending calls interrupt tasks on this very thread: what they submit waits its
@@ -167,6 +187,13 @@ MAIN = MainThread()
 OWNER = OwnerThread()
 os.register_at_fork(after_in_child=MAIN.forget)
 os.register_at_fork(after_in_child=OWNER.forget)
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass of torch: in a hook, say."""
+    torch = sys.modules.get("torch")
+    number = getattr(getattr(torch, "_C", None), "_current_graph_task_id", None)
+    return number is not None and number() != -1
 
 
 def thread_for_window(all_threads: bool) -> WindowThread:

@@ -168,7 +168,10 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     def selects(self, step: int) -> bool:
         """Whether `step` is one of the captured steps."""
-        return any(step in steps for steps in self.steps)
+        for steps in self.steps:  # noqa: SIM110  # every step of a run asks this: no generator
+            if step in steps:
+                return True
+        return False
 
     def role(self, name: str) -> tuple[str, RoleConfig] | None:
         """The first pattern in written order that matches `name` (case matters), with its settings."""

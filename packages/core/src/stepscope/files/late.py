@@ -11,6 +11,7 @@ from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import (
+    LATE,
     NOT_CLOSED,
     NOT_EXPORTED,
     NOT_RUN,
@@ -44,6 +45,11 @@ def waiting(layout: StepLayout) -> list[Waiting]:
     parts = list(part_files(layout)[0].values())
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
     late = [sidecar for sidecar in _sidecars(layout) if sidecar.artifact.path not in known]
+    found = [
+        (part, item, tuple(each.artifact for each in late if _belongs(each, part, item)))
+        for part in parts
+        for item in part.expected
+    ]
     return [
         Waiting(
             step=part.step,
@@ -52,11 +58,10 @@ def waiting(layout: StepLayout) -> list[Waiting]:
             name=item.name,
             reason=item.reason or "",
             alive=_alive(part.process),
-            came=tuple(each.artifact for each in late if _belongs(each, part, item)),
+            came=came,
         )
-        for part in parts
-        for item in part.expected
-        if is_awaited(item)
+        for part, item, came in found
+        if is_awaited(item) or (came and item.state == "ok")  # an engine's files come one after another
     ]
 
 
@@ -111,12 +116,11 @@ def _belongs(sidecar: Sidecar, part: ProcessPart, item: Expectation) -> bool:
 
 
 def _entered(item: Expectation, came: tuple[Artifact, ...]) -> Expectation:
-    if not came or not is_awaited(item):
+    if not came:
         return item
     ignored = {option: why for artifact in came for option, why in artifact.ignored.items()}
-    return Expectation(
-        name=item.name, state="ok", artifacts=(*item.artifacts, *came), ignored={**item.ignored, **ignored}
-    )
+    ignored = {option: why for option, why in {**item.ignored, **ignored}.items() if option != LATE}
+    return Expectation(name=item.name, state="ok", artifacts=(*item.artifacts, *came), ignored=ignored)
 
 
 def _alive(process: ProcessInfo) -> bool | None:

@@ -22,7 +22,9 @@ NOT_EXPORTED = "not exported yet"
 NOT_RUN = "it has not run yet"
 NOT_FETCHED = "on its own host, which shares no folder with this one; not fetched yet"
 STILL_AWAITED = "its files may still come"
-"""How the reason ends of an engine whose stop took longer than its deadline."""
+"""How the reason ends of an engine whose stop took longer than its deadline, or failed and may yet write."""
+LATE = "late"
+"""Among what an engine ignored: why files may come after its stop. Who brings them writes their sidecars."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):

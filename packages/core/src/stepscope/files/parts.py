@@ -27,9 +27,15 @@ def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
     return list(found.values()), unreadable
 
 
-def part_files(step: StepLayout) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
-    """As `read_parts`, and where each part stands."""
-    read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"))}
+def part_files(
+    step: StepLayout, *, but: Path | None = None
+) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
+    """As `read_parts`, and where each part stands.
+
+    Args:
+        but: Not read: who asks has that one in memory.
+    """
+    read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json")) if path != but}
     parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
 

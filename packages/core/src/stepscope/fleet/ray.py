@@ -234,6 +234,9 @@ class Worker:
             refused = refused or reason
         if refused is not None:
             return f"traces were left on {self.host}: {refused}"
+        if not any(home.is_part(file) for file in files):
+            disk = f"{self.host}'s disk: full, removed, or not to be written"
+            return f"its part of the manifest is not on {disk}; the rest is here"
         return f"on {self.host}, not written in time: {', '.join(unwritten)}" if unwritten else None
 
     async def _fetch_file(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +26,7 @@ from stepscope.recording.spans import describe
 from stepscope.recording.windows import in_event_loop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 
 _open: Capture | None = None
 """The capture of this process that is opening, open or closing. One writer: this module."""
+_wanted: Callable[[ProfileConfig, int, str, int | None, bool], ProfileConfig | None] | None = None
+"""`requests.wanted` once a configuration listens: to import it anew would cost a step as much as to ask it.
+One writer: `_asked_for`.
+"""
 
 
 def activate(session: Session) -> None:
@@ -113,13 +119,15 @@ def _asked_for(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
     """The configuration with which somebody asked for this step on demand; None when nobody did."""
+    global _wanted
     if not config.control.requests:
         return None
-    from stepscope.recording import requests
+    if _wanted is None:
+        from stepscope.recording.requests import wanted
 
+        _wanted = wanted
     try:
-        listener = requests.listener_of(config, role, rank)
-        return listener.wanted(config, step, alone=alone or identity.is_alone())
+        return _wanted(config, step, role, rank, alone)
     except Exception as error:
         guard.note("looking for requests", error)
         return None
@@ -141,12 +149,13 @@ class Capture:
 
             out_of_memory.watch(config, identify(role, rank=rank), run.run_id(), step)
         self._told = workers is not None
-        workers = None if untold.none_meant(workers) else workers
+        if workers is not None and untold.none_meant(workers):
+            workers = None
         asked = _asked_for(config, step, role, rank, alone=workers is not None or engines is not None)
         self.config = config if asked is None else asked
         self._asked_for = asked is not None
         self.selected = self.config.selects(step)
-        self.result = CaptureResult(step=step)
+        self._result: CaptureResult | None = None
         self._state: Literal["new", "opening", "open", "closing", "closed"] = "new"
         self._given = (workers, engines)
         self._role = role
@@ -155,8 +164,19 @@ class Capture:
         self._others: Others | None = None
         self._told_to_stop = False
         """Whether the others are being stopped, or were."""
+        self._closer: int | None = None
+        """The thread that closes this. What interrupts it there (a signal) may close in its place."""
+        self._manifest_is_out = False
+        """Whether it is being written, or was: what is said later has to be written again."""
         self._uncaptured: uncaptured.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
+
+    @property
+    def result(self) -> CaptureResult:
+        """What became of it; once it is open, or for a step that is not selected at any time."""
+        if self._result is None:
+            self._result = CaptureResult(step=self.step)
+        return self._result
 
     # Opening.
 
@@ -239,10 +259,10 @@ class Capture:
             owner=True,
         )
         if self._others is not None:
-            self._others.join(session.ledger, session.layout, self.config)
+            self._others.join(session)
         self._say_missing_workers(session)
         self._state, self._session, _open = "opening", session, self
-        self.result = CaptureResult(step=self.step, session=session, others=self._others)
+        self._result = CaptureResult(step=self.step, session=session, others=self._others)
         return session
 
     def _say_missing_workers(self, session: Session) -> None:
@@ -314,33 +334,47 @@ class Capture:
             raise cancelled
 
     def _close(self, error: str | None, deadline_s: float | None, discard: str | None) -> None:
+        try:
+            self._close_what_is_open(error, deadline_s, discard)
+        except BaseException:  # a Ctrl-C: what it cut short is done now
+            try:
+                self._close_what_is_open(error, deadline_s, discard)
+            finally:  # after a second one, with what is known
+                if self._state == "closing" and self._session is not None:
+                    self._finish(self._session, discard)
+            raise
+
+    def _close_what_is_open(
+        self, error: str | None, deadline_s: float | None, discard: str | None = None
+    ) -> None:
+        """Each part is done once; interrupted anywhere, this is called again and goes on from there."""
         session = self._leave()
         if session is None:
             self._say_uncaptured(error)
             return
-
-        def stop_others() -> None:
-            if self._others is not None and not self._told_to_stop:
-                from stepscope.recording import loop
-
-                stop = self._stop_others(self._others, session, error, deadline_s, discard)
-                try:
-                    loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
-                except Exception as failure:
-                    stop.close()
-                    guard.note("stopping workers and engines", failure)
-
         try:
             with session.ledger.closing():
-                session.close(error=error, discard=discard)
-                stop_others()
+                try:
+                    session.close(error=error, discard=discard)
+                finally:
+                    self._stop_others_here(session, error, deadline_s, discard)
         except Exception as failure:
             guard.note("closing a capture", failure)
-        finally:
-            try:
-                stop_others()  # where a Ctrl-C came first
-            finally:
-                self._finish(session, discard)
+        self._finish(session, discard)
+
+    def _stop_others_here(
+        self, session: Session, error: str | None, deadline_s: float | None, discard: str | None
+    ) -> None:
+        if self._others is None or self._told_to_stop:
+            return
+        from stepscope.recording import loop
+
+        stop = self._stop_others(self._others, session, error, deadline_s, discard)
+        try:
+            loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
+        except Exception as failure:
+            stop.close()
+            guard.note("stopping workers and engines", failure)
 
     async def _close_async(self, error: str | None, discard: str | None = None) -> None:
         import asyncio
@@ -348,6 +382,7 @@ class Capture:
         session = self._leave()
         if session is None:
             return
+        stopping: asyncio.Future[None] | None = None
         try:
             with session.ledger.closing():
                 if self._others is not None:
@@ -358,9 +393,12 @@ class Capture:
                     await stopping
         except Exception as failure:
             guard.note("closing a capture", failure)
-        finally:
-            session.close(error=error, discard=discard)  # if nothing did: no others, or a loop shutting down
-            self._finish(session, discard)
+        except BaseException:
+            if stopping is not None and not stopping.done():
+                self._told_to_stop = False  # a Ctrl-C that ends the loop: it goes no further there
+            raise
+        finally:  # what nothing did: no others, or a loop shutting down
+            self._close(error, None, discard)
 
     def _roll_back(self, error: BaseException) -> None:
         reason = f"opening failed: {describe(error)}"
@@ -373,10 +411,12 @@ class Capture:
             uncaptured.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
 
     def _leave(self) -> Session | None:
-        """Stops recording at once; None when there is nothing to close."""
-        if self._state not in ("opening", "open") or self._session is None:
+        """Stops recording at once; None when there is nothing to close, or another thread is at it."""
+        here = threading.get_ident()
+        open_here = self._state in ("opening", "open") or (self._state == "closing" and self._closer == here)
+        if self._session is None or not open_here:
             return None
-        self._state = "closing"
+        self._closer, self._state = here, "closing"
         deactivate(self._session)
         return self._session
 
@@ -392,42 +432,54 @@ class Capture:
 
         self._told_to_stop = True
         request = StopRequest(capture_id=session.capture_id, error=error, discard=discard)
-        await others.stop(request, self.config.budget.fanout_seconds if deadline_s is None else deadline_s)
-        if self._state == "closed":  # interrupted, the caller did not wait
-            session.ledger.write()
-            self.result.fold()
+        try:
+            seconds = self.config.budget.fanout_seconds if deadline_s is None else deadline_s
+            await others.stop(request, seconds)
+        except BaseException as failure:
+            if not isinstance(failure, Exception):
+                self._told_to_stop = False  # their loop is shut down: who goes on closing tells them again
+            raise
+        if self._manifest_is_out:  # interrupted, the caller did not wait
+            self._write_manifest(session)
 
     def _finish(self, session: Session, discard: str | None) -> None:
         """The last word in the manifest; then the process is free for the next capture."""
         global _open
+        if self._state == "closed":  # by a signal's handler, on top of this
+            self._write_manifest(session)
+            return
+        self._manifest_is_out = True
+        is_kept = discard is None
         try:
             with session.ledger.closing():  # but for what follows the part's last write
                 if discard is None:
                     self._say_unmatched_roles(session)
                 else:
                     finish.withdraw(session, discard)
-            session.ledger.write()
-            try:
-                self.result.fold()
-            except OSError as failure:  # hooks and the command are still owed theirs
-                guard.note("writing the manifest", failure)
+            self._write_manifest(session)  # what a disk refuses is noted: hooks are still owed theirs
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
             self._retain(session)
             if discard is None:
                 uncaptured.captured(session)
-                self._hand_over(session)
         except Exception as failure:
             guard.note("ending a capture", failure)
-        finally:
-            self._state = "closed"
-            if _open is self:
-                _open = None
+            is_kept = False
+        self._state, _open = "closed", None if _open is self else _open
+        if is_kept:
+            self._hand_over(session)
+
+    def _write_manifest(self, session: Session) -> None:
+        session.ledger.write()
+        self.result.fold()
 
     def _hand_over(self, session: Session) -> None:
         """Says what was captured, and lets hooks and the command have it once the files are there."""
-        guard.info("stepscope: %s", self.result.summary())
-        finish.hand_over(self.result, session)
+        try:
+            guard.info("stepscope: %s", self.result.summary())
+            finish.hand_over(self.result, session)
+        except Exception as failure:
+            guard.note("handing a capture over", failure)
 
     def _retain(self, session: Session) -> None:
         keep = self.config.budget.keep_steps
@@ -469,7 +521,7 @@ class Capture:
         self._close(None if error is None else describe(error), None, None)
 
     async def __aenter__(self) -> Self:
-        return await self.aopen()
+        return await self.aopen() if self.selected else self.open()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -116,11 +116,8 @@ class Chores:
         ledger.write()
         if reason:
             guard.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
-        try:
-            if self._result is not None:
-                self._result.fold()
-        except OSError as error:
-            guard.note("writing the manifest", error)
+        if self._result is not None:
+            self._result.fold()
 
     def _figures(self, reason: str | None) -> str | None:
         """Passes the figures on, and says which writers failed."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -22,18 +22,21 @@ from stepscope.engines import (
 )
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
+from stepscope.engines.protocol import waited_s
 from stepscope.errors import ConfigError, EngineError
-from stepscope.files.late import waiting
+from stepscope.files.late import is_awaited, waiting
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import NOT_CLOSED, STILL_AWAITED, Expectation, State
+from stepscope.files.manifest import LATE, NOT_CLOSED, STILL_AWAITED, Expectation, State
 from stepscope.files.sidecar import Artifact
-from stepscope.recording import control, finish, guard, late_stops
+from stepscope.recording import finish, guard, late_stops, untold
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
 
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
+_LONG_STOP_S = 108.0
+"""What SGLang's users have reported."""
 _NOT_HERE = "announced and not on disk"
 """How the reason begins of an engine whose files may yet be fetched."""
 
@@ -101,6 +104,19 @@ def _owned(name: str) -> Sequence[object]:
     return engines
 
 
+def warn_of_long_stops(config: ProfileConfig) -> None:
+    """Says once, before an engine is told anything, that its stop may take long."""
+    found = config.role(ROLE)
+    bounded = found is not None and found[1].engine.iterations.count is not None
+    heavy = config.torch.with_stack or config.torch.profile_memory
+    if heavy and not bounded and config.budget.fanout_seconds < _LONG_STOP_S:
+        untold.warn_once(
+            "engines serve nothing while they write their files, which stacks and memory make large: 25 to "
+            f"{_LONG_STOP_S:g} s were seen, and a stop is waited for {config.budget.fanout_seconds:g} s. "
+            f"Fix: roles.{ROLE}.engine.iterations.count, or a budget.fanout_seconds of {_LONG_STOP_S:g}"
+        )
+
+
 class EngineGroup:
     """All replicas of one capture. Every outcome is an expectation `replica N` in the owner's ledger."""
 
@@ -113,7 +129,10 @@ class EngineGroup:
         ledger: Ledger,
         step: int,
         name: str,
+        over_budget: Callable[[], str | None],
     ) -> None:
+        """Args: over_budget: why no trace should be added to the run's folder; None when there is room."""
+        self._over_budget = over_budget
         self._profilers = profilers
         self._config = config
         self._layout = layout
@@ -127,10 +146,12 @@ class EngineGroup:
         else.
         """
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
+        if selected:
+            warn_of_long_stops(self._config)
         full = None
         try:
             await late_stops.give_up()
-            full = await own_thread(control.over_budget, self._config) if selected else None
+            full = await own_thread(self._over_budget) if selected else None
         except Exception as error:  # of the disk, or of a process that may have no more threads
             guard.note("looking for room before a capture", error)
         if full is not None:
@@ -141,9 +162,8 @@ class EngineGroup:
         await late_stops.enter_what_came()  # an engine that has started is through with its last stop
 
     async def stop(self, deadline_s: float) -> None:
-        """Stops those that started, concurrently."""
-        started, self._started = self._started, []
-        await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in started))
+        """Stops those that started, concurrently. Cancelled, it leaves the others to a second call."""
+        await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
 
     def look_again(self) -> None:
         """Files that were not here may have been fetched since."""
@@ -167,6 +187,7 @@ class EngineGroup:
 
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
+        waited_s.set(deadline_s)  # in the task that this is
         # Listed before the start returns: a capture cancelled meanwhile must stop this one too.
         self._started.append(profiler)
         try:
@@ -180,12 +201,14 @@ class EngineGroup:
         label = _label(profiler)
         # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
         started = self._ledger.state(label) != "failed"
+        waited_s.set(deadline_s)  # in the task that this is
         stopping = asyncio.ensure_future(profiler.stop())
         try:
             await asyncio.wait({stopping}, timeout=deadline_s)
         except asyncio.CancelledError:
             stopping.cancel()
             raise
+        self._started.remove(profiler)
         if not stopping.done():
             if started:
                 late_stops.add(
@@ -202,7 +225,11 @@ class EngineGroup:
             try:
                 artifacts = stopping.result()
             except (Exception, asyncio.CancelledError) as error:
-                self._ledger.fail(label, _why("stop", error, deadline_s))
+                late = profiler.ignored.get(LATE) is not None
+                reason = _why("stop", error, deadline_s)
+                self._ledger.fail(label, f"{reason}; {STILL_AWAITED}" if late else reason)
+                if late:
+                    late_stops.expect(partial(self._came_by_itself, label))
             else:
                 self._enter(label, artifacts, dict(profiler.ignored))
 
@@ -215,13 +242,19 @@ class EngineGroup:
             state, reason = "missing", "the engine stopped and left no file"
         else:
             reason = self._not_here(artifacts)
+            if reason is None and LATE in ignored:
+                reason = f"{ignored[LATE]}; {STILL_AWAITED}"
+                late_stops.expect(partial(self._came_by_itself, label))
             state = "partial" if reason else "ok"
+        told = {artifact.path for artifact in self._entered(label)}
         self._ledger.expect(
             Expectation(name=label, state=state, reason=reason, artifacts=tuple(artifacts), ignored=ignored)
         )
         for artifact in artifacts:
             path = self._layout.root / artifact.path
-            if sidecar_of(path).exists():  # it may lie on another host's own disk
+            if (
+                artifact.path not in told and sidecar_of(path).exists()
+            ):  # it may lie on another host's own disk
                 finish.artifact_done(path, None, self._ledger)
 
     def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
@@ -235,7 +268,9 @@ class EngineGroup:
             self._enter_late(label, artifacts)
 
     def _came_by_itself(self, label: str) -> bool:
-        """Enters files of a stop that nobody waits for any more; whether there are any. Blocks."""
+        """Enters files of a stop that nobody waits for any more; whether all have come, as far as one can
+        tell: there are some, and no more since the last look. Blocks.
+        """
         mine = self._ledger.part
         came = [
             artifact
@@ -243,13 +278,19 @@ class EngineGroup:
             if (each.run_id, each.process, each.name) == (mine.run_id, mine.process.key, label)
             for artifact in each.came
         ]
+        before = self._entered(label)
         if came:
-            self._enter_late(label, came)
-        return bool(came)
+            self._enter_late(label, [*before, *came])
+        awaited = any(is_awaited(item) for item in mine.expected if item.name == label)
+        return bool(before) and not came and not awaited
+
+    def _entered(self, label: str) -> list[Artifact]:
+        return [each for item in self._ledger.part.expected if item.name == label for each in item.artifacts]
 
     def _enter_late(self, label: str, artifacts: Sequence[Artifact]) -> None:
         # Not the profiler's `ignored`: that may be of a later capture.
-        self._enter(label, artifacts, {k: v for each in artifacts for k, v in each.ignored.items()})
+        ignored = {k: v for each in artifacts for k, v in each.ignored.items() if k != LATE}
+        self._enter(label, artifacts, ignored)
         self._write()
 
     def _write(self) -> None:

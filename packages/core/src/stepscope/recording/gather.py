@@ -66,9 +66,11 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
     Args:
         engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
 
+    Returns:
+        Without the part where the disk does not have it and does not take it now; `Home.is_part` tells.
+
     Raises:
-        EngineError: this process knows of no such capture, has not closed it, or could not write its part of
-            the manifest.
+        EngineError: this process knows of no such capture, or has not closed it.
     """
     session = _session(capture_id)
     layout, part = session.layout, session.ledger.part
@@ -76,7 +78,7 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
         raise EngineError("its capture is still open there")
     own = layout.part_of(session.process, session.run_id, session.number)
     if not own.is_file():
-        raise EngineError("its part of the manifest is not on its disk: full, removed, or not to be written")
+        session.ledger.write()
     written = [artifact.path for item in part.expected for artifact in item.artifacts]
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]
@@ -132,6 +134,10 @@ class Home:
     def path_of(self, path: str) -> Path:
         """Where a path in the step's folder is here."""
         return _within(self._layout, path)
+
+    def is_part(self, file: Remote) -> bool:
+        """Whether it is a process' part of the manifest."""
+        return self.path_of(file.path).parent == self._layout.processes
 
     def lacks(self, file: Remote) -> bool:
         """Whether it is still to be fetched: a shared disk that was slow to show it has it by now."""

@@ -25,7 +25,7 @@ _LOOKS = 3
 folder of a step.
 """
 _given_up: deque[tuple[Callable[[], bool], int]] = deque()
-"""What enters the files of those that were given up, and how many looks are left. Writers: `add`,
+"""What enters the files of those that were given up, and how many looks are left. Writers: `add`, `expect`,
 `enter_what_came`, and a forked child.
 """
 
@@ -48,6 +48,11 @@ def add(
             _given_up.append((came_by_itself, _LOOKS))
 
     stopping.add_done_callback(ended)
+
+
+def expect(came_by_itself: Callable[[], bool]) -> None:
+    """A stop is over, or failed, and files may still come: `enter_what_came` calls this until it says so."""
+    _given_up.append((came_by_itself, _LOOKS))
 
 
 async def give_up() -> None:

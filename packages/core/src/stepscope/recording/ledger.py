@@ -169,7 +169,7 @@ class Ledger:
     def manifest(self, step: StepLayout) -> Manifest:
         """What is there at this moment, folded from the parts of all processes of the step."""
         mine = self.part  # from memory: a disk that refuses to be written cannot hide it
-        others = [part for path, part in part_files(step)[0].items() if path != self._path]
+        others = part_files(step, but=self._path)[0].values()
         return fold([mine, *(part for part in others if part.run_id == mine.run_id)])
 
     def fold(self, step: StepLayout) -> None:

@@ -6,6 +6,7 @@ Imported where it is used: asyncio costs 30 ms that `import stepscope` does not 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
     loop = _running()
     over = threading.Event()
     future: Future[T] | None = None
+    scheduled: Coroutine[Any, Any, T] | None = None
 
     async def tracked() -> T:
         try:
@@ -40,13 +42,17 @@ def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
             over.set()
 
     try:
-        future = asyncio.run_coroutine_threadsafe(tracked(), loop)
+        scheduled = tracked()
+        future = asyncio.run_coroutine_threadsafe(scheduled, loop)
         return future.result()
     except BaseException:
         if not over.is_set():
             if future is not None and not keep:
                 future.cancel()
             over.wait(_UNDO_S)
+        for each in (scheduled, work):
+            if each is not None and inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
+                each.close()  # it was not even scheduled
         raise
 
 

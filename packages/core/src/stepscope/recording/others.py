@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from stepscope.config import ProfileConfig
-from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import NOT_CLOSED, NOT_FETCHED, Absent, Expectation, State
+from stepscope.files.layout import sidecar_of
+from stepscope.files.manifest import (
+    NOT_CLOSED,
+    NOT_FETCHED,
+    STILL_AWAITED,
+    Absent,
+    Expectation,
+    State,
+)
 from stepscope.recording import finish, guard
 from stepscope.recording.engine_group import EngineGroup, profilers_of
 from stepscope.recording.fleet_port import Fleet, WorkerOutcome, load_fleet
 from stepscope.recording.gather import Home
 from stepscope.recording.ledger import Ledger
+from stepscope.recording.session import Session
 from stepscope.recording.worker import GatherRequest, StartRequest, StopRequest
 
 
@@ -34,18 +41,20 @@ class Others:
         self._ledger: Ledger | None = None
         self._home: Home | None = None
         self._capture_id = ""
+        self._released = False
 
-    def join(self, ledger: Ledger, layout: StepLayout, config: ProfileConfig) -> None:
-        """Ties them to one session's ledger."""
-        part = ledger.part
-        self._ledger, self._home = ledger, Home(layout, config)
+    def join(self, session: Session) -> None:
+        """Ties them to the owner's session."""
+        part, layout, config = session.ledger.part, session.layout, session.config
+        self._ledger, self._home = session.ledger, Home(layout, config)
         self._group = EngineGroup(
             self.profilers,
             config=config,
             layout=layout,
-            ledger=ledger,
+            ledger=session.ledger,
             step=part.step,
             name=f"step_{part.step:06d}_{part.run_id}",
+            over_budget=session.over_budget,
         )
 
     async def start(self, request: StartRequest, deadline_s: float) -> None:
@@ -73,6 +82,7 @@ class Others:
             files.setdefault(artifact.host, []).append(artifact.path)
         fetched = [name for name in self.apart if ledger.state(files_of(name)) == "ok"]
         if len(fetched) == len(self.apart) and not remote:
+            self._release(ledger, home)
             return
         request = GatherRequest(capture_id=self._capture_id, engine_files=files)
         for outcome in await self.fleet.gather(request, home, left_s):
@@ -89,7 +99,18 @@ class Others:
         for path in here:
             if sidecar_of(path).exists():
                 finish.artifact_done(path, None, ledger)
-        if len(here) == len(remote) and all(ledger.state(files_of(name)) == "ok" for name in self.apart):
+        self._release(ledger, home)
+
+    def _release(self, ledger: Ledger, home: Home) -> None:
+        """Lets the workers forget the capture once all is here, and no engine's files may still come."""
+        items = ledger.part.expected
+        is_over = (
+            all(ledger.state(files_of(name)) == "ok" for name in self.apart)
+            and all(home.path_of(artifact.path).exists() for item in items for artifact in item.artifacts)
+            and not any((item.reason or "").endswith(STILL_AWAITED) for item in items)
+        )
+        if self.fleet is not None and is_over and not self._released:
+            self._released = True
             self.fleet.release(self._capture_id)
 
     def taking_part(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ from stepscope.engines import EngineProfiler
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError
 from stepscope.recording import identity, run, untold, wrappers
+from stepscope.recording.engine_group import warn_of_long_stops
 from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.loop import within
 from stepscope.recording.others import Others
@@ -30,6 +31,8 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
     if workers is not None and not untold.none_meant(workers):
         untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
+    if others.profilers:
+        warn_of_long_stops(config)
     mine, outcomes, engines_problems = await asyncio.gather(
         own_thread(prepare_worker, PrepareRequest(config=config, run_id=run.run_id(), role=role)),
         _workers(others, config),

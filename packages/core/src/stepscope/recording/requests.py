@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from functools import lru_cache
-from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -33,7 +32,7 @@ from stepscope.files.requests import (
 )
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording import guard, run
-from stepscope.recording.identity import identify
+from stepscope.recording.identity import identify, is_alone
 
 _DAY_NS = 86_400 * 10**9
 
@@ -130,6 +129,9 @@ class Listener:
     def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
         self._save_path = config.save_path
         self._layout = RunLayout(config.save_path)
+        self._control = os.fspath(self._layout.control)
+        self._step: int | None = None
+        """The latest that has begun."""
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
         """The file's time and size at the last look."""
@@ -157,8 +159,10 @@ class Listener:
             alone: Whether this process decides alone when `next` is. Others that open captures of their own
                 hear of it within their next step, so it is the one after this.
         """
+        self._step = step
+        if self._nothing_asked():
+            return None
         with self._lock:
-            self._said = msgspec.structs.replace(self._said, step=step)
             self._look()
             if self._signals != _signalled:
                 self._signals = _signalled
@@ -179,11 +183,16 @@ class Listener:
             self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def listens_for(self, save_path: str) -> bool:
-        """Not in a forked child either: it has the object and not the thread."""
-        return self._save_path == save_path and self._said.pid == os.getpid()
+        return self._save_path == save_path
 
     def close(self) -> None:
         self._stop.set()
+
+    def _nothing_asked(self) -> bool:
+        """What a step pays: no file now, none at the last look, no signal. Each is one reading: no lock."""
+        if self._requests or self._seen is not None or self._signals != _signalled:
+            return False
+        return not os.access(self._control, os.F_OK)
 
     def _decide(
         self, config: ProfileConfig, request: Request, step: int, alone: bool
@@ -238,7 +247,7 @@ class Listener:
 
     def _look(self) -> None:
         """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""
-        seen = _stamp(self._layout.control)
+        seen = _stamp(self._control)
         if seen == self._seen:
             return
         self._seen = seen
@@ -262,9 +271,24 @@ class Listener:
 
     def _write(self) -> None:
         """The thread's part: nothing is written where a step begins, and no folder is made."""
+        self._said = msgspec.structs.replace(self._said, step=self._step)
         if self._said != self._written and self._layout.root.is_dir():
             write_listening(self._layout, self._said)
             self._written = self._said
+
+
+def wanted(
+    config: ProfileConfig, step: int, role: str, rank: int | None, alone: bool
+) -> ProfileConfig | None:
+    """See `Listener.wanted`; of this process' listener, which is made where there is none.
+
+    Args:
+        alone: Whether the process is known to decide alone.
+    """
+    standing = _listener
+    if standing is None or not standing.listens_for(config.save_path):
+        standing = listener_of(config, role, rank)
+    return standing.wanted(config, step, alone=alone or is_alone())
 
 
 def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
@@ -285,7 +309,7 @@ def tell_others(step: int, said: dict[str, str]) -> None:
         _listener.tell_others(step, said)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _stamp(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError:
@@ -313,3 +337,11 @@ def _install_signal() -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _signalled
     _signalled += 1
+
+
+def _in_child() -> None:
+    global _listener
+    _listener = None  # the child has the object and not the thread
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -12,7 +12,7 @@ from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
 from stepscope.files.parts import read_parts
 from stepscope.files.processes import is_running
-from stepscope.recording import export
+from stepscope.recording import export, guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,9 +55,13 @@ class CaptureResult:
         return self._session.ledger.manifest(self._session.layout)
 
     def fold(self) -> None:
-        """Writes `manifest.json` anew."""
-        if self._session is not None:
+        """Writes `manifest.json` anew. A disk that refuses is noted by the guard."""
+        if self._session is None:
+            return
+        try:
             self._session.ledger.fold(self._session.layout)
+        except OSError as error:
+            guard.note("writing the manifest", error)
 
     def problems(self) -> list[str]:
         """One line for each thing that is missing, partial or failed; exports that are under way do not

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,8 @@ class Session:
         self.capture_id = capture_id
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
+        self.over_budget = cache(partial(control.over_budget, config))
+        """`control.over_budget`, as it was when it was first asked: it may walk through all of the run."""
         self.decision = schedule.decide_process(
             config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
         )
@@ -131,7 +133,7 @@ class Session:
         reason = self._no_profiler()
         if reason is not None:
             self.ledger.skip(f"{self.config.tool} trace", reason)
-        elif full := control.over_budget(self.config):
+        elif full := self.over_budget():
             self.ledger.fail(f"{self.config.tool} trace", full)
             guard.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
@@ -199,7 +201,7 @@ class Session:
 
     def close(self, *, error: str | None = None, discard: str | None = None) -> None:
         """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
-        thread.
+        thread. Interrupted by a Ctrl-C, a second call goes on from there.
 
         Args:
             error: The user's exception that ended the capture, as text.
@@ -209,18 +211,26 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            ended = self._end(discard=discard)
-            self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
-            self._close_spans(ended, discard)
-            self._say_instrumented()
-            if self.forks:
-                self.ledger.add_absent((_forked(self.forks),))
-            self.ledger.write()
+            try:
+                self._write_the_end(error, discard)
+            except BaseException:
+                self._closed = False
+                raise
             if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
                 deferred = self.config.export.when == "deferred"
                 export.exporter().then(partial(_tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
+
+    def _write_the_end(self, error: str | None, discard: str | None) -> None:
+        ended = self._end(discard=discard)
+        self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
+        self._close_spans(ended, discard)
+        self._say_instrumented()
+        if self.forks:
+            forks, self.forks = self.forks, 0
+            self.ledger.add_absent((_forked(forks),))
+        self.ledger.write()
 
     def _say_instrumented(self) -> None:
         instrumented = sys.modules.get("stepscope.recording.instrumented")
@@ -242,11 +252,10 @@ class Session:
                 self.close()  # nobody may ever come to do it: the owner is perhaps gone
 
     def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
-        if self._ended is not None:
-            return self._ended
         if self.switch_off is not None:
             self.switch_off(self)
-        self._ended = clock.read_anchor()
+        if self._ended is None:
+            self._ended = clock.read_anchor()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None:

@@ -294,7 +294,7 @@ class SpanLog:
         self._size = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
 
     def open(self, anchor: ClockAnchor) -> None:
         """Creates the file with its header and starts the thread.
@@ -336,11 +336,14 @@ class SpanLog:
         except OSError as error:
             self.failed = describe(error)
             guard.note("writing the end of the spans", error)
+        except BaseException:  # a Ctrl-C: a second call writes the end
+            self.failed = self.failed or "interrupted while the last spans were written"
+            raise
         finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
             self._writing.release()
+        file, self._fd = self._fd, -1
+        if file >= 0:
+            os.close(file)
 
     def _lost(self) -> str | None:
         """Why nobody will find what was written; None when it lies where it should."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 KEPT = 32
 """How many steps before and after a captured one are kept."""
-_WRITE_AT = (1, 4, 16, KEPT)
-"""After how many of those behind it they are written: a killed process loses few."""
+_WRITE_AT = (4, 16, KEPT)
+"""After how many of those behind it they are written: a killed process loses few, and few pay for it."""
 
 _captures = 0
 """How many captures this process took part in. One writer: `captured_here`."""
@@ -34,11 +34,8 @@ _loops: dict[tuple[str, str], _Loop] = {}
 """By folder and role: a process may hold several loops. One writer: this module."""
 
 
-class Began(NamedTuple):
-    """A step that is not captured, under way."""
-
-    mono_ns: int
-    captures: int
+Began: TypeAlias = tuple[int, int]
+"""A step that is not captured, under way: its start (monotonic ns), and how many captures came before."""
 
 
 class _Loop:
@@ -82,13 +79,14 @@ def captured_here() -> None:
 
 def begin() -> Began | None:
     """A step begins that is not captured. None: it overlaps one that is."""
-    return Began(time.monotonic_ns(), _captures) if runtime.active is None else None
+    return (time.monotonic_ns(), _captures) if runtime.active is None else None
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:
     """It is over. Left out if it overlapped a capture."""
-    dur_ns = time.monotonic_ns() - began.mono_ns
-    if began.captures == _captures:
+    began_ns, captures = began
+    dur_ns = time.monotonic_ns() - began_ns
+    if captures == _captures:
         loop = _loops.get((save_path, role))
         if loop is None:
             loop = _loops[save_path, role] = _Loop()

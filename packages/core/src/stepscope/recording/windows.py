@@ -96,9 +96,9 @@ class Windows:
         with self._lock:
             if self.running is None:
                 return
-            name, self.running = self.running, None
             began = time.monotonic_ns()
             closed = clock.read_anchor()
+            name, self.running = self.running, None
             try:
                 pending = self._backend.stop()
             except BackendError as error:
@@ -110,6 +110,9 @@ class Windows:
                 self._ledger.fail(name, self._off)
                 guard.note(f"stopping the {self._backend.name} profiler", error)
                 return
+            except BaseException:  # a Ctrl-C: who closes after it stops what still runs
+                self.running = name
+                raise
             finally:
                 took = time.monotonic_ns() - began
                 self._ledger.spend(stop_ns=took, inside_ns=took if self._off is None and self.discrete else 0)

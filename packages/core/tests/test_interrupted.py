@@ -1,0 +1,147 @@
+"""A Ctrl-C at any moment of closing: nothing stays recording, and the manifest is written.
+
+It is raised where the interpreter looks for signals, on entering a function of ours or after a call into C:
+at some of these moments, spread over all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+import msgspec
+import pytest
+
+import stepscope
+from stepscope import ProfileConfig, capture, span
+from stepscope.backends import user_profilers
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.config import Tool
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Manifest
+from stepscope.recording import capture as captures
+from stepscope.recording import loop, runtime
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+OURS = os.path.dirname(stepscope.__file__)
+TESTING = os.path.join(OURS, "testing")
+
+
+class Interrupter:
+    """Raises at the moment of that number; `where` it was, None when there were not so many."""
+
+    def __init__(self, number: int) -> None:
+        self.where: str | None = None
+        self._left = number
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event not in ("call", "c_return") or not file.startswith(OURS) or file.startswith(TESTING):
+            return
+        self._left -= 1
+        if self._left < 0:
+            sys.setprofile(None)
+            self.where = f"{file}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def closed(cap: captures.Capture, interrupter: Interrupter) -> None:
+    cap.open()
+    with span("reward"):
+        pass
+    sys.setprofile(interrupter)
+    cap.close()
+
+
+def closed_in_a_loop(cap: captures.Capture, interrupter: Interrupter) -> None:
+    async def step() -> None:
+        await cap.aopen()
+        with span("reward"):
+            pass
+        sys.setprofile(interrupter)
+        await cap.aclose()
+        sys.setprofile(None)
+
+    asyncio.run(step())
+
+
+Way: TypeAlias = Callable[[captures.Capture, Interrupter], None]
+"""Opens a capture, and closes it under the interrupter."""
+
+
+def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
+    """Where the Ctrl-C came; None where closing was over before."""
+    interrupter = Interrupter(number)
+    before = sys.getprofile()
+    try:
+        way(cap, interrupter)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(before)
+    return interrupter.where
+
+
+def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool, way: Way) -> int:
+    """Closes captures that are interrupted at each `stride`th moment, and looks at what is left."""
+    monkeypatch.setattr(loop, "_UNDO_S", 0.5)
+    config = ProfileConfig(
+        save_path=folder,
+        steps="0:1000",
+        tool=tool,
+        torch={"activities": ["cpu"]},
+        roles={"*": {"ranks": "all"}},
+        control={"requests": False},
+    )
+    for count in itertools.count():
+        engine = FakeEngine()
+        cap = capture(count, engines=[FakeEngineProfiler(engine)], config=config)
+        where = interrupted(cap, stride * count, way)
+        if captures.opened() is cap:  # before it began to close: then the end of the process does
+            cap.close(error="the process exited")
+        assert captures.opened() is None, where
+        assert runtime.active is None, where
+        assert PROCESS_LOCK.holder is None, where
+        assert not engine.recordings, where
+        written = RunLayout(folder).step(count).manifest.read_bytes()
+        (part,) = msgspec.json.decode(written, type=Manifest).processes
+        assert part.closed is not None, where
+        if way is closed:  # a loop that ends takes an engine's answer with it
+            assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where
+        if where is None:
+            return count
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # one that came too soon
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a generator's own end
+def test_a_ctrl_c_while_a_capture_closes_leaves_nothing_recording_and_a_whole_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert every(11, tmp_path, monkeypatch, "cuda_memory", closed) > 20
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_ends_the_loop_in_which_a_capture_closes_leaves_nothing_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert every(11, tmp_path, monkeypatch, "cuda_memory", closed_in_a_loop) > 20
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_while_torchs_window_is_closed_leaves_no_session_of_torch_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401  # loaded, so that there is something to record
+
+    assert every(41, tmp_path, monkeypatch, "torch", closed) > 8
+    assert user_profilers.busy() is None
