@@ -67,6 +67,10 @@ def parts(folder: Path, number: int = 1) -> list[ProcessPart]:
     return read_parts(step(folder, number))[0]
 
 
+def states(part: ProcessPart) -> dict[str, str]:
+    return {item.name: item.state for item in part.expected}
+
+
 def manifest(folder: Path, number: int = 1) -> Manifest:
     return fold(parts(folder, number))
 
@@ -148,6 +152,52 @@ def test_the_interpreters_exit_closes_the_capture(tmp_path: Path, ending: str, c
     (part,) = parts(tmp_path)
     assert part.error == "the process exited"
     assert manifest(tmp_path).state == "ok"
+
+
+OPENING = """
+import asyncio
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+class Slow(FakeEngineProfiler):
+    async def start(self, capture):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.2)  # what stops it meanwhile comes too soon
+        await super().start(capture)
+engine = FakeEngine()
+with capture(0, config=config):  # from now on the process hears SIGTERM
+    pass
+cap = capture(1, engines=[Slow(engine)], config=config)
+"""
+
+
+def test_sigterm_while_a_capture_opens_says_that_nothing_was_recorded(tmp_path: Path) -> None:
+    run(OPENING + "cap.open()", tmp_path, expected=-signal.SIGTERM)
+    (part,) = parts(tmp_path)
+    assert states(part)["spans"] == "skipped"
+    assert not step(tmp_path).spans.exists()
+    assert part.error == "the process was terminated (SIGTERM)"
+
+
+ASYNCHRONOUS = """
+async def main():
+    async with cap:
+        pass
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("opening", ["with cap: pass", ASYNCHRONOUS], ids=["sync", "async"])
+def test_a_process_that_survives_a_sigterm_while_a_capture_opens_records_nothing_and_captures_again(
+    tmp_path: Path, opening: str
+) -> None:
+    survive = "signal.signal(signal.SIGTERM, lambda *_: print('heard'))\n"
+    after = """
+assert not engine.recordings, engine.recordings
+with capture(2, engines=[FakeEngineProfiler(engine)], config=config):
+    pass
+"""
+    assert "heard\n" in run(survive + OPENING + opening + after, tmp_path)
+    assert states(parts(tmp_path)[0]) == {"spans": "skipped", "replica 0": "ok"}
+    assert manifest(tmp_path, 2).state == "ok"
 
 
 @pytest.mark.needs("torch")

@@ -87,16 +87,17 @@ class Session:
         took_part = {name: _known_as(name, actor) for name, actor in self.trainer.actors.items()}
         one = _Step(self, step, fault)
         try:
-            asyncio.run(one.asynchronous()) if in_task else one.synchronous()
+            try:
+                asyncio.run(one.asynchronous()) if in_task else one.synchronous()
+            finally:
+                if fault is not None:
+                    fault.end()  # what it raises in this thread may come as late as here
         except Lost:
             pass
         except BaseException as error:
             if fault is None or not isinstance(error, fault.raises):
                 self.say(step, f"the training loop got {type(error).__name__}: {error}")
                 raise
-        finally:
-            if fault is not None:
-                fault.end()
         gone = self.trainer.drop_the_dead()
         if gone:
             self.trainer.revive()
@@ -221,8 +222,8 @@ class _Step:
 
 def _settled(result: CaptureResult) -> Manifest | None:
     """The manifest once all is written, the command has run, and manifest.json says so too."""
-    until = time.monotonic() + 8
     manifest = result.wait(20)
+    until = time.monotonic() + 8
     while manifest is not None and time.monotonic() < until:
         if NOT_RUN not in str(manifest.problems()) and _on_disk(result) == manifest.state:
             break

@@ -188,8 +188,8 @@ class Recording:
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{safe(self.capture.name)}_{safe(self._process.host)}_pid{self._process.pid}"
         hidden = temporary(folder / stem)
-        hidden.mkdir(mode=0o700)
         try:
+            hidden.mkdir(mode=0o700)
             file = hidden / (stem + pending.suffix)
             pending.write(file)
             if pending.compress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stepscope.files.atomic import private
 from stepscope.files.temporary import temporary
 
 PIECE = 4 << 20
@@ -18,8 +19,7 @@ class Arrival:
         """Raises `OSError`: there is no room, or no such place."""
         target.parent.mkdir(parents=True, exist_ok=True)
         self._target, self._name = target, temporary(target)
-        handle = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = os.fdopen(handle, "wb")
+        self._file = open(self._name, "xb", opener=private)  # noqa: SIM115  # until its end
         self.bytes = 0
 
     def add(self, piece: bytes) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from stepscope.files.temporary import temporary
+
+private = partial(os.open, mode=0o600)
+"""As the `opener` of a new file: nobody else reads it."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -19,9 +23,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = temporary(path)
-    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    try:  # a Ctrl-C may come as soon as the file is there
+        with open(name, "xb", opener=private) as file:
             file.write(data)
         os.replace(name, path)
     except BaseException:

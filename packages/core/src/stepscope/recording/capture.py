@@ -298,6 +298,10 @@ class Capture:
             owner_part=session.part_name,
         )
         await others.start(request, self.config.budget.fanout_seconds)
+        if self._state != "opening":
+            # A signal's handler closed this, and the process goes on: what has started since is told too.
+            await self._stop_others(others, session, session.ledger.part.error, None, None)
+            return
         if self._asked_for:
             from stepscope.recording import requests
 
@@ -305,11 +309,14 @@ class Capture:
 
     def _begin(self, session: Session) -> None:
         """The last part of opening, on the thread whose work is recorded."""
+        if self._state != "opening":
+            return
         run.record(self.config)
         finish.promise(session, alone=self._others is None)
         session.start_profiler()
         activate(session)
-        self._state = "open"
+        if self._state == "opening":
+            self._state = "open"
 
     # Closing.
 

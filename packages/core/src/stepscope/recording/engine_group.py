@@ -195,6 +195,8 @@ class EngineGroup:
         except Exception as error:
             self._ledger.fail(label, _why("start", error, deadline_s))
             return
+        if profiler not in self._started:  # it was told to stop before it had started: it is told again
+            self._started.append(profiler)
         self._ledger.expect(Expectation(name=label, state="missing", reason=NOT_CLOSED))
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:

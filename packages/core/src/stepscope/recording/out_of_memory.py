@@ -16,6 +16,7 @@ from pathlib import Path
 from stepscope.backends import cuda_memory, cuda_oom
 from stepscope.backends.cuda_oom import Shortage
 from stepscope.config import ProfileConfig
+from stepscope.files.atomic import private
 from stepscope.files.layout import RunLayout, safe
 from stepscope.files.manifest import Expectation
 from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
@@ -123,9 +124,8 @@ def _refused(reason: str) -> None:
 def _write(file: Path, snapshot: object) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     passing = temporary(file)
-    handle = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        with open(handle, "wb") as sink:
+        with open(passing, "xb", opener=private) as sink:
             pickle.dump(snapshot, sink)
         os.replace(passing, file)
     except BaseException:

@@ -275,8 +275,9 @@ class Session:
         truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
         if log.failed is not None:
             self.ledger.fail("spans", log.failed)
-        elif discard is not None and not log.began:  # rolled back before there was a file
-            self.ledger.expect(Expectation(name="spans", state="skipped", reason=discard))
+        elif not log.began:  # rolled back, or ended by a signal, before there was a file
+            reason = discard or "the capture was ended before it began"
+            self.ledger.expect(Expectation(name="spans", state="skipped", reason=reason))
         elif log.dropped or truncated:
             reason = (
                 truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"

@@ -297,11 +297,13 @@ class SpanLog:
         self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
 
     def open(self, anchor: ClockAnchor) -> None:
-        """Creates the file with its header and starts the thread.
+        """Creates the file with its header and starts the thread; not once it is closed.
 
         Raises:
             OSError: the file cannot be created.
         """
+        if self._stop.is_set():  # by a signal's handler
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -316,8 +318,8 @@ class SpanLog:
 
     @property
     def began(self) -> bool:
-        """Whether `open` was called: if not, there is no file."""
-        return self._thread is not None
+        """Whether the file has its header."""
+        return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:
         """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
@@ -329,7 +331,7 @@ class SpanLog:
             return
         try:
             self._write_pending()
-            if self._fd >= 0:
+            if self.began:
                 end = lines.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(_encode(end) + b"\n")
                 self.failed = self.failed or self._lost()
