@@ -331,7 +331,7 @@ class SpanLog:
             return
         try:
             self._write_pending()
-            if self.began:
+            if self._fd >= 0 and self.began:
                 end = lines.End(anchor=anchor, spans=self.written, dropped=self.dropped)
                 self._append(_encode(end) + b"\n")
                 self.failed = self.failed or self._lost()
