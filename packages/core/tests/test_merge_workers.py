@@ -152,6 +152,17 @@ def test_what_is_no_interpreter_is_not_started(
 
 
 @pytest.mark.usefixtures("idle")
+def test_workers_do_without_what_is_no_text_in_the_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step(tmp_path)
+    expected = alone(path, monkeypatch)
+    started(monkeypatch, ended)
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    assert (merge_step(path), text(path / "timeline.json.gz")) == expected
+
+
+@pytest.mark.usefixtures("idle")
 def test_a_folder_whose_name_is_no_utf_8_gets_its_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

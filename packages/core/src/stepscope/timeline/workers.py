@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.temporary import temporary
+from stepscope.timeline.children import command_of
 from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.row_traces import Common, RowTraces, Told, write_row
@@ -34,7 +35,7 @@ WORTH = 8 << 20
 start."""
 MOST = 2
 """Each worker takes 30 MB, most of that its interpreter."""
-_CHILD = "import sys; sys.path[:] = {path}; from stepscope.timeline.workers import work; work()"
+_CHILD = "from stepscope.timeline.workers import work; work()"
 _POLL_S = 0.02
 _NICE = 5
 """How much a worker stands back: it uses what nobody else wants."""
@@ -96,10 +97,10 @@ class Workers:
 
     def start(self, count: int) -> None:
         """Starts so many, or as many as the machine lets us."""
-        if not sys.executable or hasattr(sys, "frozen"):
-            return  # what an application was frozen into starts that, whatever follows it
+        command = command_of(_CHILD)
+        if command is None:
+            return
         rows = self._folder / "rows.json"
-        command = [sys.executable, "-c", _CHILD.format(path=repr(sys.path))]
         with suppress(OSError):
             rows.write_bytes(msgspec.json.encode(self._given))
             for _ in range(count):
