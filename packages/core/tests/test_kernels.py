@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.cover import Cover, length
 from stepscope.timeline.activity.event_names import iteration_of, work_of
 from stepscope.timeline.activity.kernels import read_trace
+from stepscope.timeline.children import command_of
 
 
 def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:
@@ -217,12 +219,28 @@ def test_several_readers_find_what_one_finds(tmp_path: Path, monkeypatch: pytest
     assert sum(read) == sum(file.stat().st_size for file in (path / "traces" / "actor").glob("*.gz"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("executable", None), ("frozen", True), ("path", [Path("/nowhere"), "/n\udcff\u00ef", *sys.path])],
+)
+def test_an_odd_interpreter_costs_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    path = step_with_traces(tmp_path).write()
+    timeline = load_step(path)
+    alone = load_traces(path, timeline)
+    monkeypatch.setattr(pool, "SMALL", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert msgspec.json.encode(load_traces(path, timeline)) == msgspec.json.encode(alone)
+
+
 def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[pool._Reader] = []
 
     class Reader(pool._Reader):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, command: list[str]) -> None:
+            super().__init__(command)
             started.append(self)
 
     def on_read(size: int) -> None:
@@ -238,7 +256,7 @@ def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: p
 
 
 def test_a_reader_that_dies_costs_its_file_alone(tmp_path: Path) -> None:
-    with pool._Reader() as reader:
+    with pool._Reader(command_of(pool._CHILD) or []) as reader:
         assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1
         child = reader._child
         assert child is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import signal
 import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import closing
@@ -18,8 +20,12 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 
 from packages.core.tests.traces import add_trace, event, kernel, op
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step, workers
+from stepscope.timeline.rows import Row
+from stepscope.timeline.tracks import Tracks
 from stepscope.timeline.workers import Workers, workers_for
 from stepscope.timeline.write import EventsFile, TimelineFile
 
@@ -130,6 +136,93 @@ def test_a_machine_that_starts_no_process_merges_alone(
 
     monkeypatch.setattr(subprocess, "Popen", refused)
     assert (merge_step(path), text(path / "timeline.json.gz")) == expected
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)])
+def test_what_is_no_interpreter_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    path = step(tmp_path)
+    expected = alone(path, monkeypatch)
+    seen = started(monkeypatch, lambda _: None)
+    monkeypatch.setattr(sys, name, value, raising=False)
+    assert (merge_step(path), text(path / "timeline.json.gz")) == expected
+    assert seen[0]._running == []
+
+
+@pytest.mark.usefixtures("idle")
+def test_workers_do_without_what_is_no_text_in_the_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step(tmp_path)
+    expected = alone(path, monkeypatch)
+    started(monkeypatch, ended)
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    assert (merge_step(path), text(path / "timeline.json.gz")) == expected
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_folder_whose_name_is_no_utf_8_gets_its_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step(tmp_path)
+    expected = alone(path, monkeypatch)
+    started(monkeypatch, ended)
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    merged = merge_step(path, to=folder / "timeline.json.gz")
+    assert (merged, text(folder / "timeline.json.gz")) == expected
+
+
+@pytest.mark.usefixtures("idle")
+def test_what_is_in_the_timeline_takes_no_room_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step(tmp_path)
+    left: dict[str, int] = {}
+
+    def half_done(self: Workers) -> None:
+        ended(self)
+        (self._folder / "2.json").unlink()
+
+    def closing_it(self: Workers) -> None:
+        left.update((each.name, each.stat().st_size) for each in self._folder.glob("*.deflate"))
+        close(self)
+
+    started(monkeypatch, half_done)
+    close = Workers.close
+    monkeypatch.setattr(Workers, "close", closing_it)
+    merge_step(path)
+    assert len(left) > 3
+    assert set(left.values()) == {0}
+
+
+def test_what_a_killed_merge_leaves_is_known_as_abandoned(tmp_path: Path) -> None:
+    path = step(tmp_path)
+    code = (
+        "import os, signal, sys; from stepscope.timeline import merge, merge_step, workers\n"
+        "merge.idle_cores = lambda: 2; workers.WORTH = 1\n"
+        "workers.Workers.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "merge_step(sys.argv[1])"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
+    left = set(path.glob(".timeline*"))
+    assert len(left) == 2
+    assert set(remove_abandoned(path)) == left
+
+
+def test_a_rows_counters_get_the_same_pids_whatever_other_rows_have() -> None:
+    info = ProcessInfo(role="actor", rank=0, world_size=None, host="host-a", pid=1)
+    rows = [Row(info=info, process=None, clock=None, pid=place, place=place) for place in (1, 2)]
+    both = Tracks([1, 2])
+    alone = [Tracks([1, 2]) for _ in rows]
+    together = [[both.counters(row, str(pid)) for pid in range(2100)] for row in rows]
+    assert together == [
+        [tracks.counters(row, str(pid)) for pid in range(2100)]
+        for tracks, row in zip(alone, rows, strict=True)
+    ]
+    assert max(map(max, together)) < 1 << 31
 
 
 @pytest.mark.usefixtures("idle")

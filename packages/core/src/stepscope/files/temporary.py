@@ -21,7 +21,8 @@ _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{
 
 def temporary(path: Path) -> Path:
     """A hidden name beside `path` that nobody else uses."""
-    return path.with_name(f".{path.name[:80]}.{_place() or '0' * 8}-{os.getpid()}-{os.urandom(6).hex()}")
+    name = f".{path.name[:80]}.{_place() or '0' * 8}-{os.getpid()}-{os.urandom(6).hex()}"
+    return path.parent / name  # `with_name` refuses `.`
 
 
 def remove_abandoned(folder: Path) -> list[Path]:

@@ -35,7 +35,7 @@ from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
 from stepscope.timeline.tracks import Tracks
-from stepscope.timeline.workers import Made, workers, workers_for
+from stepscope.timeline.workers import Made, clear, workers, workers_for
 from stepscope.timeline.write import TimelineFile, idle_cores, timeline_file
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class _Merge:
         """What a worker wrote."""
         with text.open("rb") as source:
             out.append(made.piece, source)
+        clear(text)
         of.row.shown, of.row.shift_ns = made.told.shown, made.told.shift_ns
         return made.told
 

@@ -18,9 +18,10 @@ _OWN = "\0stepscope"
 
 
 _FURTHER = 1 << 30
-_ROWS, _OF_A_ROW = 1 << 19, 1 << 11
-"""Further pids, above all of Linux, and below 2^31 as Perfetto's own format wants: so many for each of 2^19
-rows. And so many tids of a row, before they are another row's as well."""
+"""Further pids, above all of Linux: so many, in equal shares for the rows. All are below 2^31, as Perfetto's
+own format wants."""
+_OF_A_ROW = 1 << 11
+"""Tids of a row, before they are another row's as well."""
 
 
 class Tracks:
@@ -111,7 +112,8 @@ class Tracks:
         return names
 
     def _further(self, row: Row, pid: str) -> int:
-        first = _FURTHER + row.place % _ROWS * _OF_A_ROW
+        rows = len(self.pids)
+        first = _FURTHER + row.place % rows * (_FURTHER // rows)
         further = next(free for free in count(first) if free not in self._pids)
         self._pids.add(further)
         name = self.prefixed(row, pid, "counters")

@@ -15,13 +15,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
+from stepscope.files.temporary import temporary
+from stepscope.timeline.children import command_of
 from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.row_traces import Common, RowTraces, Told, write_row
@@ -34,7 +35,7 @@ WORTH = 8 << 20
 start."""
 MOST = 2
 """Each worker takes 30 MB, most of that its interpreter."""
-_CHILD = "import sys; sys.path[:] = {path}; from stepscope.timeline.workers import work; work()"
+_CHILD = "from stepscope.timeline.workers import work; work()"
 _POLL_S = 0.02
 _NICE = 5
 """How much a worker stands back: it uses what nobody else wants."""
@@ -58,7 +59,8 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     axis: Axis
     cut: Cut
     files: int
-    folder: str
+    folder: bytes
+    """As the system has it: it may be no UTF-8."""
     parent: int
     """Its process."""
 
@@ -86,7 +88,7 @@ class Workers:
             on_read: Called with the size of a row's files when it is seen that a worker has written it.
         """
         self._given = given
-        self._folder = Path(given.folder)
+        self._folder = _folder(given)
         self._ours = [number for number in ours if _claimed(self._folder, number)]
         self._on_read = on_read
         self._heard = set(self._ours)
@@ -95,10 +97,12 @@ class Workers:
 
     def start(self, count: int) -> None:
         """Starts so many, or as many as the machine lets us."""
+        command = command_of(_CHILD)
+        if command is None:
+            return
         rows = self._folder / "rows.json"
-        rows.write_bytes(msgspec.json.encode(self._given))
-        command = [sys.executable, "-c", _CHILD.format(path=repr(sys.path))]
         with suppress(OSError):
+            rows.write_bytes(msgspec.json.encode(self._given))
             for _ in range(count):
                 with rows.open("rb") as stdin:
                     child = subprocess.Popen(
@@ -117,6 +121,7 @@ class Workers:
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(_POLL_S)
         if not told.exists():
+            clear(_text(self._folder, number))
             return None
         self._hear(number)
         return msgspec.json.decode(told.read_bytes(), type=Made), _text(self._folder, number)
@@ -156,7 +161,8 @@ def workers(
     if count == 0:
         yield lambda number: None
         return
-    folder = Path(tempfile.mkdtemp(dir=beside.parent, prefix=f".{beside.name}."))  # mode 0700
+    folder = temporary(beside)
+    folder.mkdir(0o700)
     try:
         given = Given(
             rows=list(rows),
@@ -165,7 +171,7 @@ def workers(
             axis=common.axis,
             cut=common.cut,
             files=common.files,
-            folder=str(folder.resolve()),
+            folder=os.fsencode(folder.resolve()),
             parent=os.getpid(),
         )
         with closing(Workers(given, ours, on_read)) as some:
@@ -183,12 +189,12 @@ def work() -> None:
     common = given.common()
     keep_memory()
     for number in reversed(range(len(given.rows))):
-        if _claimed(Path(given.folder), number):
+        if _claimed(_folder(given), number):
             _make(given, common, number)
 
 
 def _make(given: Given, common: Common, number: int) -> None:
-    folder = Path(given.folder)
+    folder = _folder(given)
 
     def on_read(_: int) -> None:
         if os.getppid() != given.parent:
@@ -203,6 +209,12 @@ def _make(given: Given, common: Common, number: int) -> None:
     os.replace(written, made)
 
 
+def clear(text: Path) -> None:
+    """Gives its room on the disk to the timeline. The file stays, or a worker that comes late had the row."""
+    with suppress(OSError):
+        os.truncate(text, 0)
+
+
 def _claimed(folder: Path, number: int) -> bool:
     """Whether the row is ours from now on: whoever makes its file first has it."""
     try:
@@ -210,6 +222,10 @@ def _claimed(folder: Path, number: int) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _folder(given: Given) -> Path:
+    return Path(os.fsdecode(given.folder))
 
 
 def _size(path: bytes) -> int:

@@ -11,7 +11,6 @@ and igzip needs no GIL. On a busy machine a thread would take a core from others
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+
+from stepscope.files.temporary import temporary
 
 _TOGETHER = 1 << 20
 """Bytes that are handed over at a time."""
@@ -177,7 +178,8 @@ def timeline_file(path: Path, base_ns: int, *, thread: bool) -> Iterator[Timelin
     Raises:
         OSError: the disk or the folder does not let us.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    name = temporary(path)
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as sink, closing(TimelineFile(sink, base_ns, thread=thread)) as file:
             yield file

@@ -21,18 +21,20 @@ import msgspec
 
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.kernels import nothing_read, read_trace
+from stepscope.timeline.children import command_of
 
 SMALL = 4 << 20
 """Bytes of files, as they lie on disk, below which another process costs more than it gives: 0.1 s."""
 READERS = 8
-_CHILD = "import sys; sys.path[:] = {path}; from stepscope.timeline.activity.pool import serve; serve()"
+_CHILD = "from stepscope.timeline.activity.pool import serve; serve()"
 
 
 def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None) -> list[TraceContent]:
     """What each trace says, in the order of `paths`."""
     sizes = [_size(path) for path in paths]
     readers = min(len(paths), len(os.sched_getaffinity(0)), READERS)
-    if readers < 2 or sum(sizes) < SMALL:
+    command = command_of(_CHILD)
+    if readers < 2 or sum(sizes) < SMALL or command is None:
         return [read_trace(path, on_read) for path in paths]
     # The largest first, so that no reader is left with one when the others are done.
     todo: SimpleQueue[int] = SimpleQueue()
@@ -51,7 +53,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
                 if on_read is not None:
                     on_read(sizes[at])
 
-    pool = [_Reader() for _ in range(readers)]
+    pool = [_Reader(command) for _ in range(readers)]
     with ThreadPoolExecutor(readers) as threads:
         try:
             for done in [threads.submit(work, reader) for reader in pool]:
@@ -74,8 +76,9 @@ def serve() -> None:
 class _Reader:
     """One child; a new one where the last one died."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: list[str]) -> None:
         self.over = False
+        self._command = command
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> _Reader:
@@ -108,10 +111,7 @@ class _Reader:
         return msgspec.json.decode(answer, type=TraceContent)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        code = _CHILD.format(path=json.dumps(sys.path))
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,6 @@ Messages and field numbers: protos/perfetto/trace of the Perfetto project.
 from __future__ import annotations
 
 import os
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from stepscope.files.temporary import temporary
 from stepscope.timeline.perfetto import wire
 from stepscope.timeline.perfetto.spill import Record, Spill
 from stepscope.timeline.perfetto.strings import Strings
@@ -358,7 +358,8 @@ def perfetto_file(path: Path, base_ns: int) -> Iterator[PerfettoFile]:
     Raises:
         OSError: the disk or the folder does not let us.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = temporary(path)
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as sink:
             with closing(
