@@ -255,6 +255,11 @@ def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: p
     assert [(reader.over, reader._child) for reader in started] == [(True, None)] * 2
 
 
+def test_where_no_process_can_be_started_a_trace_is_read_here(tmp_path: Path) -> None:
+    with pool._Reader([str(tmp_path / "nothing")]) as reader:
+        assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1
+
+
 def test_a_reader_that_dies_costs_its_file_alone(tmp_path: Path) -> None:
     with pool._Reader(command_of(pool._CHILD) or []) as reader:
         assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1

@@ -96,7 +96,10 @@ class _Reader:
             child.kill()
 
     def read(self, path: Path) -> TraceContent:
-        child = self._child or self._start()
+        try:
+            child = self._child or self._start()
+        except OSError:  # no process more
+            return read_trace(path)
         if child.stdin is None or child.stdout is None:
             return nothing_read("its reader has no pipes")
         try:
