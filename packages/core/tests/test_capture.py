@@ -19,14 +19,16 @@ import pytest
 
 import stepscope
 from packages.core.tests.suspensions import CancelledAt
-from stepscope import ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation, Manifest
+from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.recording import capture as capture_module
 from stepscope.recording import ledger, runtime, untold
 from stepscope.recording.context import current
+from stepscope.recording.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -453,6 +455,74 @@ def told_all_of(config: ProfileConfig, step: int) -> str | None:
         assert (item.state == "ok") == (item.reason is None), item
         assert all((folder.root / each.path).exists() for each in item.artifacts), item
     return part.error
+
+
+class HeldEngineProfiler(FakeEngineProfiler):
+    """Its stop waits for `goes_on`, having set `asked`."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeEngine())
+        self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def stop(self) -> list[Artifact]:
+        self.asked.set()
+        await self.goes_on.wait()
+        return await super().stop()
+
+
+async def test_close_leaves_a_capture_to_the_task_that_is_closing_it(config: ProfileConfig) -> None:
+    profiler = HeldEngineProfiler()
+    cap = await capture(2, config=config, engines=[profiler]).aopen()
+    closing = asyncio.create_task(cap.aclose())
+    await profiler.asked.wait()
+    cap.close()
+    assert capture_module.opened() is cap
+    profiler.goes_on.set()
+    await closing
+    assert capture_module.opened() is None
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+def test_close_ends_a_capture_whose_loop_stopped_in_the_middle_of_closing_it(config: ProfileConfig) -> None:
+    profiler = HeldEngineProfiler()
+    closing: list[asyncio.Task[None]] = []
+
+    async def step() -> Capture:
+        cap = await capture(2, config=config, engines=[profiler]).aopen()
+        closing.append(asyncio.create_task(cap.aclose()))
+        await profiler.asked.wait()
+        return cap
+
+    loop = asyncio.new_event_loop()
+    cap = loop.run_until_complete(step())  # as where a Ctrl-C ends it
+    profiler.goes_on.set()
+    cap.close()
+    assert capture_module.opened() is None
+    assert not profiler.engine.recordings
+    assert expectation(config, 2, "replica 0").state == "ok"
+    loop.run_until_complete(closing[0])
+    loop.close()
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+async def test_a_cancellation_while_a_failed_opening_is_rolled_back_goes_on_up(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    monkeypatch.setattr(Session, "start_profiler", full)
+    profiler = HeldEngineProfiler()
+    opening = asyncio.create_task(capture(2, config=config, engines=[profiler]).aopen())
+    await profiler.asked.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    profiler.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert capture_module.opened() is None
+    assert not profiler.engine.recordings
 
 
 async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: ProfileConfig) -> None:

@@ -1,7 +1,7 @@
 """A Ctrl-C at any moment of closing: nothing stays recording, and the manifest is written.
 
-It is raised where the interpreter looks for signals, on entering a function of ours or after a call into C:
-at some of these moments, spread over all of them.
+It is raised where the interpreter looks for signals, on entering a function of ours or of torch's profiler,
+or after a call into C: at some of these moments, spread over all of them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TypeAlias
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture, span
-from stepscope.backends import user_profilers
+from stepscope.backends import held_window, torch_window, user_profilers, window_thread
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import Tool
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest import NOT_CLOSED, Manifest
 from stepscope.recording import capture as captures
 from stepscope.recording import loop, runtime
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
+if TYPE_CHECKING:
+    from torch.profiler.profiler import _KinetoProfile as Profile
+
 OURS = os.path.dirname(stepscope.__file__)
 TESTING = os.path.join(OURS, "testing")
+TORCHS = ("torch/autograd/profiler.py", "torch/profiler/profiler.py")
 
 
 class Interrupter:
@@ -43,7 +47,9 @@ class Interrupter:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         file = frame.f_code.co_filename
-        if event not in ("call", "c_return") or not file.startswith(OURS) or file.startswith(TESTING):
+        if event not in ("call", "c_return") or not (file.startswith(OURS) or file.endswith(TORCHS)):
+            return
+        if file.startswith(TESTING):
             return
         self._left -= 1
         if self._left < 0:
@@ -118,9 +124,13 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
         written = RunLayout(folder).step(count).manifest.read_bytes()
         (part,) = msgspec.json.decode(written, type=Manifest).processes
         assert part.closed is not None, where
-        assert tool == "torch" or not hidden_files(folder), where  # its trace may be on its way
+        if tool == "torch":
+            assert user_profilers.busy() is None, where
+        else:
+            assert not hidden_files(folder), where  # a trace of torch may be on its way
         if way is closed:  # a loop that ends takes an engine's answer with it
             assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where
+            assert all(item.reason != NOT_CLOSED for item in part.expected), where
         if where is None:
             return count
     raise AssertionError("unreachable")
@@ -169,5 +179,42 @@ def test_a_ctrl_c_while_torchs_window_is_closed_leaves_no_session_of_torch_runni
 ) -> None:
     import torch  # noqa: F401  # loaded, so that there is something to record
 
-    assert every(41, tmp_path, monkeypatch, "torch", closed) > 8
+    assert every(7, tmp_path, monkeypatch, "torch", closed) > 40
+
+
+@pytest.mark.needs("torch")
+def test_a_ctrl_c_as_soon_as_torchs_session_has_begun_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch  # noqa: F401
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_once(profile: Profile) -> str | None:
+        monkeypatch.setattr(torch_window, "_stop", stop)
+        raise KeyboardInterrupt
+
+    config = ProfileConfig(
+        save_path=tmp_path, steps="0:10", torch={"activities": ["cpu"]}, roles={"*": {"ranks": "all"}}
+    )
+    stop = torch_window._stop
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(held_window, "weakref", SimpleNamespace(finalize=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            capture(1, config=config).open()
     assert user_profilers.busy() is None
+    assert PROCESS_LOCK.holder is None
+    monkeypatch.setattr(torch_window, "kineto_has_started", False)
+    monkeypatch.setattr(torch_window, "_stop", interrupted_once)  # of the empty window
+    with pytest.raises(KeyboardInterrupt):
+        capture(2, config=config).open()
+    assert PROCESS_LOCK.holder is None
+    with monkeypatch.context() as interrupting:  # it is in the line of the main thread
+        interrupting.setattr(window_thread.MAIN, "_drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            capture(3, config=config).open()
+    with capture(4, config=config) as cap:
+        pass
+    cap.result.wait()
+    assert cap.result.problems() == []

@@ -248,6 +248,20 @@ def test_a_second_start_is_refused_and_the_range_goes_on(backend: NsysBackend) -
     assert backend.stop() == []
 
 
+def test_a_ctrl_c_while_the_device_is_waited_for_leaves_the_range_to_a_second_stop(
+    backend: NsysBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    backend.start(a_window())
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr(nsys, "_synchronize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backend.stop()
+    assert len(backend.stop()) == 1
+
+
 def test_torch_profiler_cannot_start_beside_it(backend: NsysBackend) -> None:
     backend.start(a_window())
     with pytest.raises(ProfilerBusyError, match="the nsys range of step 2"):

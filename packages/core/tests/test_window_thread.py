@@ -93,6 +93,24 @@ def test_a_main_thread_that_does_not_answer_is_waited_for_and_then_left() -> Non
     assert found[0].wait(begin_s=30)
 
 
+def test_a_ctrl_c_in_the_work_of_another_thread_reaches_the_main_thread_too() -> None:
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            run_on(MAIN, lambda: signal.raise_signal(signal.SIGINT), begin_s=30)
+        except KeyboardInterrupt as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            asking.join(0.01)
+    asking.join()
+    assert len(found) == 1
+
+
 def test_a_cancelled_task_does_not_run() -> None:
     ran: list[str] = []
     asked: list[Task] = []

@@ -165,8 +165,9 @@ class NpuWindow:
 
     def _give_back(self) -> None:
         global current
-        current = None
-        PROCESS_LOCK.release()
+        if current is self:
+            PROCESS_LOCK.release()
+            current = None
 
     def _go_to(self, to: Place) -> None:
         self._cycle = to.cycle

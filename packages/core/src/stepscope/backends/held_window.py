@@ -49,7 +49,11 @@ class Late:
         Raises:
             BackendError: it has not; `fix` is what would help.
         """
-        if not self._task.wait(patience_s):
+        try:
+            ended = self._task.wait(patience_s)
+        except KeyboardInterrupt:
+            raise BackendError(f"a Ctrl-C came while {self._window.name} was being stopped") from None
+        if not ended:
             raise BackendError(
                 f"stop() came from thread {self._caller}, but {self._window.name} belongs to "
                 f"{self._window.thread.name}, which was in C code for all of {patience_s:g} s{fix}"
@@ -74,11 +78,13 @@ class HeldWindow(Generic[WindowT]):
         self.window = made
         try:
             begin_on_thread(made)
-        except BaseException:
-            self.window = None
+            self._when_dropped = weakref.finalize(self, _dropped, made, self._backend)
+            self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a Ctrl-C: it has begun, or is in the line of its thread
+                end_on_thread(made)
+            self._let_go()
             raise
-        self._when_dropped = weakref.finalize(self, _dropped, made, self._backend)
-        self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
 
     def advance(self) -> None:
         """One mini-batch is done."""
@@ -158,6 +164,15 @@ def begin_on_thread(window: ThreadWindow) -> None:
     if not task.done:
         task.cancel()
         raise BackendError(f"{window.name} cannot start: {window.thread.name} is busy with another window")
+
+
+def end_on_thread(window: ThreadWindow) -> None:
+    """Ends `window` where it belongs, whether it has begun or not, and before a Ctrl-C goes up, too."""
+    try:
+        run_on(window.thread, window.end)
+    except KeyboardInterrupt:
+        run_on(window.thread, window.end)
+        raise
 
 
 def about(window: Window) -> dict[str, object]:

@@ -130,14 +130,17 @@ class NsysBackend:
         return _Range(nvtx, f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        window, self._window = self._window, None
+        window = self._window
         if window is None or PROCESS_LOCK.holder is None:
+            self._window = None
             return []  # not started; or the child of a fork, where the range is the parent's
         try:
             _synchronize()
             _call(_profiler_api().cudaProfilerStop, "cudaProfilerStop")
-        finally:
-            PROCESS_LOCK.release()
+        except Exception:
+            self._give_back()
+            raise  # and not after a Ctrl-C: a second call stops the range
+        self._give_back()
         output, before = self._output, self._before
         lacking, self._lacking = self._lacking, None
 
@@ -154,6 +157,10 @@ class NsysBackend:
                 options={"trace": ",".join(self._config.trace)},
             )
         ]
+
+    def _give_back(self) -> None:
+        self._window = None
+        PROCESS_LOCK.release()
 
     def _await_report(self, output: Path, before: set[Path]) -> Path:
         """The report that was not there before the window, once nsys has written all of it."""

@@ -38,9 +38,10 @@ class ProcessLock:
         self._holder = holder
 
     def release(self) -> None:
-        """Gives the process back, from any thread. The caller must hold it."""
-        self._holder = None
-        self._lock.release()
+        """Gives the process back, from any thread. The caller must hold it; a second time nothing happens."""
+        held, self._holder = self._holder, None
+        if held is not None:
+            self._lock.release()
 
     def forget(self) -> None:
         """In the child of a fork: the session is the parent's, and so is the lock."""

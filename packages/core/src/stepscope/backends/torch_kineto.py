@@ -18,11 +18,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stepscope.backends import torch_process, torch_window
-from stepscope.backends.held_window import HeldWindow, Late, about, begin_on_thread, title
+from stepscope.backends.held_window import (
+    HeldWindow,
+    Late,
+    about,
+    begin_on_thread,
+    end_on_thread,
+    title,
+)
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.backends.torch_options import Options, resolve
 from stepscope.backends.torch_window import Recorded, TorchWindow
-from stepscope.backends.window_thread import in_backward, run_on, thread_for_window
+from stepscope.backends.window_thread import in_backward, thread_for_window
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -57,8 +64,9 @@ class TorchBackend:
         try:
             begin_on_thread(window)
         except ProfilerBusyError:
-            return  # Kineto has started, or is about to, on somebody else's account
-        run_on(window.thread, window.end)
+            pass  # Kineto has started, or is about to, on somebody else's account
+        finally:
+            end_on_thread(window)
 
     def start(self, window: Window) -> None:
         """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another, where it

@@ -36,6 +36,7 @@ _OPERATORS_END_S = 0.1
 """From the stop of a session of all threads to the next start, and a tenth of it before the stop."""
 _all_threads_stopped = 0.0
 """When the last such session did, on the monotonic clock. One writer: this module."""
+_INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
 """In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
 
@@ -142,27 +143,25 @@ class TorchWindow:
         )
 
     def end(self, truncated: str | None = None) -> None:
-        """Ends recording for good. What was recorded by now is kept."""
-        if self.over:
-            return
-        self.over = True
+        """Ends recording for good. What was recorded by now is kept. Interrupted by a Ctrl-C, a second call
+        goes on from there.
+        """
         try:
             if self.phase == "active":
                 self._record(truncated or self._unheeded or self._cut_short())
-            else:
+            elif not self.over:
                 self._kept.lost = self._kept.lost or truncated or self._unheeded or self._never_active()
                 self._go_to("off")
-        except BaseException:
-            self.over = self.phase != "active"  # a Ctrl-C before the stop: a second call stops it
-            raise
         finally:
+            self.over = self.phase == "off"
             if self.over:
                 self._give_back()
 
     def _give_back(self) -> None:
         global current
-        current = None
-        PROCESS_LOCK.release()
+        if current is self:
+            PROCESS_LOCK.release()
+            current = None
 
     def _go_to(self, phase: Phase) -> None:
         if phase == self.phase:
@@ -185,8 +184,8 @@ class TorchWindow:
             self._start(self._profile)
             kineto_has_started = True
             self._profile.add_metadata_json("stepscope", json.dumps({**self._about, "cycle": self._cycle}))
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon(interrupted=not isinstance(error, Exception))
             raise
 
     def _start(self, profile: Profile) -> None:
@@ -211,20 +210,23 @@ class TorchWindow:
         return profile
 
     def _record(self, truncated: str | None) -> None:
-        """Stops the profile and keeps it."""
-        self.phase = "off"  # first: whatever happens below, a profile is never stopped a second time
-        profile, self._profile = self._profile, None
-        if profile is None or not user_profilers.running(self.only_thread is not None):
-            self._kept.lost = "its torch.profiler session was ended from outside stepscope"
-            return
-        self._kept.lost = "interrupted while it was being stopped"
+        """Stops the profile and keeps it. After a Ctrl-C it is still active, and a second call stops it."""
+        profile = self._profile
         try:
-            trouble = self._stop(profile)
+            if profile is not None and user_profilers.running(self.only_thread is not None):
+                self._kept.lost = _INTERRUPTED
+                trouble = self._stop(profile)
+                self._kept.recorded.append(
+                    Recorded(profile, self._cycle, truncated or trouble or self._unheeded)
+                )
+                self._kept.lost = None
+            elif self._kept.lost == _INTERRUPTED:
+                user_profilers.clear_flag()  # torch had not come to it
+            else:
+                self._kept.lost = "its torch.profiler session was ended from outside stepscope"
         except Exception as error:
             self._kept.lost = f"torch.profiler did not stop: {error}"
-            return
-        self._kept.lost = None
-        self._kept.recorded.append(Recorded(profile, self._cycle, truncated or trouble or self._unheeded))
+        self.phase, self._profile = "off", None
 
     def _cancel_warmup(self) -> None:
         try:
@@ -233,11 +235,12 @@ class TorchWindow:
         finally:
             self._abandon()
 
-    def _abandon(self) -> None:
-        """Drops the profile, whether or not its start succeeded."""
+    def _abandon(self, interrupted: bool = False) -> None:
+        """Drops the profile, whether or not its start succeeded, or was interrupted by a Ctrl-C."""
         self.phase = "off"
         profile, self._profile = self._profile, None
-        if profile is not None and _started(profile):
+        runs = interrupted and user_profilers.running(self.only_thread is not None)  # torch has not noted it
+        if profile is not None and (runs or _started(profile)):
             self._stop(profile)
         else:
             user_profilers.clear_flag()

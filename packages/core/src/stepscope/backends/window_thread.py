@@ -14,6 +14,7 @@ there:
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import sys
@@ -64,13 +65,15 @@ class Task:
         """Waits `begin_s` for it to begin, and then until it ends. False: it has not begun.
 
         Raises:
-            BaseException: what the work raised.
+            BaseException: what the work raised. A Ctrl-C that came to the main thread in it ends that, too.
         """
         if self._begun.wait(begin_s):
             self._done.wait()
-        if self.error is not None:
-            raise self.error
-        return self.done
+        if self.error is None:
+            return self.done
+        if isinstance(self.error, KeyboardInterrupt) and not MAIN.is_current():
+            _thread.interrupt_main()
+        raise self.error
 
 
 class WindowThread(Protocol):

@@ -26,6 +26,7 @@ from stepscope.recording.spans import describe
 from stepscope.recording.windows import in_event_loop
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
     from types import TracebackType
 
@@ -67,7 +68,7 @@ def deactivate(session: Session) -> None:
 def close_everything(reason: str, deadline_s: float) -> None:
     """The process is about to end: closes what is open here, and writes the files."""
     if _open is not None:
-        _open.close(error=reason, deadline_s=deadline_s)
+        _open._close(reason, deadline_s, None)
     if runtime.active is not None:
         runtime.active.close(error=reason)
     uncaptured.flush()
@@ -166,6 +167,8 @@ class Capture:
         """Whether the others are being stopped, or were."""
         self._closer: int | None = None
         """The thread that closes this. What interrupts it there (a signal) may close in its place."""
+        self._closing_in: asyncio.AbstractEventLoop | None = None
+        """The loop in which a task is closing this."""
         self._manifest_is_out = False
         """Whether it is being written, or was: what is said later has to be written again."""
         self._uncaptured: uncaptured.Began | None = None
@@ -221,10 +224,12 @@ class Capture:
                 self._begin(session)
         except BaseException as error:
             reason = f"opening failed: {describe(error)}"
-            await loop.uninterrupted(self._close_async(reason, discard=reason))
+            cancelled = await loop.uninterrupted(self._close_async(reason, discard=reason))
             if self._is_for_the_user(error):
                 raise
             guard.note("opening a capture", error)
+            if cancelled is not None:
+                raise cancelled from None
         return self
 
     def _is_for_the_user(self, error: BaseException) -> bool:
@@ -321,13 +326,15 @@ class Capture:
     # Closing.
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
-        """Closes the capture. Idempotent; trouble of our own goes to the manifest and is not raised.
+        """Closes the capture. Idempotent; what a task is closing is left to it. Trouble of our own goes to
+        the manifest and is not raised.
 
         Args:
             error: Why it ended, if not normally.
             deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
         """
-        self._close(error, deadline_s, None)
+        if self._closing_in is None or not self._closing_in.is_running():
+            self._close(error, deadline_s, None)
 
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it."""
@@ -372,7 +379,8 @@ class Capture:
     def _stop_others_here(
         self, session: Session, error: str | None, deadline_s: float | None, discard: str | None
     ) -> None:
-        if self._others is None or self._told_to_stop:
+        left = self._closing_in is not None and not self._closing_in.is_running()  # in the middle of it
+        if self._others is None or (self._told_to_stop and not left):
             return
         from stepscope.recording import loop
 
@@ -395,6 +403,7 @@ class Capture:
                 if self._others is not None:
                     stop = self._stop_others(self._others, session, error, None, discard)
                     stopping = asyncio.ensure_future(stop)
+                    self._closing_in = stopping.get_loop()
                     await asyncio.sleep(0)  # the others are told before this process pays for its own stop
                     session.close(error=error, discard=discard)
                     await stopping
@@ -405,6 +414,7 @@ class Capture:
                 self._told_to_stop = False  # a Ctrl-C that ends the loop: it goes no further there
             raise
         finally:  # what nothing did: no others, or a loop shutting down
+            self._closing_in = None
             self._close(error, None, discard)
 
     def _roll_back(self, error: BaseException) -> None:

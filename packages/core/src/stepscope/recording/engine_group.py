@@ -210,6 +210,8 @@ class EngineGroup:
         except asyncio.CancelledError:
             stopping.cancel()
             raise
+        if profiler not in self._started:
+            return  # its loop stood still, and a second call has stopped it
         self._started.remove(profiler)
         if not stopping.done():
             if started:

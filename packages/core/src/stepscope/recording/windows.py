@@ -131,6 +131,9 @@ class Windows:
         with self._lock:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
+            for item in self._ledger.part.expected:  # a Ctrl-C between a stop and the exporter
+                if item.reason == NOT_CLOSED and item.name.startswith(self._name(None)):
+                    self._ledger.fail(item.name, "interrupted while it was closed: the recording is lost")
 
     def advance(self) -> None:
         try:
