@@ -274,10 +274,13 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     if facts.disaggregation == "decode" and _versions.older(facts.version, since):
         return f"it kills a decode server of sglang {facts.version}; {since} can do it"
     if facts.pp > 1 and not sends_quiet_in(states):
+        since = _versions.PLUGINS_SINCE
+        plugins = not _versions.older(facts.version, since)
+        old = f"our plugin, which sglang {facts.version} does not load. Fix: sglang {since} or later"
         return (
             "one stage's profile is stopped and the next one started while a pipeline rank's sends are under "
             "way, and torch then writes into freed memory: the scheduler dies at the next capture. To "
-            f"prevent that takes {why_not_shown(states)}"
+            f"prevent that takes {why_not_shown(states) if plugins else old}"
         )
     if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
         return (

@@ -114,6 +114,10 @@ class Session:
         self._truncated: str | None = None
         self._failed: str | None = None
         """Why the engine may still be writing, or never will again."""
+        self._unstopped = False
+        """The engine may still record for it: its stop failed, and no start was taken since."""
+        self._unwanted = False
+        """It was given up: what comes of it is thrown away."""
         self._opened: ClockAnchor | None = None
         self._closed: ClockAnchor | None = None
         self._facts: EngineFacts | None = None
@@ -159,19 +163,25 @@ class Session:
         except RefusedError as error:
             if "already in progress" not in str(error):
                 raise
-            ours = next((each for each in tuple(_owed) if each._line.engine == self._line.engine), None)
-            if ours is None:
+            ours = [each for each in _owed_by(self._line) if each._unstopped]
+            if not ours:
                 raise EngineError(
                     "this engine's profiler is running, and not for us: somebody started it by hand, or the "
                     "process that did has died. Fix: call stop_profile on the engine"
                 ) from error
-            ours._stop_again()
+            ours[-1]._stop_again(self._line)
             self._line.start(request)
+        for each in _owed_by(self._line):
+            each._unstopped = False
 
-    def _stop_again(self) -> None:
-        """The engine says that it records, and the last that began there is this one, whose stop failed."""
+    def _stop_again(self, line: Line) -> None:
+        """The engine says that it records, and the last that began there is this one, whose stop failed.
+
+        Args:
+            line: Today's way to the engine.
+        """
         try:
-            self._line.stop()
+            line.stop()
         except EngineError as error:
             raise EngineError(
                 f"this engine's profiler still runs for step {self._capture.step}: {self._failed}; and "
@@ -253,7 +263,7 @@ class Session:
         files = [each for each in self._files() if self._whole(*each)]
         for path, name in files:
             content = Content(complete=True) if name.kind == _MEMORY else self._content(path)
-            if self._wanted(name, content):
+            if self._wanted(name, content) and not self._unwanted:
                 self._take(path, name, content, self._stage(path, name, content, files))
             else:
                 path.unlink()
@@ -267,14 +277,25 @@ class Session:
 
     def _fail(self, error: EngineError) -> None:
         self._truncated = self._failed = f"the stop failed: {error}"
+        self._unstopped = True
 
     def drop(self) -> None:
-        """Ends the recording and leaves nothing of it."""
+        """Ends the recording and leaves nothing of it.
+
+        Raises:
+            EngineError: its stop failed. It is owed then, like one that was closed.
+        """
+        self._unwanted = True
         try:
             self.end()
             self._wait()
+        except EngineError as error:
+            self._fail(error)
+            raise
         finally:
             self._remove(self._folder)
+            if self._left:
+                _owe(self)
 
     # What the engine has done.
 
@@ -547,6 +568,11 @@ def hand_in_late() -> None:
                     _owed.remove(session)
             except Exception as error:  # it stays where it is, and is looked at again
                 log.warning("stepscope: files of step %d that came late: %s", session._capture.step, error)
+
+
+def _owed_by(line: Line) -> list[Session]:
+    """Those of the line's engine, in the order in which they ended."""
+    return [each for each in tuple(_owed) if each._line.engine == line.engine]
 
 
 def _owe(session: Session) -> None:
