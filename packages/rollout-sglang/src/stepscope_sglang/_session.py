@@ -385,7 +385,7 @@ class Session:
 
     def _wait(self) -> None:
         """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
-        if self._state == "unused":
+        if self._state == "unused" and not self._files():  # nor did a pass begin it behind our stop
             self._left = False
             return
         self._until(lambda: bool(self._files()) and self._complete(self._folder), self.patience_s)
