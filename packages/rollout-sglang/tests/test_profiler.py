@@ -209,6 +209,21 @@ async def test_a_folder_that_is_cleared_in_stays_until_the_whole_pipeline_has_wr
     assert not files_below(str(tmp_path))
 
 
+async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_what_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_session, "_warned", set())
+    manager = FakeManager(pp=2)
+    assert len(await recorded(manager, asked(tmp_path), 4)) == 2
+    assert not caplog.records
+    manager.has_plugin = False
+    for step in (2, 3):
+        assert len(await recorded(manager, asked(tmp_path, step=step), 4)) == 2
+    (record,) = caplog.records
+    assert "schedulers of this pipeline" in record.getMessage()
+    assert "Fix: stepscope-rollout-sglang where the engine runs" in record.getMessage()
+
+
 class Busy(FakeManager):
     """Runs a pass behind a stop that came before any: what was armed begins, and a start after it goes on in
     that folder.

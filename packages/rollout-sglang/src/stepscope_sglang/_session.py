@@ -37,7 +37,14 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._controls import UNBOUNDED, Plan, plan, stages_end_in_scopes
+from stepscope_sglang._controls import (
+    UNBOUNDED,
+    Plan,
+    lacks_plugin,
+    plan,
+    risk_of_whole_captures,
+    stages_end_in_scopes,
+)
 from stepscope_sglang._facts import EngineFacts
 from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._traces import (
@@ -64,6 +71,8 @@ _owed: deque[Session] = deque(maxlen=16)
 Writer: this module, under `_entering`.
 """
 _entering = threading.RLock()
+_warned: set[str] = set()
+"""What the log has. One writer: `_warn`."""
 
 
 class EngineDiedError(EngineError):
@@ -139,14 +148,17 @@ class Session:
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
         states: Sequence[object] = ()
-        if later or (self._capture.by_stage and stages_end_in_scopes(self._facts)):
+        by_stage = self._capture.by_stage and stages_end_in_scopes(self._facts)
+        if later or by_stage or self._facts.pp > 1:
             try:
                 states = self._line.states()
             except EngineError:
-                if later:  # by stage, one that does not answer is one that shows no plugin
+                if later:  # else, one that does not answer is one that shows no plugin
                     raise
         self._plan = plan(self._capture, self._facts, states)
         self.ignored = dict(self._plan.ignored)
+        if lacks_plugin(self._facts, states):
+            _warn(risk_of_whole_captures(self._facts, states))
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
             self._start({**self._plan.request, "output_dir": str(self._folder)})
@@ -568,6 +580,12 @@ def hand_in_late() -> None:
                     _owed.remove(session)
             except Exception as error:  # it stays where it is, and is looked at again
                 log.warning("stepscope: files of step %d that came late: %s", session._capture.step, error)
+
+
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("stepscope: %s", text)
 
 
 def _owed_by(line: Line) -> list[Session]:
