@@ -32,7 +32,7 @@ def plugin_state(count: int, **changes: object) -> dict[str, object]:
     """What our plugin shows of a scheduler that has begun `count` passes."""
     answer = SimpleNamespace(internal_state={})
     _plugin.show(answer, SimpleNamespace(forward_ct=count))
-    return {**answer.internal_state, **changes}
+    return {**answer.internal_state, _plugin.SENDS_QUIET: True, **changes}  # as in a process with a scheduler
 
 
 class ProfileReq(msgspec.Struct, kw_only=True):

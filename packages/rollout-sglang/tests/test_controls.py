@@ -155,11 +155,20 @@ def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> 
     assert told(an_engine(version), plugin=True, by_stage=True).by_stage
 
 
-@pytest.mark.parametrize("version", ["0.5.8", "0.5.23"])
-def test_stages_of_a_pipeline_take_the_plugin(version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "fix"),
+    [
+        ("0.5.8", "Fix: sglang 0.5.11 or later"),
+        ("0.5.12", "Fix: stepscope-rollout-sglang where the engine runs"),
+        ("0.5.23", "Fix: stepscope-rollout-sglang where the engine runs"),
+    ],
+)
+def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
+    """Versions before 0.5.11 load none."""
     facts = an_engine(version, pp_size=2)
     refused = told(facts, plugin=False, by_stage=True)
     assert "a pipeline rank's sends are under way" in refused.ignored["by_stage"]
+    assert fix in refused.ignored["by_stage"]
     assert told(facts, plugin=True, by_stage=True).by_stage
 
 

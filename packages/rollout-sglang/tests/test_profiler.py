@@ -209,6 +209,42 @@ async def test_a_folder_that_is_cleared_in_stays_until_the_whole_pipeline_has_wr
     assert not files_below(str(tmp_path))
 
 
+async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_what_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_session, "_warned", set())
+    manager = FakeManager(pp=2)
+    assert len(await recorded(manager, asked(tmp_path), 4)) == 2
+    assert not caplog.records
+    manager.has_plugin = False
+    for step in (2, 3):
+        assert len(await recorded(manager, asked(tmp_path, step=step), 4)) == 2
+    (record,) = caplog.records
+    assert "schedulers of this pipeline" in record.getMessage()
+    assert "Fix: stepscope-rollout-sglang where the engine runs" in record.getMessage()
+
+
+class Busy(FakeManager):
+    """Runs a pass behind a stop that came before any: what was armed begins, and a start after it goes on in
+    that folder.
+    """
+
+    async def start_profile(self, req: ProfileReq | None = None) -> None:
+        if "stop" in self.asked:
+            await self.generate(1)
+        await super().start_profile(req)
+
+
+async def test_what_begins_behind_a_stop_is_waited_for_in_the_whole_pipeline(tmp_path: Path) -> None:
+    manager = Busy(pp=2)
+    manager.lag_s = 0.3
+    artifacts = await recorded(manager, asked(tmp_path), 0)
+    assert [artifact.rank for artifact in artifacts] == [0, 1]
+    assert not manager.recording
+    assert not manager.lost
+    assert not await asyncio.to_thread(lambda: list(tmp_path.rglob(".sglang-*")))
+
+
 async def test_a_pipeline_rank_that_writes_nothing_keeps_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,64 @@ async def test_an_engine_that_our_own_failed_stop_left_recording_is_not_blamed_o
         await SglangServer(server.url).start(msgspec.structs.replace(a_capture(tmp_path), step=2))
 
 
+async def failed(server: FakeServer, root: Path, step: int, mode: str | None) -> None:
+    """A capture whose stop a proxy answers, so that the server records on. `mode` None: it has stopped, and
+    nothing will ever come.
+    """
+    profiler = SglangServer(server.url)
+    await profiler.start(msgspec.structs.replace(a_capture(root), step=step))
+    if mode is not None:
+        server.scheduler.forward(mode)
+    server.stop_status = 504
+    with pytest.raises(EngineError, match="the stop failed"):
+        await profiler.stop()
+    server.stop_status = None
+    if mode is None:
+        server.scheduler.start_at = None
+
+
+async def test_of_several_failed_stops_the_last_one_is_what_the_engine_records(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    await failed(server, tmp_path, 1, None)
+    await failed(server, tmp_path, 2, "EXTEND")
+    server.stop_status = 504
+    with pytest.raises(EngineError, match="still runs for step 2: "):
+        await SglangServer(server.url).start(msgspec.structs.replace(a_capture(tmp_path), step=3))
+
+
+async def test_what_somebody_began_after_a_failed_stop_of_ours_goes_on(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    await failed(server, tmp_path, 1, None)
+    profiler = SglangServer(server.url)
+    await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))
+    server.scheduler.forward("EXTEND")
+    assert await profiler.stop()
+    server.scheduler.start(ProfileReq(output_dir=str(tmp_path / "somebody")))
+    with pytest.raises(EngineError, match="is running, and not for us"):
+        await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=3))
+    assert server.scheduler.recording is not None
+
+
+async def test_a_capture_that_was_given_up_and_could_not_be_stopped_is_stopped_by_the_next(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    given_up = SglangServer(server.url)
+    await given_up.start(a_capture(tmp_path))
+    server.scheduler.forward("EXTEND")
+    server.stop_status = 504
+    given_up._thread.submit(given_up._drop).result()  # as of a start that was cancelled
+    server.stop_status = None
+    profiler = SglangServer(server.url)
+    await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))
+    server.scheduler.forward("EXTEND")
+    (artifact,) = await profiler.stop()
+    traces = [each for each in files_below(str(tmp_path)) if ".meta." not in each.name]
+    assert [each.name for each in traces] == [Path(artifact.path).name]
+    assert not hidden(tmp_path)
+
+
 def test_a_server_with_the_second_profiler_is_refused_where_it_says_so(server: FakeServer) -> None:
     server.shown = {PROFILE_V2: True}
     with pytest.raises(EngineError, match="SGLANG_PROFILE_V2 is set"):

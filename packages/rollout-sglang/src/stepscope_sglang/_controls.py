@@ -273,11 +273,11 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     since = _versions.DECODE_SERVER_BY_STAGE_SINCE
     if facts.disaggregation == "decode" and _versions.older(facts.version, since):
         return f"it kills a decode server of sglang {facts.version}; {since} can do it"
-    if facts.pp > 1 and not sends_quiet_in(states):
+    if lacks_plugin(facts, states):
         return (
             "one stage's profile is stopped and the next one started while a pipeline rank's sends are under "
             "way, and torch then writes into freed memory: the scheduler dies at the next capture. To "
-            f"prevent that takes {why_not_shown(states)}"
+            f"prevent that takes {_what_pipelines_take(facts, states)}"
         )
     if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
         return (
@@ -286,6 +286,27 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
             f"later. To prevent that takes {why_not_shown(states)}"
         )
     return None
+
+
+def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
+    """Whether captures end schedulers of this pipeline, because they have not loaded our plugin."""
+    return facts.pp > 1 and not sends_quiet_in(states)
+
+
+def risk_of_whole_captures(facts: EngineFacts, states: Sequence[object]) -> str:
+    """What to warn of where `lacks_plugin`."""
+    return (
+        f"schedulers of this pipeline of sglang {facts.version} may die in torch's profiler after some "
+        "captures (of 0.5.23 seen at the 16th and the 21st in a row, under load). "
+        f"To prevent that takes {_what_pipelines_take(facts, states)}"
+    )
+
+
+def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
+    since = _versions.PLUGINS_SINCE
+    if _versions.older(facts.version, since):
+        return f"our plugin, which sglang {facts.version} does not load. Fix: sglang {since} or later"
+    return why_not_shown(states)
 
 
 def stages_end_in_scopes(facts: EngineFacts) -> bool:

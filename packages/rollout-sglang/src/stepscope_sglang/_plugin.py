@@ -2,8 +2,9 @@
 and survive captures by stage.
 
 SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of what is installed beside it, in each
-of its processes, and has hooks for what they change (`sglang/srt/plugins/hook_registry.py`). One is used: the
-answer to a question for the internal state. Nothing is added to a forward pass that is not recorded.
+of its processes, and has hooks for what they change (`sglang/srt/plugins/hook_registry.py`). Two are used:
+the making of a scheduler, and its answer to a question for the internal state. Nothing is added to a forward
+pass that is not recorded.
 
 By stage, SGLang stops one profile and starts the next inside of `run_batch`, which is a `record_function`
 since 0.5.14: what `stepscope.backends.open_scopes` is for.
@@ -35,6 +36,8 @@ PROFILE_V2 = "stepscope_profile_v2"
 RPD = "stepscope_rpd"
 """In the internal state: the library that the activity RPD takes is there."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_quiet = False
+"""What is shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
 
 
 def load() -> None:
@@ -47,20 +50,30 @@ def load() -> None:
 
     from stepscope.backends import open_scopes
 
-    open_scopes.watch()  # first: the hook says that both are done
-    _hide_sends()
+    open_scopes.watch()  # first: the hook says that it is done
+    HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", begin, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
+
+
+def begin(*_: object, **__: object) -> None:
+    """Before a scheduler is made. The process that makes the engine makes none: what its trainer sends stays
+    in its recordings.
+    """
+    with suppress(Exception):  # of a torch that has it elsewhere: the scheduler would die of it
+        _hide_sends()
 
 
 def _hide_sends() -> None:
     """From now on no session has what gloo sends: pipeline ranks wait for it in their next pass, which may be
     another session's.
     """
+    global _quiet
     from torch.distributed import ProcessGroup
 
     from stepscope.backends.open_scopes import unrecorded
 
     ProcessGroup.send = unrecorded(ProcessGroup.send, _is_over_gloo)  # type: ignore[method-assign]
+    _quiet = True
 
 
 def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
@@ -90,7 +103,7 @@ def profile_v2() -> bool:
 @cache
 def _of_this_process() -> dict[str, object]:
     rpd = find_spec(RPD_LIBRARY) is not None
-    return {SCOPES_END: True, SENDS_QUIET: True, VERSION: own_version(), PROFILE_V2: profile_v2(), RPD: rpd}
+    return {SCOPES_END: True, SENDS_QUIET: _quiet, VERSION: own_version(), PROFILE_V2: profile_v2(), RPD: rpd}
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:

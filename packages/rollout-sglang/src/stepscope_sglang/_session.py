@@ -37,7 +37,14 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
-from stepscope_sglang._controls import UNBOUNDED, Plan, plan, stages_end_in_scopes
+from stepscope_sglang._controls import (
+    UNBOUNDED,
+    Plan,
+    lacks_plugin,
+    plan,
+    risk_of_whole_captures,
+    stages_end_in_scopes,
+)
 from stepscope_sglang._facts import EngineFacts
 from stepscope_sglang._plugin import counts_in
 from stepscope_sglang._traces import (
@@ -64,6 +71,8 @@ _owed: deque[Session] = deque(maxlen=16)
 Writer: this module, under `_entering`.
 """
 _entering = threading.RLock()
+_warned: set[str] = set()
+"""What the log has. One writer: `_warn`."""
 
 
 class EngineDiedError(EngineError):
@@ -114,6 +123,10 @@ class Session:
         self._truncated: str | None = None
         self._failed: str | None = None
         """Why the engine may still be writing, or never will again."""
+        self._unstopped = False
+        """The engine may still record for it: its stop failed, and no start was taken since."""
+        self._unwanted = False
+        """It was given up: what comes of it is thrown away."""
         self._opened: ClockAnchor | None = None
         self._closed: ClockAnchor | None = None
         self._facts: EngineFacts | None = None
@@ -135,14 +148,17 @@ class Session:
         self._facts = self._line.facts()
         later = self._capture.iterations.start > 0
         states: Sequence[object] = ()
-        if later or (self._capture.by_stage and stages_end_in_scopes(self._facts)):
+        by_stage = self._capture.by_stage and stages_end_in_scopes(self._facts)
+        if later or by_stage or self._facts.pp > 1:
             try:
                 states = self._line.states()
             except EngineError:
-                if later:  # by stage, one that does not answer is one that shows no plugin
+                if later:  # else, one that does not answer is one that shows no plugin
                     raise
         self._plan = plan(self._capture, self._facts, states)
         self.ignored = dict(self._plan.ignored)
+        if lacks_plugin(self._facts, states):
+            _warn(risk_of_whole_captures(self._facts, states))
         make_folder(self._folder, open_to_all=self._line.remote)
         try:
             self._start({**self._plan.request, "output_dir": str(self._folder)})
@@ -159,19 +175,25 @@ class Session:
         except RefusedError as error:
             if "already in progress" not in str(error):
                 raise
-            ours = next((each for each in tuple(_owed) if each._line.engine == self._line.engine), None)
-            if ours is None:
+            ours = [each for each in _owed_by(self._line) if each._unstopped]
+            if not ours:
                 raise EngineError(
                     "this engine's profiler is running, and not for us: somebody started it by hand, or the "
                     "process that did has died. Fix: call stop_profile on the engine"
                 ) from error
-            ours._stop_again()
+            ours[-1]._stop_again(self._line)
             self._line.start(request)
+        for each in _owed_by(self._line):
+            each._unstopped = False
 
-    def _stop_again(self) -> None:
-        """The engine says that it records, and the last that began there is this one, whose stop failed."""
+    def _stop_again(self, line: Line) -> None:
+        """The engine says that it records, and the last that began there is this one, whose stop failed.
+
+        Args:
+            line: Today's way to the engine.
+        """
         try:
-            self._line.stop()
+            line.stop()
         except EngineError as error:
             raise EngineError(
                 f"this engine's profiler still runs for step {self._capture.step}: {self._failed}; and "
@@ -253,7 +275,7 @@ class Session:
         files = [each for each in self._files() if self._whole(*each)]
         for path, name in files:
             content = Content(complete=True) if name.kind == _MEMORY else self._content(path)
-            if self._wanted(name, content):
+            if self._wanted(name, content) and not self._unwanted:
                 self._take(path, name, content, self._stage(path, name, content, files))
             else:
                 path.unlink()
@@ -267,14 +289,25 @@ class Session:
 
     def _fail(self, error: EngineError) -> None:
         self._truncated = self._failed = f"the stop failed: {error}"
+        self._unstopped = True
 
     def drop(self) -> None:
-        """Ends the recording and leaves nothing of it."""
+        """Ends the recording and leaves nothing of it.
+
+        Raises:
+            EngineError: its stop failed. It is owed then, like one that was closed.
+        """
+        self._unwanted = True
         try:
             self.end()
             self._wait()
+        except EngineError as error:
+            self._fail(error)
+            raise
         finally:
             self._remove(self._folder)
+            if self._left:
+                _owe(self)
 
     # What the engine has done.
 
@@ -364,7 +397,7 @@ class Session:
 
     def _wait(self) -> None:
         """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
-        if self._state == "unused":
+        if self._state == "unused" and not self._files():  # nor did a pass begin it behind our stop
             self._left = False
             return
         self._until(lambda: bool(self._files()) and self._complete(self._folder), self.patience_s)
@@ -547,6 +580,17 @@ def hand_in_late() -> None:
                     _owed.remove(session)
             except Exception as error:  # it stays where it is, and is looked at again
                 log.warning("stepscope: files of step %d that came late: %s", session._capture.step, error)
+
+
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("stepscope: %s", text)
+
+
+def _owed_by(line: Line) -> list[Session]:
+    """Those of the line's engine, in the order in which they ended."""
+    return [each for each in tuple(_owed) if each._line.engine == line.engine]
 
 
 def _owe(session: Session) -> None:

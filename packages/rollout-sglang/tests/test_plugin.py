@@ -1,0 +1,64 @@
+"""What SGLang loads into its processes, over a stand-in for its hooks; the real ones call it in `real/`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from stepscope.backends import open_scopes
+from stepscope_sglang import _plugin
+
+pytestmark = pytest.mark.needs("torch")
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
+    """Those that `load` sets, by the name in the scheduler's module."""
+    from torch.distributed import ProcessGroup
+
+    found: dict[str, Callable[..., object]] = {}
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    vars(registry).update(
+        HookRegistry=SimpleNamespace(
+            register=lambda target, hook, kind: found.update({target.rpartition("scheduler.")[2]: hook})
+        ),
+        HookType=SimpleNamespace(BEFORE="before", AFTER="after"),
+    )
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers", _plugin._SCHEDULER):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(open_scopes, "watch", lambda: None)
+    monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
+    monkeypatch.setattr(_plugin, "_quiet", False)
+    _plugin.load()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> None:
+    _plugin._of_this_process.cache_clear()
+
+
+def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
+    """What a scheduler says of its sends; whether it is so."""
+    from torch.distributed import ProcessGroup
+
+    answer = SimpleNamespace(internal_state={})
+    hooks["Scheduler.get_internal_state"](answer, SimpleNamespace(forward_ct=3))
+    said = answer.internal_state[_plugin.SENDS_QUIET]
+    assert said is open_scopes.is_unrecorded(ProcessGroup.send)
+    return said
+
+
+def test_sends_are_hidden_where_a_scheduler_is_made(hooks: dict[str, Callable[..., object]]) -> None:
+    hooks["Scheduler.__init__"](object(), "server_args")
+    assert quiet(hooks)
+
+
+def test_sends_of_the_process_that_makes_the_engine_stay_in_its_recordings(
+    hooks: dict[str, Callable[..., object]],
+) -> None:
+    assert not quiet(hooks)
