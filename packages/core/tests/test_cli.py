@@ -102,6 +102,20 @@ def test_of_two_runs_in_one_folder_the_latest_is_shown_and_the_other_can_be(
     assert run(["report", str(tmp_path), "--run", "other"]) == 2
 
 
+def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = a_run(tmp_path) / "step_000002"
+    assert run(["merge", str(step)]) == 0
+    before = (step / "timeline.json.gz").read_bytes()
+    capsys.readouterr()
+    assert run(["merge", str(step), "--roles", "traner"]) == 2
+    said = capsys.readouterr().err
+    assert "roles is 'traner'" in said
+    assert "trainer" in said
+    assert (step / "timeline.json.gz").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

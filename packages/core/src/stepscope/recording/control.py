@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
+from stepscope.files.atomic import private
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.parts import read_parts
 from stepscope.recording import guard
@@ -132,7 +133,7 @@ def retain(
 def _remove(run: RunLayout, number: int, keep: int) -> bool:
     try:
         shutil.rmtree(run.step(number).root)
-        with run.removed.open("a") as file:
+        with open(run.removed, "a", opener=private) as file:
             file.write(f"step {number}: removed at {time.time_ns()} (unix ns); budget.keep_steps is {keep}\n")
     except OSError as error:
         guard.note("removing an old step", error)

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.drawn import Drawn
 from stepscope.timeline.ids import FlowIds
@@ -80,11 +81,13 @@ def merge_step(
 
     Raises:
         RecordError: no process of a capture left anything, or none of the run that was asked for.
+        ConfigError: the step has none of the roles that were asked for.
         OSError: the disk does not let us.
     """
     keep_memory()
     layout = StepLayout(path)
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
+    merge.check_roles()
     target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline
     cores = idle_cores()
     helpers = 0 if to_format == "perfetto" else merge.workers(cores)
@@ -146,6 +149,13 @@ class _Merge:
         row = self._rows.of_trace(trace.whose(fields), key, unaligned=reason)
         row.seen_pid = row.seen_pid or fields.pid
         return trace, fields, row
+
+    def check_roles(self) -> None:
+        there = {row.info.role for row in self._order} | {span.role for span in self._timeline.spans}
+        wanted = self._selection.roles
+        if wanted is not None and there and not self._selection.role(*there):
+            allowed = f"names and globs of the step's roles: {', '.join(sorted(there))}"
+            raise ConfigError("roles", ",".join(wanted), allowed, "ask for one of these")
 
     def workers(self, cores: int) -> int:
         """How many help, when so many cores are idle. None with a limit, which each trace leaves the next."""
