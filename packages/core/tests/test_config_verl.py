@@ -169,6 +169,16 @@ def test_an_omegaconf_and_a_file_are_read_as_the_mapping(tmp_path: Path) -> None
     assert quietly(tmp_path / "trainer.yaml") == from_mapping
 
 
+def test_options_and_tools_that_do_not_hold_are_named() -> None:
+    config = trainer_config("0.9.1", tool="nsys")
+    rollout = config["actor_rollout_ref"]["rollout"]["profiler"]
+    rollout.update(enable=True, tool="torch", tool_config={"torch": {"contents": ["cuda"]}})
+    config["actor_rollout_ref"]["actor"]["profiler"]["tool"] = "torch"
+    said = differences(config)
+    assert "global_profiler.tool is nsys, and that of the roles is torch" in said
+    assert "the tool's options of rollout differ" in said
+
+
 def test_a_tool_without_counterpart_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"global_profiler.tool is 'precision_debugger'.*no counterpart"):
         quietly(trainer_config("0.9.1", tool="precision_debugger"))

@@ -101,6 +101,9 @@ class _Reading:
             if other != tool:
                 fix = "give all roles one tool, and make a run per tool"
                 raise ConfigError(f"{_BLOCKS[role]}.tool", other, f"{tool!r}, as of the other roles", fix)
+        if named and overall.get("tool") not in (None, tool):
+            said = f"global_profiler.tool is {overall['tool']}, and that of the roles is {tool}"
+            self.differ(f"{said}, which holds in verl and here")
         if tool is not None and tool not in _TOOLS:
             fix = "use one of these; stepscope has no counterpart of msprobe's precision debugger"
             raise ConfigError("global_profiler.tool", tool, ", ".join(_TOOLS), fix)
@@ -171,7 +174,7 @@ class _Reading:
         others = [
             role
             for role, tool in tools.items()
-            if role in _TRAINING and any(tool.get(name) != lead.get(name) for name in names)
+            if any(tool.get(name) not in (None, lead.get(name)) for name in names)
         ]
         if others:
             self.differ(
