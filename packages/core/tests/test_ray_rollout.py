@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from stepscope.engines.protocol import EngineCapture, EngineProfiler, Iterations, patience_s, waited_s
-from stepscope.engines.ray import RayRollout
+from stepscope.engines.ray import RayRollout, ignored_of
 from stepscope.errors import EngineError
 from stepscope.files.manifest import LATE
 from stepscope.files.sidecar import Artifact
@@ -242,6 +242,25 @@ async def test_an_actor_that_restarts_during_the_capture_is_an_error(actor: Any,
         await replica.stop()
     await replica.start(a_capture(tmp_path, step=2))
     assert await replica.stop()
+
+
+async def test_why_a_stop_failed_is_said_also_where_the_actor_is_gone_by_then(
+    actor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = rollout(actor)
+    await replica.start(a_capture(tmp_path))
+    await kill_and_await_restart(actor)
+
+    ask: Any = replica._line.ask
+
+    async def gone(question: object, *arguments: object) -> object:
+        if question is ignored_of:
+            raise EngineError("actor died")
+        return await ask(question, *arguments)
+
+    monkeypatch.setattr(replica._line, "ask", gone)
+    with pytest.raises(EngineError, match="the actor restarted after the capture began"):
+        await replica.stop()
 
 
 async def test_a_start_that_was_given_up_on_a_busy_actor_is_taken_back(actor: Any, tmp_path: Path) -> None:

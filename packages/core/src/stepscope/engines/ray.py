@@ -125,7 +125,7 @@ class RayRollout:
             call = self._line.call(stop, self._place, token, waited_s.get(), keep=True)
             artifacts, ignored = await call
         except CallFailedError:
-            with suppress(CallFailedError):  # whether files may still come
+            with suppress(EngineError):  # whether files may still come; the actor may be gone by now
                 self._ignored = await self._line.ask(ignored_of, self._place)
             raise
         self._ignored = ignored | await bring_home(self._line, step_dir, artifacts)
