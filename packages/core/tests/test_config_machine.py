@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
+from stepscope.cli import run
 from stepscope.config import ProfileConfig, check_save_path, check_tool
 from stepscope.errors import ConfigError
 
@@ -169,3 +172,35 @@ def test_what_others_end_by_a_finalizer_at_exit_still_ends_before_python_waits_f
         "weakref.finalize(engine, over.set)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("setting", "absent", "fix"),
+    [
+        ("tool: nsys", None, "install Nsight Systems"),
+        ("tool: npu", "torch_npu", "pip install torch-npu"),
+        ("finish: {report_to: [tensorboard]}", "tensorboard", "pip install 'stepscope[tensorboard]'"),
+        ("finish: {report_to: [nosuch]}", None, "install the package that brings it"),
+        ("finish: {mirror: 'gs://bucket/x'}", "gcsfs", "pip install 'stepscope[mirror]' gcsfs"),
+    ],
+)
+def test_validate_refuses_what_is_not_installed_here(
+    setting: str,
+    absent: str | None,
+    fix: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = importlib.util.find_spec
+
+    def found(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == absent else there(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("stepscope.cli.validate.check_tool", lambda config: None)  # stepscope-npu is there
+    path = tmp_path / "stepscope.yaml"
+    path.write_text(f"steps: [1]\n{setting}\n")
+    assert run(["validate", str(path)]) == 2
+    assert fix in " ".join(capsys.readouterr().err.split())

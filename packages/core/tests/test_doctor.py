@@ -439,6 +439,28 @@ def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch:
     assert rows["mine of mine"].state == "green"
 
 
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(("tool", "state"), [("npu", "red"), ("torch", "absent")])
+def test_a_torch_npu_that_is_absent_is_red_where_the_tool_is_npu(
+    tool: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint(name="npu", value=f"{__name__}:rows_of_npu", group=examine.GROUP)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    npu = EntryPoint(name="npu", value="stepscope_npu:NpuBackend", group="stepscope.backends")
+    points = {examine.GROUP: [point], "stepscope.backends": [npu]}
+    there = machine.entry_points
+    monkeypatch.setattr(machine, "entry_points", lambda group: [*points.get(group, []), *there(group)])
+    path = tmp_path / "c.yaml"
+    path.write_text(f"tool: {tool}\nsteps: [1]\n")
+    row = next(row for row in examine.examine(path) if row.subject == "torch_npu")
+    assert row.state == state
+    assert ("pip install torch-npu" in str(row.fix)) == (state == "red")
+
+
+def rows_of_npu() -> list[Row]:
+    return [Row(subject="torch_npu", state="absent", found="not installed")]
+
+
 def rows_of_mine() -> list[Row]:
     return [Row(subject="mine of mine", state="green", found="here")]
 

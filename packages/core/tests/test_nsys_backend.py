@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope import ProfileConfig
+from stepscope import ProfileConfig, capture, prepare
 from stepscope.backends import SpanInfo, Window, nsys
 from stepscope.backends.nsys import NsysBackend, command, option, runtime_env
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.errors import BackendError, ConfigError, ProfilerBusyError
+from stepscope.errors import BackendError, CaptureError, ConfigError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.sidecar import ProcessInfo, Sidecar
@@ -165,6 +165,18 @@ def test_a_range_that_cuda_refuses_is_failed_and_the_run_goes_on(tmp_path: Path,
 
 
 # In this process --------------------------------------------------------------------------------------------
+
+
+def test_the_fix_is_whole_in_what_prepare_raises_and_in_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(nsys.SESSION, raising=False)
+    config = ProfileConfig(save_path=tmp_path / "run", steps=[1], tool="nsys")
+    with pytest.raises(CaptureError, match=r"Fix: on Ray, .* python train\.py`$"):
+        prepare(config=config)
+    with capture(1, config=config):
+        pass
+    assert "--output=stepscope_%p python train.py`" in reasons(tmp_path, 1)
 
 
 def test_a_process_that_nsys_did_not_start_is_told_how_it_would(monkeypatch: pytest.MonkeyPatch) -> None:

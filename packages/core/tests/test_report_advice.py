@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
-from stepscope.files.manifest import OwnCost
+from stepscope.files.manifest import TERMINATED, Expectation, OwnCost
 from stepscope.report import Advice, Table, check_health, report_step
 from stepscope.report.advice import Evidence, advise
 from stepscope.report.health_text import say_other
@@ -104,6 +104,47 @@ def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path)
     (other,) = health.other_steps
     assert (health.open_spans, other.spans, other.under_way) == ((), 1, 1)
     assert say_other(other).endswith("; 1 went on when the capture closed")
+
+
+def by_a_budget(process: FakeProcess) -> None:
+    reason = "budget.seconds: open for more than 1 s"
+    process.expected.append(Expectation(name="spans", state="partial", reason=reason, truncated=reason))
+
+
+def by_sigterm(process: FakeProcess) -> None:
+    process.error = TERMINATED
+
+
+@pytest.mark.parametrize("cut", [by_a_budget, by_sigterm])
+def test_calls_that_a_truncation_cut_off_are_no_hang_and_no_straggler(
+    tmp_path: Path, cut: Callable[[FakeProcess], None]
+) -> None:
+    case = Case(tmp_path, update=False)
+    case.actors[0].span("update_policy", 900 * MS, None)
+    case.actors[1].span("update_policy", 100 * MS, None)
+    for process in case.folder.processes:
+        cut(process)
+    assert not case.advice().keys() & {"never-ended", "straggler"}
+
+
+def test_one_whose_recording_was_cut_is_not_held_against_the_others(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    for actor in case.actors:
+        actor.span("update_policy", 500 * MS, 550 * MS)
+    for actor in case.actors[1:]:
+        actor.span("update_policy", 550 * MS, 950 * MS)
+    by_a_budget(case.actors[0])
+    case.driver.span("tool", 100 * MS, None, role="env")  # in a process that nothing cut
+    assert "straggler" not in case.advice()
+    assert "never-ended" in case.advice()
+
+
+def test_whole_calls_of_processes_that_were_cut_are_compared(tmp_path: Path) -> None:
+    case = Case(tmp_path, update=False)
+    for rank, actor in enumerate(case.actors):
+        actor.span("save", 0, (900 if rank == 2 else 100) * MS)
+        by_sigterm(actor)
+    assert "straggler" in case.advice()
 
 
 def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_waiting(tmp_path: Path) -> None:

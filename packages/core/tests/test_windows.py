@@ -293,7 +293,46 @@ def test_a_trace_budget_that_is_used_up_opens_no_further_window(
     config = configure(budget={"trace_mb": 3})
     with capture(2, config=config):
         pass
-    assert outcome(config, "fake trace").reason == "budget.trace_mb: 3 MB of traces are written, 3 allowed"
+    item = outcome(config, "fake trace")
+    assert item.state == "missing"
+    assert item.reason == item.truncated == "budget.trace_mb: 3 MB of traces are written, 3 allowed"
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_once(
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    written: bool,
+) -> None:
+    """Whether the first window's trace is on the disk by then, or on its way."""
+    from stepscope.recording import export
+
+    config = configure(
+        mode="discrete", budget={"trace_mb": 1}, export={} if written else {"when": "deferred"}
+    )
+
+    @profile_step(role="trainer")
+    def work() -> None:
+        pass
+
+    with capture(2, config=config) as cap:
+        work()
+        if written:
+            export.exporter().drain(10)
+        monkeypatch.setattr(export.Exporter, "bytes_written", lambda self, step: 1 << 20)
+        for _ in range(3):
+            work()
+    cap.result.wait()
+    reason = "budget.trace_mb: 1 MB of traces are written, 1 allowed"
+    item = outcome(config, "fake trace of work")
+    assert (item.state, item.reason, item.truncated) == ("partial", reason, reason)
+    assert len(item.artifacts) == 1
+    (problem,) = cap.result.problems()
+    assert problem.endswith(f"fake trace of work: partial: {reason}")
+    assert [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()] == [
+        f"stepscope: step 2 is truncated: {reason}; no further window opens"
+    ]
 
 
 def test_deferred_traces_are_written_when_asked_for(configure: Configure) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from stepscope import ProfileConfig, capture
 from stepscope.errors import BackendError
 from stepscope_npu import _versions
+from stepscope_npu._backend import NpuBackend
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -36,6 +38,32 @@ def test_without_torch_npu_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(BackendError, match=r"not installed here\. Fix: pip install torch-npu"):
         _versions.load()
+
+
+@pytest.mark.parametrize(("imported", "state"), [(True, "failed"), (False, "skipped")])
+def test_a_process_with_torch_and_without_torch_npu_is_not_called_complete(
+    imported: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("stepscope.recording.session.load_backend", lambda tool, config: NpuBackend(config))
+    config = ProfileConfig(save_path=tmp_path, steps=[1], tool="npu")
+    monkeypatch.setattr("stepscope.recording.run.check_tool", lambda config: None)
+    with monkeypatch.context() as patch:
+        if imported:
+            patch.setitem(sys.modules, "torch", torch)
+        else:
+            patch.delitem(sys.modules, "torch")
+        with capture(1, config=config) as cap:
+            pass
+    manifest = cap.result.wait()
+    assert manifest is not None
+    (item,) = [item for part in manifest.processes for item in part.expected if item.name == "npu trace"]
+    assert (item.state, manifest.state) == (state, "failed" if imported else "ok")
+    said = "torch_npu is not installed here" if imported else "torch_npu is not imported in this process"
+    assert said in str(item.reason)
 
 
 @pytest.mark.parametrize(

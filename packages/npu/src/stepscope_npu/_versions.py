@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from stepscope.config import INSTALL_TORCH_NPU
 from stepscope.errors import BackendError
 
 MSPROF_VARIABLES = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
 """Set where `msprof` runs the process: it owns the device's profiler then, and torch_npu's is inert."""
 SOURCE_CANN = "source CANN's set_env.sh (often /usr/local/Ascend/ascend-toolkit/set_env.sh)"
-
-_INSTALL = "pip install torch-npu (the one for your torch and CANN), or tool: torch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,9 @@ def load() -> TorchNpu:
         from torch_npu.profiler import profiler_interface
     except ModuleNotFoundError as error:
         if error.name == "torch_npu":
-            raise BackendError(f"tool is npu, and torch_npu is not installed here. Fix: {_INSTALL}") from None
+            raise BackendError(
+                f"tool is npu, and torch_npu is not installed here. Fix: {INSTALL_TORCH_NPU}"
+            ) from None
         raise BackendError(f"torch_npu does not import: {error}. Fix: pip install {error.name}") from error
     except Exception as error:  # what a broken CANN raises is not always an ImportError
         raise BackendError(f"torch_npu does not import: {error}. Fix: {SOURCE_CANN}") from error

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from stepscope.cli import screen
-from stepscope.config import RESERVED_VARIABLES, check_tool, resolve
+from stepscope.config import RESERVED_VARIABLES, check_finish, check_recorder, check_tool, resolve
 from stepscope.report.tables import listing
 
 
@@ -36,6 +36,8 @@ def validate(
     """The configuration as a run here would resolve it and the steps it selects; or what is wrong with it."""
     resolved = resolve(config)
     check_tool(resolved)
+    check_recorder(resolved)
+    check_finish(resolved)
     found = Validated(
         config=resolved.to_mapping(),
         environment=sorted(

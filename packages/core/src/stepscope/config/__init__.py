@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from stepscope.config._checks import WRITERS, check_finish, check_save_path, check_tool
+from stepscope.config._checks import (
+    INSTALL_TORCH_NPU,
+    WRITERS,
+    check_finish,
+    check_recorder,
+    check_save_path,
+    check_tool,
+)
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
 from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
@@ -22,6 +29,7 @@ from stepscope.config._sources import RESERVED_VARIABLES
 from stepscope.config._steps import StepRange
 
 __all__ = [
+    "INSTALL_TORCH_NPU",
     "RESERVED_VARIABLES",
     "WRITERS",
     "Activity",
@@ -43,6 +51,7 @@ __all__ = [
     "Tool",
     "TorchConfig",
     "check_finish",
+    "check_recorder",
     "check_save_path",
     "check_tool",
     "resolve",

@@ -10,6 +10,8 @@ from stepscope.config._profile import ProfileConfig
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
+INSTALL_TORCH_NPU = "pip install torch-npu (the one for your torch and CANN), or tool: torch"
+
 
 def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
     """Whether this process can write `save_path`; found out by writing, which leaves no trace.
@@ -45,6 +47,23 @@ def check_tool(config: ProfileConfig) -> None:
             "stepscope" if config.tool in ("torch", "cuda_memory", "nsys") else f"'stepscope[{config.tool}]'"
         )
         raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
+
+
+def check_recorder(config: ProfileConfig) -> None:
+    """Whether what `tool` drives is installed here: nsys, torch_npu. A driver may lack what its workers have.
+
+    Raises:
+        ConfigError: it is not; names what to install.
+    """
+    import shutil
+
+    if config.tool == "nsys" and shutil.which("nsys") is None:
+        fix = "install Nsight Systems and put `nsys` on PATH, on every node"
+        raise ConfigError("tool", config.tool, "a tool that is installed here; nsys is not on PATH", fix)
+    if config.tool == "npu" and not _there("torch_npu"):
+        raise ConfigError(
+            "tool", config.tool, "a tool that is installed here; torch_npu is not", INSTALL_TORCH_NPU
+        )
 
 
 def check_finish(config: ProfileConfig) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from stepscope.config import ProfileConfig, check_tool, resolve
+from stepscope.config import INSTALL_TORCH_NPU, ProfileConfig, check_finish, check_tool, resolve
 from stepscope.doctor import cluster, libraries, machine
 from stepscope.doctor.rows import Row
 from stepscope.errors import ConfigError
@@ -39,14 +39,22 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _said("ray", libraries.ray)
     yield from _said("engines", partial(libraries.engines, os.environ))
     for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):
-        yield from _said(point.name, partial(_rows_of, point))
+        yield from _said(point.name, partial(_rows_of, point, usable.tool))
     if ray_address is not None:
         yield from _said("cluster", partial(cluster.nodes, ray_address))
 
 
-def _rows_of(point: EntryPoint) -> Iterable[Row]:
+def _rows_of(point: EntryPoint, tool: str) -> Iterable[Row]:
     rows: Iterable[Row] = point.load()()
-    return rows
+    return [_needed(row) if tool == "npu" and row.subject == "torch_npu" else row for row in rows]
+
+
+def _needed(row: Row) -> Row:
+    """`row`; red where it says that the library is absent which the configuration's `tool` records with."""
+    if row.state != "absent":
+        return row
+    found = "not installed, and `tool` is npu"
+    return Row(subject=row.subject, state="red", found=found, fix=INSTALL_TORCH_NPU)
 
 
 def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
@@ -54,6 +62,7 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
         config = resolve(file)
         if config.tool not in {point.name for point in machine.entry_points("stepscope.backends")}:
             check_tool(config)  # says which there are
+        check_finish(config)
     except ConfigError as error:
         return error
     except Exception as error:

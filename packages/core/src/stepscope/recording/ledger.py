@@ -40,6 +40,8 @@ class Ledger:
         self._part = part
         self._items: dict[str, Expectation] = {}
         self._pending: Counter[str] = Counter()
+        self._cut: dict[str, str] = {}
+        """Name -> the budget that kept some of its windows from opening."""
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
         self._folding = threading.RLock()  # the same, and the fold that looked later is to be written later
 
@@ -128,6 +130,17 @@ class Ledger:
             if name not in self._items:
                 self.expect(Expectation(name=name, state="skipped", reason=reason))
 
+    def cut(self, name: str, reason: str) -> None:
+        """Says that a budget kept a window of it from opening: `missing`, or `partial` with artifacts."""
+        with self._lock:
+            self._cut.setdefault(name, reason)
+            old = self._items.get(name, Expectation(name=name, state="skipped", reason=reason))
+            if old.state == "skipped":
+                old = msgspec.structs.replace(old, state="missing", reason=reason)
+            elif old.state == "ok":
+                old = msgspec.structs.replace(old, state="partial", reason=reason)
+            self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
+
     def fail(self, name: str, reason: str) -> None:
         """Says that something went wrong: `partial` where artifacts of it are there, else `failed`."""
         with self._lock:
@@ -162,7 +175,8 @@ class Ledger:
             if error is not None:
                 self.fail(name, error)
             elif self._pending[name] == 0 and old.reason == NOT_EXPORTED:
-                self.expect(msgspec.structs.replace(old, state="ok", reason=None))
+                cut = self._cut.get(name)
+                self.expect(msgspec.structs.replace(old, state="partial" if cut else "ok", reason=cut))
             self.spend(export_ns=cost_ns)
             self.write()
 

@@ -39,8 +39,16 @@ _LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
 
 
 def library_loaded(tool: str) -> bool:
-    """Whether this process has imported what `tool` records."""
-    return tool not in _LIBRARY or _LIBRARY[tool] in sys.modules
+    """Whether this process has imported what `tool` records. True as well with torch, where torch_npu is not
+    there to import: the backend says so.
+    """
+    if tool not in _LIBRARY or _LIBRARY[tool] in sys.modules:
+        return True
+    if tool != "npu" or "torch" not in sys.modules:
+        return False
+    from importlib.util import find_spec
+
+    return find_spec("torch_npu") is None
 
 
 class Session:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from stepscope.files.manifest import EXITED, TERMINATED
 from stepscope.recording import guard
 
 EXIT_S = 60.0
@@ -45,11 +46,11 @@ def install(close: Callable[[str, float], None]) -> None:
 
 
 def _at_exit() -> None:
-    _run("the process exited", EXIT_S)
+    _run(EXITED, EXIT_S)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    _run("the process was terminated (SIGTERM)", SIGTERM_S)
+    _run(TERMINATED, SIGTERM_S)
     if callable(_before):
         _before(number, frame)
         return

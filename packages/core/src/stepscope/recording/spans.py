@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
+from stepscope.errors import StepscopeError
 from stepscope.files import spans as lines
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
@@ -251,12 +252,14 @@ def begin(log: SpanLog, stage: str, role: str | None, attrs: Mapping[str, AttrVa
 
 
 def describe(error: BaseException) -> str:
-    """`ExceptionType: message`, at most 200 characters, whatever the exception's own __str__ does."""
+    """`ExceptionType: message`, whatever the exception's own __str__ does: at most 200 characters, or 2000 of
+    stepscope's own, which end with the fix.
+    """
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    return text[:200]
+    return text[: 2000 if isinstance(error, StepscopeError) else 200]
 
 
 class SpanLog:

@@ -59,6 +59,7 @@ class Windows:
         self._ledger = ledger
         self._off: str | None = None
         """Why no further window opens; None while they may."""
+        self._warned = False
         self._opened: ClockAnchor | None = None
         self._stage: str | None = None
         self._role = process.role
@@ -72,6 +73,11 @@ class Windows:
             reason = self._refusal(stage, role)
             if reason is not None:
                 self._ledger.skip(name, reason)
+                return False
+            reason = self._used_up()
+            if reason is not None:
+                self._ledger.cut(name, reason)
+                self._warn_once(reason)
                 return False
             began = time.monotonic_ns()
             window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
@@ -171,14 +177,22 @@ class Windows:
             return f"it ran inside the window of `{self.running}`: one profiler window per process"
         if PROCESS_LOCK.holder is not None:
             return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
-        allowed_mb = self._config.budget.trace_mb
-        written_mb = export.exporter().bytes_written(self._step) >> 20
-        if written_mb >= allowed_mb:
-            return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
         if stage is not None:
             decision = schedule.decide(self._config, step=self._step, role=role, rank=self._process.rank)
             return None if decision.record else decision.reason
         return None
+
+    def _used_up(self) -> str | None:
+        allowed_mb = self._config.budget.trace_mb
+        written_mb = export.exporter().bytes_written(self._step) >> 20
+        if written_mb < allowed_mb:
+            return None
+        return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
+
+    def _warn_once(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            guard.warn("stepscope: step %d is truncated: %s; no further window opens", self._step, reason)
 
     def _submit(
         self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None

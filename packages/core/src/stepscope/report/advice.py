@@ -45,6 +45,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     engines: Table[Engine]
     traces: TraceTables | None
     health: Health
+    cut: frozenset[str] = frozenset()
+    """Names of processes whose recording ended before their work did: it ended calls that went on."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +72,10 @@ def advise(evidence: Evidence) -> Table[Advice]:
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
-    """Calls of a process that never closed its capture, else those that went on when theirs closed."""
-    spans = evidence.health.open_spans
+    """Calls of a process that never closed its capture, else those that went on when theirs closed. Not those
+    that the end of a recording cut off.
+    """
+    spans = [span for span in evidence.health.open_spans if span.process not in evidence.cut]
     if not spans:
         return None
     gone = {process.name for process in evidence.health.processes if not process.closed}
@@ -284,7 +288,7 @@ def straggler(evidence: Evidence) -> Advice | None:
     """One process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step."""
     worst: tuple[int, Stage, int] | None = None
     for stage in evidence.stages:
-        if len(stage.processes) < 2 or stage.slowest is None:
+        if len(stage.processes) < 2 or stage.slowest is None or _cut_off(stage, evidence):
             continue
         busy = [share.busy_ns for share in stage.processes]
         mean_ns, most_ns = sum(busy) // len(busy), max(busy)
@@ -313,6 +317,17 @@ def straggler(evidence: Evidence) -> Advice | None:
         ),
         saves_ns=lost_ns,
     )
+
+
+def _cut_off(stage: Stage, evidence: Evidence) -> bool:
+    """Whether a recording that ended early cut off calls of the stage: they say nothing of who is slow."""
+    if any(
+        (span.role, span.stage) == (stage.role, stage.stage) and span.process in evidence.cut
+        for span in evidence.health.open_spans
+    ):
+        return True
+    cut = any(share.process in evidence.cut for share in stage.processes)
+    return cut and len({share.calls for share in stage.processes}) > 1
 
 
 def collectives(evidence: Evidence) -> Advice | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from stepscope.files.manifest import OwnCost, State
+from stepscope.files.manifest import EXITED, TERMINATED, OwnCost, ProcessPart, State
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -103,6 +103,22 @@ def check_health(timeline: Timeline) -> Health:
         and not (dropped or timeline.problems)
         and timeline.window.opened,
     )
+
+
+def find_cut(timeline: Timeline) -> frozenset[str]:
+    """Names of processes whose recording ended before their work did: by a budget, SIGTERM or their exit."""
+    parts = () if timeline.manifest is None else timeline.manifest.processes
+    latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
+    return frozenset(
+        process.name
+        for process in timeline.processes
+        if (part := latest.get(process.info.key)) is not None and _is_cut(part)
+    )
+
+
+def _is_cut(part: ProcessPart) -> bool:
+    truncated = any(item.name == "spans" and item.truncated for item in part.expected)
+    return truncated or (part.error or "").startswith((TERMINATED, EXITED))  # more follows if it was redacted
 
 
 def _skipped(timeline: Timeline) -> tuple[str, ...]:

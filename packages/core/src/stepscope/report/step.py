@@ -10,7 +10,7 @@ from stepscope.report.breakdown import Breakdown, break_down
 from stepscope.report.cuda_memory import CudaMemory, find_holders
 from stepscope.report.devices import TraceTables, tabulate_traces
 from stepscope.report.engine import Engine, Phaseless, find_phaseless, view_engines
-from stepscope.report.health import Health, check_health
+from stepscope.report.health import Health, check_health, find_cut
 from stepscope.report.idle import Idle, find_idle
 from stepscope.report.long_tail import LongTail, find_long_tail
 from stepscope.report.stages import Stage, time_stages
@@ -67,6 +67,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         engines=view_engines(timeline, activities),
         traces=None if traces is None else tabulate_traces(traces, timeline.window.start_ns),
         health=check_health(timeline),
+        cut=find_cut(timeline),
     )
     return StepReport(
         step=timeline.step,

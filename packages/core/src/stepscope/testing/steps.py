@@ -84,6 +84,8 @@ class FakeProcess:
         self.absent: list[Absent] = []
         self.clocks: list[ClockOffset] = []
         self.dropped = 0
+        self.error: str | None = None
+        """What ended its capture, if it was an exception or a signal."""
         self.closed_ns: int | None = None
         self._folder = folder
         self._owner = owner
@@ -168,6 +170,7 @@ class FakeProcess:
             opened=self.anchor(0), closed=None if self.closed_ns is None else self.anchor(self.closed_ns),
             recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
             dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
+            error=self.error,
         )  # fmt: skip
 
     @property
