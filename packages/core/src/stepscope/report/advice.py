@@ -47,6 +47,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
     cut: frozenset[str] = frozenset()
     """Names of processes whose recording ended before their work did: it ended calls that went on."""
+    over_budget: frozenset[str] = frozenset()
+    """Those of them that a budget ended."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +75,9 @@ def advise(evidence: Evidence) -> Table[Advice]:
 
 def never_ended(evidence: Evidence) -> Advice | None:
     """Calls of a process that never closed its capture, else those that went on when theirs closed. Not those
-    that the end of a recording cut off.
+    that a budget cut off; who hangs is ended by SIGTERM.
     """
-    spans = [span for span in evidence.health.open_spans if span.process not in evidence.cut]
+    spans = [span for span in evidence.health.open_spans if span.process not in evidence.over_budget]
     if not spans:
         return None
     gone = {process.name for process in evidence.health.processes if not process.closed}

@@ -105,20 +105,28 @@ def check_health(timeline: Timeline) -> Health:
     )
 
 
-def find_cut(timeline: Timeline) -> frozenset[str]:
-    """Names of processes whose recording ended before their work did: by a budget, SIGTERM or their exit."""
+def find_cut(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
+    """Names of processes whose recording ended before their work did: by a budget, SIGTERM or their exit.
+
+    Args:
+        by_a_budget: By that alone.
+    """
     parts = () if timeline.manifest is None else timeline.manifest.processes
     latest = {part.process.key: part for part in sorted(parts, key=lambda part: part.opened.wall_ns)}
     return frozenset(
         process.name
         for process in timeline.processes
-        if (part := latest.get(process.info.key)) is not None and _is_cut(part)
+        if (part := latest.get(process.info.key)) is not None
+        and (_is_truncated(part) or (not by_a_budget and _ended_with_its_process(part)))
     )
 
 
-def _is_cut(part: ProcessPart) -> bool:
-    truncated = any(item.name == "spans" and item.truncated for item in part.expected)
-    return truncated or (part.error or "").startswith((TERMINATED, EXITED))  # more follows if it was redacted
+def _is_truncated(part: ProcessPart) -> bool:
+    return any(item.name == "spans" and item.truncated for item in part.expected)
+
+
+def _ended_with_its_process(part: ProcessPart) -> bool:
+    return (part.error or "").startswith((TERMINATED, EXITED))  # more follows if it was redacted
 
 
 def _skipped(timeline: Timeline) -> tuple[str, ...]:

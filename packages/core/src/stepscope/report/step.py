@@ -68,6 +68,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         traces=None if traces is None else tabulate_traces(traces, timeline.window.start_ns),
         health=check_health(timeline),
         cut=find_cut(timeline),
+        over_budget=find_cut(timeline, by_a_budget=True),
     )
     return StepReport(
         step=timeline.step,
