@@ -208,6 +208,62 @@ for step in range(4):
     assert list(RunLayout(tmp_path / "run").steps()) == [2]
 
 
+@pytest.mark.parametrize(
+    "early", ["stepscope.configure(config)", "stepscope.prepare(config=config)"], ids=["configure", "prepare"]
+)
+def test_a_signal_before_the_first_capture_asks_for_its_step(early: str, tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys, stepscope
+config = stepscope.ProfileConfig(save_path=sys.argv[1], control={{"poll_seconds": 3600}})
+{early}
+os.kill(os.getpid(), signal.SIGUSR1)
+for step in range(3):
+    with stepscope.capture(step, config=config):
+        pass
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
+    assert list(RunLayout(tmp_path / "run").steps()) == [0]
+
+
+def test_who_is_off_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, stepscope
+stepscope.configure(save_path=sys.argv[1], control={"requests": False})
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    over = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)
+    assert over.returncode == -signal.SIGUSR1
+
+
+def test_a_handler_that_python_does_not_know_of_stays(tmp_path: Path) -> None:
+    program = """
+import faulthandler, os, signal, sys, stepscope
+faulthandler.register(signal.SIGUSR1)
+stepscope.configure(save_path=sys.argv[1])
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    over = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "most recent call first" in over.stderr
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_took_part_survives_the_signal(config: ProfileConfig) -> None:
+    import ray
+
+    class Worker:
+        def signalled(self) -> int:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return os.getpid()
+
+    worker: Any = ray.remote(num_cpus=0)(Worker).remote()
+    with capture(7, workers={"actor": worker}, config=config.replace(steps=[7])):
+        pass
+    assert ray.get(worker.signalled.remote()) == ray.get(worker.signalled.remote())
+    ray.kill(worker)
+
+
 def test_a_handler_of_the_users_stays(tmp_path: Path, config: ProfileConfig) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))

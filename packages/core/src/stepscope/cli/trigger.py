@@ -59,7 +59,11 @@ def trigger(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Ask a live run to capture steps that its configuration does not select. No restart, no port."""
+    """Ask a live run to capture steps that its configuration does not select. No restart, no port.
+
+    `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
+    configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
+    """
     layout = RunLayout(run)
     code = Exit.OK
     if cancel is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError
-from stepscope.recording import run
+from stepscope.recording import run, signalled
 from stepscope.recording.windows import in_event_loop
 
 
@@ -34,6 +34,8 @@ def prepare(
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     from stepscope.recording import loop
 
+    config = run.current() if config is None else config
+    signalled.listen(config)  # on this thread: the rest runs on the loop's
     loop.run(aprepare(workers=workers, engines=engines, config=config, role=role))
 
 
@@ -46,6 +48,7 @@ async def aprepare(
 ) -> None:
     """As `prepare`, without blocking the event loop."""
     config = run.current() if config is None else config
+    signalled.listen(config)
     if config.steps:
         from stepscope.recording.readiness import make_ready
 

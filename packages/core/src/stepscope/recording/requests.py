@@ -9,11 +9,9 @@ answer says why it was refused.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from functools import lru_cache
-from types import FrameType
 
 import msgspec
 
@@ -31,15 +29,13 @@ from stepscope.files.requests import (
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import guard, run
+from stepscope.recording import guard, run, signalled
 from stepscope.recording.identity import identify, is_alone
 
 _DAY_NS = 86_400 * 10**9
 
 _listener: Listener | None = None
 """Of this process. One writer: `listener_of`."""
-_signalled = 0
-"""How many SIGUSR1 came. One writer: the handler."""
 
 
 def request_capture(
@@ -137,8 +133,6 @@ class Listener:
         """The file's time and size at the last look."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
-        self._signals = 0
-        """Those that were answered."""
         self._said = Listening(
             host=process.host,
             pid=process.pid,
@@ -164,8 +158,7 @@ class Listener:
             return None
         with self._lock:
             self._look()
-            if self._signals != _signalled:
-                self._signals = _signalled
+            if signalled.take():
                 return config.replace(steps=[step])
             for request in self._requests:
                 chosen = self._decide(config, request, step, alone)
@@ -190,7 +183,7 @@ class Listener:
 
     def _nothing_asked(self) -> bool:
         """What a step pays: no file now, none at the last look, no signal. Each is one reading: no lock."""
-        if self._requests or self._seen is not None or self._signals != _signalled:
+        if self._requests or self._seen is not None or signalled.pending():
             return False
         return not os.access(self._control, os.F_OK)
 
@@ -299,7 +292,7 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
         if standing is not None:
             standing.close()
         standing = _listener = Listener(config, identify(role, rank=rank))
-        _install_signal()
+        signalled.listen(config)
     return standing
 
 
@@ -325,18 +318,6 @@ def _ranges(steps: str) -> tuple[StepRange, ...]:
 
 def _just(step: int) -> StepRange:
     return StepRange(step, step + 1)
-
-
-def _install_signal() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return  # Python's rule
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else it means something to somebody else
-        signal.signal(signal.SIGUSR1, _on_signal)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _signalled
-    _signalled += 1
 
 
 def _in_child() -> None:
