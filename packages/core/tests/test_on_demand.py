@@ -179,12 +179,14 @@ def test_who_is_off_listens_to_nothing(config: ProfileConfig) -> None:
     assert steps_of(config) == []
 
 
-def test_no_folder_is_made_for_a_run_that_nobody_asks(config: ProfileConfig) -> None:
+def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
     train(config, range(3))
+    assert not Path(config.save_path).exists()
     listener = requests._listener
     assert listener is not None
     listener._write()
-    assert not Path(config.save_path).exists()
+    (said,) = read_listening(RunLayout(config.save_path))
+    assert (said.pid, said.step) == (os.getpid(), 2)
 
 
 def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
@@ -374,6 +376,16 @@ def test_without_a_listener_it_says_so_and_exits_with_3(
     assert "no process listens in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [[], ["--status"], ["--cancel", "all"]], ids=["ask", "status", "cancel"])
+def test_no_such_run_is_a_usage_error_and_nothing_is_made(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    assert run(["trigger", str(tmp_path / "profiel"), "--wait", "0", *more]) == 2
+    assert f"profiel does not exist. {tmp_path} holds: profile" in capsys.readouterr().err
+    assert not (tmp_path / "profiel").exists()
+
+
 def test_its_json_holds_requests_and_answers(
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,8 +403,8 @@ def test_an_unknown_id_names_those_there_are(
     assert f"there are: {request}" in capsys.readouterr().err
 
 
-def test_a_wrong_request_is_a_usage_error(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trigger", config.save_path, "--ranks", "8,8"]) == 2
+def test_a_wrong_request_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trigger", str(tmp_path), "--ranks", "8,8"]) == 2
     assert "each rank once" in capsys.readouterr().err
 
 

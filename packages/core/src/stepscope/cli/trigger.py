@@ -16,6 +16,7 @@ from rich.text import Text
 from stepscope import request_capture
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import no_run
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     Listening,
@@ -64,6 +65,8 @@ def trigger(
     `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
     configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
     """
+    if not run.is_dir():
+        raise CommandError(_no_folder(run))
     layout = RunLayout(run)
     code = Exit.OK
     if cancel is not None:
@@ -84,6 +87,15 @@ def trigger(
     else:
         screen.show(*_render(found))
     raise typer.Exit(code)
+
+
+def _no_folder(run: Path) -> str:
+    if run.exists():
+        return no_run(run)
+    return (
+        f"{no_run(run)}. A run that listens has made its folder: within control.poll_seconds of its first "
+        "capture(), unless control.requests is false"
+    )
 
 
 def _cancel(layout: RunLayout, asked: str) -> None:

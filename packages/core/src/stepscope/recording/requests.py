@@ -263,9 +263,11 @@ class Listener:
         self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def _write(self) -> None:
-        """The thread's part: nothing is written where a step begins, and no folder is made."""
+        """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
+        asks has no other sign that there is such a run.
+        """
         self._said = msgspec.structs.replace(self._said, step=self._step)
-        if self._said != self._written and self._layout.root.is_dir():
+        if self._said != self._written:
             write_listening(self._layout, self._said)
             self._written = self._said
 
