@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,16 @@ from stepscope.cli.app import run
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
-from stepscope.files.requests import Answer, claim_step, read_listening, read_requests
+from stepscope.files.requests import (
+    Answer,
+    Listening,
+    answers_by_now,
+    claim_step,
+    read_listening,
+    read_requests,
+)
 from stepscope.recording import identity, requests
+from stepscope.recording import run as run_module
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def test_the_next_step_is_captured_and_no_other(config: ProfileConfig) -> None:
     request = ask(config)
     train(config, range(3, 6))
     assert steps_of(config) == [3]
-    assert answer(request) == Answer(state="captured", steps=[3])
+    assert (answer(request).state, answer(request).steps) == ("captured", [3])
 
 
 def test_a_range_is_captured_as_its_steps_come(config: ProfileConfig) -> None:
@@ -135,6 +144,40 @@ def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
     assert steps_of(config) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"tool": "nsys"}, "nsys did not start this process"),
+        ({"tool": "cuda_memory"}, "cuda_memory trace: failed|torch is not imported"),
+        ({"ranks": [7]}, r"no profiler ran: rank 0 is not in roles\.\*\.ranks \[7\]"),
+        ({"roles": "nobody"}, "no profiler ran: no pattern in roles matches role 'trainer'"),
+    ],
+    ids=["nsys", "cuda_memory", "ranks", "roles"],
+)
+def test_a_capture_that_failed_or_recorded_nothing_says_why(
+    asked: dict[str, object], why: str, config: ProfileConfig
+) -> None:
+    request = ask(config, **asked)  # type: ignore[arg-type]  # as tests give it
+    for step in range(2):
+        with capture(step, config=config, rank=0):
+            pass
+    assert answer(request).steps == [0]
+    assert re.search(rf"^step 0: .*({why})", str(answer(request).reason))
+
+
+def test_a_capture_that_cannot_be_opened_says_why(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("save_path", "x", "a folder", "choose another")
+
+    monkeypatch.setattr(run_module, "check", refuse)
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    request = ask(config)
+    train(config, range(2))
+    assert "opening failed: ConfigError: save_path" in str(answer(request).reason)
+
+
 def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> None:
     train(config, range(5))
     request = ask(config, "3")
@@ -142,10 +185,10 @@ def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> Non
     assert answer(request) == Answer(state="missed", reason="step 5 was reached when it was heard")
 
 
-def test_an_expired_request_is_missed(config: ProfileConfig) -> None:
+def test_an_expired_request_says_so(config: ProfileConfig) -> None:
     request = ask(config, expires_s=-1)
     train(config, range(2))
-    assert answer(request) == Answer(state="missed", reason="it had expired")
+    assert answer(request) == Answer(state="expired", reason="it had expired")
     assert steps_of(config) == []
 
 
@@ -361,6 +404,7 @@ def test_a_claim_that_is_no_number_is_not_believed(tmp_path: Path) -> None:
 
 def test_the_command_says_who_heard(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(3))
+    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
     assert run(["trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20"]) == 0
     shown = capsys.readouterr()
     assert "asked: request" in shown.err
@@ -384,6 +428,90 @@ def test_no_such_run_is_a_usage_error_and_nothing_is_made(
     assert run(["trigger", str(tmp_path / "profiel"), "--wait", "0", *more]) == 2
     assert f"profiel does not exist. {tmp_path} holds: profile" in capsys.readouterr().err
     assert not (tmp_path / "profiel").exists()
+
+
+def test_a_request_that_is_missed_exits_with_3_and_says_why(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config.replace(control={"poll_seconds": 0.02}), range(5))
+    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
+    request = ask(config, "3")
+    train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
+    wait_for(lambda: said(config, request).state == "missed")
+    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert "step 5 was reached when it was heard" in capsys.readouterr().out
+
+
+def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None:
+    Path(config.save_path).mkdir()
+    listener = requests.Listener(config.replace(control={"poll_seconds": 0.02}), identity.identify("actor"))
+    try:
+        assert run(["trigger", config.save_path, "--expires", "-1", "--wait", "20"]) == 3
+    finally:
+        listener.close()
+
+
+def test_the_status_is_0_while_a_request_may_still_be_captured_and_3_once_it_is_over(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(config, "5")
+    assert run(["trigger", config.save_path, "--status"]) == 0
+    assert "UTC" in capsys.readouterr().out  # as `ls` says when a capture was opened
+    ask(config, "6", expires_s=-1)
+    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert "no process heard it in time" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_answer_expires_with_its_request_whatever_its_process_does(config: ProfileConfig) -> None:
+    layout = RunLayout(config.save_path)
+    request = ask(config, "5", expires_s=-1)
+    heard = Listening(
+        host="elsewhere",
+        pid=1,
+        role="t",
+        rank=0,
+        since_ns=1,
+        step=3,
+        answers={request: Answer(state="heard")},
+    )
+    now = answers_by_now(heard, read_requests(layout.control))
+    assert now.answers[request].state == "expired"
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("", "the process exited before such a step began"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "terminated (SIGTERM) before such a step began"),
+        ("os._exit(0)", "its process ended before such a step began, and could not say so"),
+    ],
+    ids=["exit", "sigterm", "killed"],
+)
+def test_what_a_process_heard_is_missed_once_it_has_ended(
+    end: str, why: str, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = f"""
+import os, signal, sys, stepscope
+from pathlib import Path
+config = stepscope.configure(save_path=sys.argv[1], control={{"poll_seconds": 0.01}}, steps=[0])
+for step in range(3):
+    with stepscope.capture(step):
+        while not any(b'"heard"' in file.read_bytes() for file in Path(sys.argv[1]).glob("control/*.json")):
+            pass
+{end}
+"""
+    request = ask(config, "9")
+    subprocess.run([sys.executable, "-c", program, config.save_path], check=False, timeout=60)
+    assert run(["trigger", config.save_path, "--status", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)["listening"][0]["answers"][request]
+    assert found["state"] == "missed"
+    assert why in found["reason"]
+
+
+def said(config: ProfileConfig, request: str) -> Answer:
+    """What the process has written."""
+    (listening,) = read_listening(RunLayout(config.save_path))
+    return listening.answers.get(request, Answer(state="heard"))
 
 
 def test_its_json_holds_requests_and_answers(
