@@ -1,4 +1,7 @@
-"""Captures on demand: what is asked for through `control.json` or a signal, heard where a step begins."""
+"""Captures on demand: what is asked for through `control.json` or a signal, heard where a step begins.
+
+One file above 400 lines: who asks, who hears and the command share the run and its listener.
+"""
 
 from __future__ import annotations
 
