@@ -26,7 +26,7 @@ from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation, Mani
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.recording import capture as capture_module
-from stepscope.recording import ledger, runtime, untold
+from stepscope.recording import ledger, runtime, untold, worker
 from stepscope.recording.context import current
 from stepscope.recording.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -585,9 +585,42 @@ def test_prepare_names_a_role_that_nothing_known_before_the_run_has(
     assert "Did you mean 'trainer'?" in said
 
 
-def test_prepare_does_nothing_for_a_run_that_captures_nothing(tmp_path: Path) -> None:
+def test_prepare_starts_the_profiler_for_nothing_in_a_run_that_is_only_triggered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+
+    class Backend:
+        def __init__(self, tool: str, _: ProfileConfig) -> None:
+            self.tool = tool
+
+        def check(self) -> None: ...
+
+        def prepare(self) -> None:
+            prepared.append(self.tool)
+
+    monkeypatch.setattr(worker, "load_backend", Backend)
+    monkeypatch.setattr(worker, "library_loaded", lambda _: True)
+    stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path)))
+    assert prepared == ["torch"]
+
+
+def test_prepare_warns_of_what_is_wrong_in_a_run_that_is_only_triggered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run")))
+    (said,) = caplog.messages
+    assert "a capture on request would not be whole: save_path" in said
+
+
+def test_prepare_does_nothing_for_a_run_that_captures_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    never = ProfileConfig(save_path=str(tmp_path / "file" / "run"), control={"requests": False})
+    stepscope.prepare(config=never)
+    assert not caplog.messages
     with pytest.raises(ConfigError, match="save_path"):
         stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run"), steps=[1]))
 

@@ -76,3 +76,21 @@ def test_prepare_pays_the_first_start_on_every_worker(
     finally:
         for handle in handles:
             ray.kill(handle)
+
+
+def test_prepare_reaches_every_worker_of_a_run_that_is_only_triggered(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles: list[Any] = [ray.remote(num_cpus=0)(Replica).remote() for _ in range(2)]
+    config = ProfileConfig(save_path=tmp_path, roles={"atcor": {"ranks": "all"}, "*": {"ranks": "first"}})
+    try:
+        prepare(workers={"actor": handles}, config=config)
+        assert "roles.atcor matched nothing" in caplog.text
+        assert not RunLayout(tmp_path).steps()
+        ray.kill(handles[1])
+        prepare(workers={"actor": handles}, config=config)
+        assert "a capture on request would not be whole" in caplog.text
+        assert "actor[1] Actor(Replica" in caplog.text
+    finally:
+        for handle in handles:
+            ray.kill(handle)

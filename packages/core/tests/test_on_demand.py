@@ -1,9 +1,13 @@
-"""Captures on demand: what is asked for through `control.json` or a signal, heard where a step begins."""
+"""Captures on demand: what is asked for through `control.json` or a signal, heard where a step begins.
+
+One file above 400 lines: who asks, who hears and the command share the run and its listener.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +28,16 @@ from stepscope.cli.app import run
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
-from stepscope.files.requests import Answer, claim_step, read_listening, read_requests
+from stepscope.files.requests import (
+    Answer,
+    Listening,
+    answers_by_now,
+    claim_step,
+    read_listening,
+    read_requests,
+)
 from stepscope.recording import identity, requests
+from stepscope.recording import run as run_module
 
 
 @pytest.fixture
@@ -70,7 +82,7 @@ def test_the_next_step_is_captured_and_no_other(config: ProfileConfig) -> None:
     request = ask(config)
     train(config, range(3, 6))
     assert steps_of(config) == [3]
-    assert answer(request) == Answer(state="captured", steps=[3])
+    assert (answer(request).state, answer(request).steps) == ("captured", [3])
 
 
 def test_a_range_is_captured_as_its_steps_come(config: ProfileConfig) -> None:
@@ -135,6 +147,40 @@ def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
     assert steps_of(config) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"tool": "nsys"}, "nsys did not start this process"),
+        ({"tool": "cuda_memory"}, "cuda_memory trace: failed|torch is not imported"),
+        ({"ranks": [7]}, r"no profiler ran: rank 0 is not in roles\.\*\.ranks \[7\]"),
+        ({"roles": "nobody"}, "no profiler ran: no pattern in roles matches role 'trainer'"),
+    ],
+    ids=["nsys", "cuda_memory", "ranks", "roles"],
+)
+def test_a_capture_that_failed_or_recorded_nothing_says_why(
+    asked: dict[str, object], why: str, config: ProfileConfig
+) -> None:
+    request = ask(config, **asked)  # type: ignore[arg-type]  # as tests give it
+    for step in range(2):
+        with capture(step, config=config, rank=0):
+            pass
+    assert answer(request).steps == [0]
+    assert re.search(rf"^step 0: .*({why})", str(answer(request).reason))
+
+
+def test_a_capture_that_cannot_be_opened_says_why(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("save_path", "x", "a folder", "choose another")
+
+    monkeypatch.setattr(run_module, "check", refuse)
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    request = ask(config)
+    train(config, range(2))
+    assert "opening failed: ConfigError: save_path" in str(answer(request).reason)
+
+
 def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> None:
     train(config, range(5))
     request = ask(config, "3")
@@ -142,10 +188,10 @@ def test_a_step_that_is_past_is_missed_and_says_so(config: ProfileConfig) -> Non
     assert answer(request) == Answer(state="missed", reason="step 5 was reached when it was heard")
 
 
-def test_an_expired_request_is_missed(config: ProfileConfig) -> None:
+def test_an_expired_request_says_so(config: ProfileConfig) -> None:
     request = ask(config, expires_s=-1)
     train(config, range(2))
-    assert answer(request) == Answer(state="missed", reason="it had expired")
+    assert answer(request) == Answer(state="expired", reason="it had expired")
     assert steps_of(config) == []
 
 
@@ -179,12 +225,14 @@ def test_who_is_off_listens_to_nothing(config: ProfileConfig) -> None:
     assert steps_of(config) == []
 
 
-def test_no_folder_is_made_for_a_run_that_nobody_asks(config: ProfileConfig) -> None:
+def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
     train(config, range(3))
+    assert not Path(config.save_path).exists()
     listener = requests._listener
     assert listener is not None
     listener._write()
-    assert not Path(config.save_path).exists()
+    (said,) = read_listening(RunLayout(config.save_path))
+    assert (said.pid, said.step) == (os.getpid(), 2)
 
 
 def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
@@ -206,6 +254,62 @@ for step in range(4):
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
     assert list(RunLayout(tmp_path / "run").steps()) == [2]
+
+
+@pytest.mark.parametrize(
+    "early", ["stepscope.configure(config)", "stepscope.prepare(config=config)"], ids=["configure", "prepare"]
+)
+def test_a_signal_before_the_first_capture_asks_for_its_step(early: str, tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys, stepscope
+config = stepscope.ProfileConfig(save_path=sys.argv[1], control={{"poll_seconds": 3600}})
+{early}
+os.kill(os.getpid(), signal.SIGUSR1)
+for step in range(3):
+    with stepscope.capture(step, config=config):
+        pass
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=True)
+    assert list(RunLayout(tmp_path / "run").steps()) == [0]
+
+
+def test_who_is_off_dies_of_the_signal_as_ever(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, stepscope
+stepscope.configure(save_path=sys.argv[1], control={"requests": False})
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    over = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)
+    assert over.returncode == -signal.SIGUSR1
+
+
+def test_a_handler_that_python_does_not_know_of_stays(tmp_path: Path) -> None:
+    program = """
+import faulthandler, os, signal, sys, stepscope
+faulthandler.register(signal.SIGUSR1)
+stepscope.configure(save_path=sys.argv[1])
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    over = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "most recent call first" in over.stderr
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_took_part_survives_the_signal(config: ProfileConfig) -> None:
+    import ray
+
+    class Worker:
+        def signalled(self) -> int:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return os.getpid()
+
+    worker: Any = ray.remote(num_cpus=0)(Worker).remote()
+    with capture(7, workers={"actor": worker}, config=config.replace(steps=[7])):
+        pass
+    assert ray.get(worker.signalled.remote()) == ray.get(worker.signalled.remote())
+    ray.kill(worker)
 
 
 def test_a_handler_of_the_users_stays(tmp_path: Path, config: ProfileConfig) -> None:
@@ -303,6 +407,7 @@ def test_a_claim_that_is_no_number_is_not_believed(tmp_path: Path) -> None:
 
 def test_the_command_says_who_heard(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(3))
+    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
     assert run(["trigger", config.save_path, "--steps", "9", "--roles", "actor", "--wait", "20"]) == 0
     shown = capsys.readouterr()
     assert "asked: request" in shown.err
@@ -316,6 +421,100 @@ def test_without_a_listener_it_says_so_and_exits_with_3(
 ) -> None:
     assert run(["trigger", str(tmp_path), "--wait", "0"]) == 3
     assert "no process listens in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--status"], ["--cancel", "all"]], ids=["ask", "status", "cancel"])
+def test_no_such_run_is_a_usage_error_and_nothing_is_made(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    assert run(["trigger", str(tmp_path / "profiel"), "--wait", "0", *more]) == 2
+    assert f"profiel does not exist. {tmp_path} holds: profile" in capsys.readouterr().err
+    assert not (tmp_path / "profiel").exists()
+
+
+def test_a_request_that_is_missed_exits_with_3_and_says_why(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config.replace(control={"poll_seconds": 0.02}), range(5))
+    wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
+    request = ask(config, "3")
+    train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
+    wait_for(lambda: said(config, request).state == "missed")
+    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert "step 5 was reached when it was heard" in capsys.readouterr().out
+
+
+def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None:
+    Path(config.save_path).mkdir()
+    listener = requests.Listener(config.replace(control={"poll_seconds": 0.02}), identity.identify("actor"))
+    try:
+        assert run(["trigger", config.save_path, "--expires", "-1", "--wait", "20"]) == 3
+    finally:
+        listener.close()
+
+
+def test_the_status_is_0_while_a_request_may_still_be_captured_and_3_once_it_is_over(
+    config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(config, "5")
+    assert run(["trigger", config.save_path, "--status"]) == 0
+    assert "UTC" in capsys.readouterr().out  # as `ls` says when a capture was opened
+    ask(config, "6", expires_s=-1)
+    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert "no process heard it in time" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_answer_expires_with_its_request_whatever_its_process_does(config: ProfileConfig) -> None:
+    layout = RunLayout(config.save_path)
+    request = ask(config, "5", expires_s=-1)
+    heard = Listening(
+        host="elsewhere",
+        pid=1,
+        role="t",
+        rank=0,
+        since_ns=1,
+        step=3,
+        answers={request: Answer(state="heard")},
+    )
+    now = answers_by_now(heard, read_requests(layout.control))
+    assert now.answers[request].state == "expired"
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("", "the process exited before such a step began"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "terminated (SIGTERM) before such a step began"),
+        ("os._exit(0)", "its process ended before such a step began, and could not say so"),
+    ],
+    ids=["exit", "sigterm", "killed"],
+)
+def test_what_a_process_heard_is_missed_once_it_has_ended(
+    end: str, why: str, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = f"""
+import os, signal, sys, stepscope
+from pathlib import Path
+config = stepscope.configure(save_path=sys.argv[1], control={{"poll_seconds": 0.01}}, steps=[0])
+for step in range(3):
+    with stepscope.capture(step):
+        while not any(b'"heard"' in file.read_bytes() for file in Path(sys.argv[1]).glob("control/*.json")):
+            pass
+{end}
+"""
+    request = ask(config, "9")
+    subprocess.run([sys.executable, "-c", program, config.save_path], check=False, timeout=60)
+    assert run(["trigger", config.save_path, "--status", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)["listening"][0]["answers"][request]
+    assert found["state"] == "missed"
+    assert why in found["reason"]
+
+
+def said(config: ProfileConfig, request: str) -> Answer:
+    """What the process has written."""
+    (listening,) = read_listening(RunLayout(config.save_path))
+    return listening.answers.get(request, Answer(state="heard"))
 
 
 def test_its_json_holds_requests_and_answers(
@@ -335,8 +534,8 @@ def test_an_unknown_id_names_those_there_are(
     assert f"there are: {request}" in capsys.readouterr().err
 
 
-def test_a_wrong_request_is_a_usage_error(config: ProfileConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trigger", config.save_path, "--ranks", "8,8"]) == 2
+def test_a_wrong_request_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trigger", str(tmp_path), "--ranks", "8,8"]) == 2
     assert "each rank once" in capsys.readouterr().err
 
 

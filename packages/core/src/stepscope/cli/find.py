@@ -33,7 +33,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     records = [path for path in layout.runs() if path.is_file()]
     if records:
         raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
-    raise CommandError(_no_run(path))
+    raise CommandError(no_run(path))
 
 
 def find_numbered(path: Path) -> dict[int, StepLayout]:
@@ -113,7 +113,8 @@ def _why_none(path: Path) -> str:
     return f"{path.name} selects steps {steps}: the run has reached none of them, or their folders are gone."
 
 
-def _no_run(path: Path) -> str:
+def no_run(path: Path) -> str:
+    """Why `path` is no run with captured steps; says what is there."""
     if not path.exists():
         above = next(parent for parent in path.absolute().parents if parent.exists())
         return f"{path} does not exist. {above} holds: {_names(above)}"

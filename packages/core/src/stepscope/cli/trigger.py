@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +15,17 @@ from rich.text import Text
 from stepscope import request_capture
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import no_run
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     Listening,
     Request,
+    answers_by_now,
     change_requests,
     read_listening,
     read_requests,
 )
+from stepscope.report.figures import moment
 from stepscope.report.tables import listing, table
 
 POLL_S = 0.2
@@ -59,9 +61,15 @@ def trigger(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Ask a live run to capture steps that its configuration does not select. No restart, no port."""
+    """Ask a live run to capture steps that its configuration does not select. No restart, no port.
+
+    `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
+    configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
+    """
+    if not run.is_dir():
+        raise CommandError(_no_folder(run))
     layout = RunLayout(run)
-    code = Exit.OK
+    code, request = Exit.OK, None
     if cancel is not None:
         _cancel(layout, cancel)
     elif not status:
@@ -71,15 +79,47 @@ def trigger(
         screen.say(f"asked: request {request}")
         with screen.waiting("waiting for answers"):
             heard = _wait(layout, request, wait)
-        code = Exit.OK if heard else Exit.INCOMPLETE
         if not heard:
+            code = Exit.INCOMPLETE
             screen.say(_nobody(layout, wait))
-    found = Status(requests=read_requests(layout.control), listening=read_listening(layout))
+    found = _status(layout)
+    if any(_came_to_nothing(found, each) for each in found.requests if status or each.id == request):
+        code = Exit.INCOMPLETE
     if json:
         screen.show_json(found)
     else:
         screen.show(*_render(found))
     raise typer.Exit(code)
+
+
+def _status(layout: RunLayout) -> Status:
+    requests = read_requests(layout.control)
+    return Status(
+        requests=requests, listening=[answers_by_now(each, requests) for each in read_listening(layout)]
+    )
+
+
+def _came_to_nothing(found: Status, request: Request) -> bool:
+    """Whether somebody refused it or captured it badly, or nobody will capture it any more."""
+    answers = [process.answers[request.id] for process in found.listening if request.id in process.answers]
+    if any(each.state == "refused" or (each.state == "captured" and each.reason) for each in answers):
+        return True
+    if any(each.state in ("heard", "captured") for each in answers):
+        return False
+    return bool(answers) or _is_over(request)
+
+
+def _is_over(request: Request) -> bool:
+    return time.time_ns() > request.expires_ns
+
+
+def _no_folder(run: Path) -> str:
+    if run.exists():
+        return no_run(run)
+    return (
+        f"{no_run(run)}. A run that listens has made its folder: within control.poll_seconds of its first "
+        "capture(), unless control.requests is false"
+    )
 
 
 def _cancel(layout: RunLayout, asked: str) -> None:
@@ -118,7 +158,7 @@ def _render(found: Status) -> Sequence[RenderableType]:
     if not found.requests:
         return [Text("no requests"), *_who(found.listening)]
     requests = [
-        (request.id, request.steps, _different(request), _clock(request.expires_ns))
+        (request.id, request.steps, _different(request), moment(request.expires_ns))
         for request in found.requests
     ]
     parts: list[RenderableType] = [
@@ -136,6 +176,12 @@ def _render(found: Status) -> Sequence[RenderableType]:
         for name, answer in process.answers.items()
         for other, said in answer.others.items()
     ]  # fmt: skip
+    heard = {name for process in found.listening for name in process.answers}
+    answers += [
+        (request.id, "nobody", "expired", "", "no process heard it in time")
+        for request in found.requests
+        if request.id not in heard and _is_over(request)
+    ]
     if answers:
         parts.append(table("Answers", ("id", "process", "state", "steps", "reason"), answers))
     return [*parts, *_who(found.listening)]
@@ -161,7 +207,3 @@ def _different(request: Request) -> str:
 
 def _steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
-
-
-def _clock(ns: int) -> str:
-    return datetime.fromtimestamp(ns / 1e9, tz=timezone.utc).astimezone().strftime("%H:%M:%S")

@@ -7,7 +7,9 @@ names that become part of a path are hex digits, and nothing in it is a path, a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -18,6 +20,7 @@ from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
+from stepscope.files.processes import is_running
 from stepscope.files.reading import read_file, read_record
 
 MAX_BYTES = 64 << 10
@@ -52,17 +55,18 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     requests: Annotated[list[Request], msgspec.Meta(max_length=MAX_REQUESTS)] = []
 
 
-AnswerState: TypeAlias = Literal["heard", "captured", "refused", "missed"]
+AnswerState: TypeAlias = Literal["heard", "captured", "refused", "missed", "expired"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What one process says to one request."""
 
     state: AnswerState
-    """`heard`: will capture. `captured`: has, at least one step. Else `reason` says why not."""
+    """`heard`: will capture. `captured`: has, or tried, at least one step. Else `reason` says why not."""
     steps: list[Int] = []
     """Captured so far."""
     reason: str | None = None
+    """Of `captured`: what failed, or why nothing was recorded; None: all is well."""
     others: dict[str, str] = {}
     """What workers and replicas said to the latest of them: `began`, or why they take no part. They need not
     see this folder.
@@ -140,6 +144,32 @@ def read_listening(layout: RunLayout) -> list[Listening]:
         with suppress(OSError, RecordError):
             found.append(read_record(path, Listening))
     return found
+
+
+def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
+    """`answer` as it is by now: one that was `heard` comes to nothing with its time or its process.
+
+    Args:
+        gone: Why the process captures nothing more; None: it may.
+    """
+    if answer.state != "heard":
+        return answer
+    if time.time_ns() > request.expires_ns:
+        return Answer(state="expired", reason="no step that it asks for began in time")
+    return answer if gone is None else Answer(state="missed", reason=gone)
+
+
+def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
+    """As `settled`, for what a process has left. Whether one runs is known on its own host alone."""
+    gone = None
+    if listening.host == socket.gethostname() and not is_running(listening.pid):
+        gone = "its process ended before such a step began, and could not say so"
+    standing = {request.id: request for request in requests}
+    answers = {
+        name: settled(standing[name], answer, gone=gone) if name in standing else answer
+        for name, answer in listening.answers.items()
+    }
+    return msgspec.structs.replace(listening, answers=answers)
 
 
 def write_listening(layout: RunLayout, listening: Listening) -> None:

@@ -78,6 +78,10 @@ def close_everything(reason: str, deadline_s: float) -> None:
         guard.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
     left_s = max(0.0, until - time.monotonic())
     finish.end(reason, left_s, patient=deadline_s >= shutdown.EXIT_S)
+    if _wanted is not None:
+        from stepscope.recording import requests
+
+        requests.end(reason)
 
 
 def capture(
@@ -225,6 +229,7 @@ class Capture:
         except BaseException as error:
             reason = f"opening failed: {describe(error)}"
             cancelled = await loop.uninterrupted(self._close_async(reason, discard=reason))
+            self._tell_asker(reason)
             if self._is_for_the_user(error):
                 raise
             guard.note("opening a capture", error)
@@ -420,6 +425,13 @@ class Capture:
     def _roll_back(self, error: BaseException) -> None:
         reason = f"opening failed: {describe(error)}"
         self._close(reason, None, reason)
+        self._tell_asker(reason)
+
+    def _tell_asker(self, reason: str | None) -> None:
+        if self._asked_for:
+            from stepscope.recording import requests
+
+            requests.tell_outcome(self.step, reason)
 
     def _say_uncaptured(self, error: str | None) -> None:
         """How long a step took that was not selected, unless an exception cut it short."""
@@ -476,6 +488,7 @@ class Capture:
             self._write_manifest(session)  # what a disk refuses is noted: hooks are still owed theirs
             for line in self.result.problems():
                 guard.warn("stepscope: step %d: %s", self.step, line)
+            self._tell_asker(self.result.shortfall() if discard is None else discard)
             self._retain(session)
             if discard is None:
                 uncaptured.captured(session)

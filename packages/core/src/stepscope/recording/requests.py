@@ -8,12 +8,11 @@ answer says why it was refused.
 
 from __future__ import annotations
 
+import atexit
 import os
-import signal
 import threading
 import time
 from functools import lru_cache
-from types import FrameType
 
 import msgspec
 
@@ -23,23 +22,23 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     MAX_REQUESTS,
     Answer,
+    AnswerState,
     Listening,
     Request,
     change_requests,
     claim_step,
     read_requests,
+    settled,
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import guard, run
+from stepscope.recording import guard, run, signalled
 from stepscope.recording.identity import identify, is_alone
 
 _DAY_NS = 86_400 * 10**9
 
 _listener: Listener | None = None
 """Of this process. One writer: `listener_of`."""
-_signalled = 0
-"""How many SIGUSR1 came. One writer: the handler."""
 
 
 def request_capture(
@@ -132,13 +131,11 @@ class Listener:
         self._control = os.fspath(self._layout.control)
         self._step: int | None = None
         """The latest that has begun."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in the middle of a look
         self._seen: tuple[int, int] | None = None
         """The file's time and size at the last look."""
         self._requests: list[Request] = []
         self._claimed: dict[str, int] = {}
-        self._signals = 0
-        """Those that were answered."""
         self._said = Listening(
             host=process.host,
             pid=process.pid,
@@ -164,8 +161,7 @@ class Listener:
             return None
         with self._lock:
             self._look()
-            if self._signals != _signalled:
-                self._signals = _signalled
+            if signalled.take():
                 return config.replace(steps=[step])
             for request in self._requests:
                 chosen = self._decide(config, request, step, alone)
@@ -182,6 +178,32 @@ class Listener:
             }
             self._said = msgspec.structs.replace(self._said, answers=answers)
 
+    def tell_outcome(self, step: int, reason: str | None) -> None:
+        """A capture that was asked for is over; `reason`: what failed, or why it holds nothing."""
+        if reason is None:
+            return
+        with self._lock:
+            answers = {
+                name: msgspec.structs.replace(answer, reason=f"step {step}: {reason}")
+                if step in answer.steps[-1:]
+                else answer
+                for name, answer in self._said.answers.items()
+            }
+            self._said = msgspec.structs.replace(self._said, answers=answers)
+
+    def write_last(self, why: str) -> None:
+        """The answers as they are if no other step begins. `_said` stays: a process may survive SIGTERM."""
+        with self._lock:
+            self._look()
+            answers = {
+                request.id: settled(request, self._said.answers[request.id], gone=why)
+                for request in self._requests
+            }
+            said = msgspec.structs.replace(self._said, step=self._step, answers=answers)
+            if said != self._written and self._layout.root.is_dir():
+                write_listening(self._layout, said)
+                self._written = said
+
     def listens_for(self, save_path: str) -> bool:
         return self._save_path == save_path
 
@@ -190,7 +212,7 @@ class Listener:
 
     def _nothing_asked(self) -> bool:
         """What a step pays: no file now, none at the last look, no signal. Each is one reading: no lock."""
-        if self._requests or self._seen is not None or self._signals != _signalled:
+        if self._requests or self._seen is not None or signalled.pending():
             return False
         return not os.access(self._control, os.F_OK)
 
@@ -198,7 +220,7 @@ class Listener:
         self, config: ProfileConfig, request: Request, step: int, alone: bool
     ) -> ProfileConfig | None:
         answer = self._said.answers.get(request.id)
-        if answer is None or answer.state in ("refused", "missed"):
+        if answer is None or answer.state not in ("heard", "captured"):
             return None
         try:
             if not self._is_for(request, step, alone):
@@ -208,7 +230,8 @@ class Listener:
         except (ConfigError, OSError) as error:
             self._answer(request, Answer(state="refused", reason=str(error)))
             return None
-        self._answer(request, Answer(state="captured", steps=[*answer.steps, step]))
+        steps = [*answer.steps, step]
+        self._answer(request, Answer(state="captured", steps=steps, reason=answer.reason))
         return chosen
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
@@ -219,7 +242,7 @@ class Listener:
         if request.steps == "next":
             if request.id not in self._claimed:
                 if time.time_ns() > request.expires_ns:
-                    return self._miss(request, "it had expired when a step began")
+                    return self._miss(request, "it had expired when a step began", "expired")
                 proposed = step if alone else step + 1
                 self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
             ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
@@ -232,8 +255,8 @@ class Listener:
             return self._miss(request, f"step {step} was reached when it was heard")
         return False
 
-    def _miss(self, request: Request, reason: str) -> bool:
-        self._answer(request, Answer(state="missed", reason=reason))
+    def _miss(self, request: Request, reason: str, state: AnswerState = "missed") -> bool:
+        self._answer(request, Answer(state=state, reason=reason))
         return False
 
     def _poll(self) -> None:
@@ -244,6 +267,8 @@ class Listener:
                     self._write()
             except Exception as error:  # a disk that is full now may have room at the next look
                 guard.note("polling for requests", error)
+        if _listener is not self:
+            _write_last(self, "its process went on in another run's folder")
 
     def _look(self) -> None:
         """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""
@@ -259,7 +284,7 @@ class Listener:
         for request in self._requests:
             if request.id not in self._said.answers:
                 late = time.time_ns() > request.expires_ns
-                heard = Answer(state="missed", reason="it had expired") if late else Answer(state="heard")
+                heard = Answer(state="expired", reason="it had expired") if late else Answer(state="heard")
                 self._answer(request, heard)
         asked = {request.id for request in self._requests}
         kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
@@ -270,9 +295,11 @@ class Listener:
         self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def _write(self) -> None:
-        """The thread's part: nothing is written where a step begins, and no folder is made."""
+        """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
+        asks has no other sign that there is such a run.
+        """
         self._said = msgspec.structs.replace(self._said, step=self._step)
-        if self._said != self._written and self._layout.root.is_dir():
+        if self._said != self._written:
             write_listening(self._layout, self._said)
             self._written = self._said
 
@@ -299,7 +326,7 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
         if standing is not None:
             standing.close()
         standing = _listener = Listener(config, identify(role, rank=rank))
-        _install_signal()
+        signalled.listen(config)
     return standing
 
 
@@ -307,6 +334,25 @@ def tell_others(step: int, said: dict[str, str]) -> None:
     """See `Listener.tell_others`."""
     if _listener is not None:
         _listener.tell_others(step, said)
+
+
+def tell_outcome(step: int, reason: str | None) -> None:
+    """See `Listener.tell_outcome`."""
+    if _listener is not None:
+        _listener.tell_outcome(step, reason)
+
+
+def end(why: str) -> None:
+    """The process is about to end: who asked is told what comes to nothing by it."""
+    if _listener is not None:
+        _write_last(_listener, f"{why} before such a step began")
+
+
+def _write_last(listener: Listener, why: str) -> None:
+    try:
+        listener.write_last(why)
+    except Exception as error:
+        guard.note("writing the last answers", error)
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
@@ -327,21 +373,10 @@ def _just(step: int) -> StepRange:
     return StepRange(step, step + 1)
 
 
-def _install_signal() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return  # Python's rule
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else it means something to somebody else
-        signal.signal(signal.SIGUSR1, _on_signal)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _signalled
-    _signalled += 1
-
-
 def _in_child() -> None:
     global _listener
     _listener = None  # the child has the object and not the thread
 
 
 os.register_at_fork(after_in_child=_in_child)
+atexit.register(end, "the process exited")

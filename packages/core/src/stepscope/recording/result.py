@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, NOT_FETCHED, NOT_RUN, Manifest
+from stepscope.files.manifest import (
+    NOT_CLOSED,
+    NOT_EXPORTED,
+    NOT_FETCHED,
+    NOT_RUN,
+    Expectation,
+    Manifest,
+)
 from stepscope.files.parts import read_parts
 from stepscope.files.processes import is_running
 from stepscope.recording import export, guard
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 0.2
+_TOLD = 3
+"""Problems that `shortfall` says in full."""
 
 
 class CaptureResult:
@@ -69,6 +78,21 @@ class CaptureResult:
         """
         under_way = (NOT_EXPORTED, NOT_FETCHED)
         return [line for line in _problems(self.manifest()) if not any(why in line for why in under_way)]
+
+    def shortfall(self) -> str | None:
+        """What failed, or why no profiler and no engine recorded anything; None when all is well so far."""
+        problems = [line for line in self.problems() if NOT_CLOSED not in line]
+        if problems:
+            more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
+            return "; ".join(problems[:_TOLD]) + more
+        manifest = self.manifest()
+        if manifest is None or self.apart:
+            return None
+        items = [item for part in manifest.processes for item in part.expected if _is_recording(item)]
+        if any(item.state != "skipped" for item in items):
+            return None
+        reasons = dict.fromkeys(item.reason for item in items if item.reason)
+        return f"no profiler ran: {'; '.join(reasons) or 'no stage began that it would record'}"
 
     def summary(self) -> str:
         """One line for the log: who took part, how many traces there are or are on their way, where."""
@@ -164,6 +188,11 @@ class CaptureResult:
         problems = _problems(self.wait(timeout_s))
         if problems:
             raise MissingArtifactsError(self.step, problems)
+
+
+def _is_recording(item: Expectation) -> bool:
+    """Whether it is a profiler's or an engine's: neither spans nor what is done with files afterwards."""
+    return " trace" in item.name or item.name.startswith("replica ")
 
 
 def _problems(manifest: Manifest | None) -> list[str]:

@@ -13,7 +13,7 @@ from stepscope.config import ProfileConfig, check_finish, check_save_path, check
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
-from stepscope.recording import guard
+from stepscope.recording import guard, signalled
 
 _configured: ProfileConfig | None = None
 """What `configure` set, or what the environment says once it was asked. One writer: this module."""
@@ -47,6 +47,7 @@ def configure(
     config = resolve(source, None, **settings)
     check(config, on_ray=False)
     instrument(config)
+    signalled.listen(config)
     _configured = config
     return config
 

@@ -15,7 +15,7 @@ import msgspec
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import capture, export, finish, gather, runtime
+from stepscope.recording import capture, export, finish, gather, runtime, signalled
 from stepscope.recording.identity import identify
 from stepscope.recording.schedule import decide_process
 from stepscope.recording.session import Session, library_loaded
@@ -73,6 +73,7 @@ _stopped: set[str] = set()
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
     instrument_worker(request.config, instance)
+    signalled.listen(request.config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
@@ -154,6 +155,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
     instrument_worker(config, instance)
+    signalled.listen(config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     _watch_memory(config, process, request.run_id, None)
     step = config.steps[0].start  # every captured step records the same ranks

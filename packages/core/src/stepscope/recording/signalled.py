@@ -1,0 +1,57 @@
+"""SIGUSR1: asks the process that it is sent to for its next step.
+
+Until a handler stands, the signal ends a process (its default). So it is installed as early as this process
+is known to listen, and in workers too, which open no captures and only come to no harm.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from stepscope.config import ProfileConfig
+
+_came = 0
+"""How many came. One writer: the handler."""
+_answered = 0
+"""How many of them a step was captured for. One writer: `take`."""
+
+
+def listen(config: ProfileConfig) -> None:
+    """Handles SIGUSR1 in this process, if `config` listens for requests and nothing else handles it.
+
+    Does nothing outside the main thread (Python's rule).
+    """
+    if not config.control.requests or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _handled_from_c():
+        signal.signal(signal.SIGUSR1, _on_signal)
+
+
+def pending() -> bool:
+    """Whether one came that no step was captured for."""
+    return _came != _answered
+
+
+def take() -> bool:
+    """As `pending`, and all that came are answered by the step that begins now."""
+    global _answered
+    came, before = _came, _answered
+    _answered = came
+    return came != before
+
+
+def _handled_from_c() -> bool:
+    """Whether a handler stands that Python does not know of: faulthandler.register, a library's."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _came
+    _came += 1
