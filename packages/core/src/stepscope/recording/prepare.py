@@ -36,7 +36,7 @@ def prepare(
     from stepscope.recording import loop
 
     config = run.current() if config is None else config
-    signalled.listen(config)  # on this thread: the rest runs on the loop's
+    signalled.handle(config)  # on this thread: the rest runs on the loop's
     loop.run(aprepare(workers=workers, engines=engines, config=config, role=role))
 
 
@@ -49,7 +49,7 @@ async def aprepare(
 ) -> None:
     """As `prepare`, without blocking the event loop."""
     config = run.current() if config is None else config
-    signalled.listen(config)
+    signalled.handle(config)
     if not config.steps and not config.control.requests:
         return
     from stepscope.recording.readiness import make_ready

@@ -326,7 +326,7 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
         if standing is not None:
             standing.close()
         standing = _listener = Listener(config, identify(role, rank=rank))
-        signalled.listen(config)
+        signalled.handle(config)
     return standing
 
 

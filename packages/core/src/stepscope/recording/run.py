@@ -47,7 +47,7 @@ def configure(
     config = resolve(source, None, **settings)
     check(config, on_ray=False)
     instrument(config)
-    signalled.listen(config)
+    signalled.handle(config)
     _configured = config
     return config
 

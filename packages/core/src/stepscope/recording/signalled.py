@@ -18,7 +18,7 @@ _answered = 0
 """How many of them a step was captured for. One writer: `take`."""
 
 
-def listen(config: ProfileConfig) -> None:
+def handle(config: ProfileConfig) -> None:
     """Handles SIGUSR1 in this process, if `config` listens for requests and nothing else handles it.
 
     Does nothing outside the main thread (Python's rule).

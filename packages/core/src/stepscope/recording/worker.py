@@ -73,7 +73,7 @@ _stopped: set[str] = set()
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
     instrument_worker(request.config, instance)
-    signalled.listen(request.config)
+    signalled.handle(request.config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
@@ -155,7 +155,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
     instrument_worker(config, instance)
-    signalled.listen(config)
+    signalled.handle(config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     _watch_memory(config, process, request.run_id, None)
     step = config.steps[0].start  # every captured step records the same ranks
