@@ -188,11 +188,12 @@ class EngineEnvironment(Environment):
     """What it builds upon."""
 
     @property
-    def tests(self) -> Path:
-        """The tests that run in it, and nowhere else: they import the engine. A file of its name, or all."""
+    def tests(self) -> "list[Path]":
+        """The tests that run in it, and nowhere else: they import the engine. Files of its name, or all."""
         real = self.recipe.parent.parent / "real"
-        own = real / f"test_{self.recipe.name.partition('-')[0]}.py"
-        return own if own.exists() else real
+        name = f"test_{self.recipe.name.partition('-')[0]}"
+        own = real / f"{name}.py"
+        return [own, *sorted(real.glob(f"{name}_*.py"))] if own.exists() else [real]
 
     def fingerprint(self) -> str:
         seen = hashlib.sha256(self.under.fingerprint().encode())
@@ -517,7 +518,7 @@ def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
     except SystemExit as reason:  # no network, or no such engine for this machine: the others still run
         say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
         return False
-    return run(python, "-m", "pytest", str(environment.tests), *options)
+    return run(python, "-m", "pytest", *map(str, environment.tests), *options)
 
 
 def test_on(base: str, arguments: Sequence[str]) -> bool:

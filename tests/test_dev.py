@@ -210,6 +210,13 @@ def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-1", "/bin/true", "vllm-2"]
 
 
+def test_every_test_on_something_real_runs_in_some_environment() -> None:
+    ours = {file for environment in dev.engines().values() for file in environment.tests}
+    files = {file for package in PACKAGES for file in (package / "tests" / "real").glob("test_*.py")}
+    assert len(files) > 10
+    assert not {file for file in files if not {file, file.parent} & ours}
+
+
 def test_a_changed_recipe_is_noticed(
     recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """The mirror: whole copies that are compared before they count, by programs that may be killed at any moment.
 
-Stores are fsspec's own: a folder, and memory with faults. S3 over HTTP is in `real/test_s3.py`.
+Stores are fsspec's own: a folder, and memory with faults. S3 over HTTP is in `real/test_writers_s3.py`.
 One file above 400 lines: all cases share the stores.
 """
 
