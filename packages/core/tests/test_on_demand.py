@@ -433,6 +433,14 @@ def test_no_such_run_is_a_usage_error_and_nothing_is_made(
     assert not (tmp_path / "profiel").exists()
 
 
+def test_a_run_that_has_just_begun_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = threading.Timer(0.3, (tmp_path / "run").mkdir)
+    begun.start()
+    assert run(["trigger", str(tmp_path / "run"), "--wait", "1"]) == 3
+    begun.join()
+    assert "no process listens in" in capsys.readouterr().err
+
+
 def test_a_request_that_is_missed_exits_with_3_and_says_why(
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

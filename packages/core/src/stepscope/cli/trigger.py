@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +66,8 @@ def trigger(
     `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
     configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
     """
+    if not run.exists() and not (status or cancel):
+        _await_folder(run, wait)
     if not run.is_dir():
         raise CommandError(_no_folder(run))
     layout = RunLayout(run)
@@ -131,15 +133,24 @@ def _cancel(layout: RunLayout, asked: str) -> None:
     screen.say(f"taken back: {', '.join(sorted(gone)) or 'there was none'}")
 
 
+def _await_folder(run: Path, seconds: float) -> None:
+    """A run that has just begun may be about to make it."""
+    with screen.waiting(f"waiting for {run}"):
+        _comes(run.is_dir, seconds)
+
+
 def _wait(layout: RunLayout, request: str, seconds: float) -> bool:
     """Whether a process answered in time."""
+    return _comes(lambda: any(request in each.answers for each in read_listening(layout)), seconds)
+
+
+def _comes(holds: Callable[[], bool], seconds: float) -> bool:
     until = time.monotonic() + seconds
-    while True:
-        if any(request in process.answers for process in read_listening(layout)):
-            return True
+    while not holds():
         if time.monotonic() >= until:
             return False
         time.sleep(POLL_S)
+    return True
 
 
 def _nobody(layout: RunLayout, waited_s: float) -> str:
