@@ -256,9 +256,8 @@ class EngineGroup:
         )
         for artifact in artifacts:
             path = self._layout.root / artifact.path
-            if (
-                artifact.path not in told and sidecar_of(path).exists()
-            ):  # it may lie on another host's own disk
+            # Its sidecar may lie on another host's own disk.
+            if artifact.path not in told and sidecar_of(path).exists():
                 finish.artifact_done(path, None, self._ledger)
 
     def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
