@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording import session
+from stepscope.recording import context, session
 from stepscope.testing.fake_backend import FakeBackend
 
 Configure: TypeAlias = "Callable[..., ProfileConfig]"
@@ -235,6 +237,18 @@ def test_broken_markers_do_not_reach_the_recorded_code(
     monkeypatch.setattr(backend, "range", broken)
     with capture(2, config=configure()):
         Trainer().update()
+
+
+def test_at_the_limit_of_a_recursion_no_span_is_left_open(configure: Configure) -> None:
+    def down(n: int) -> None:
+        Trainer().inner() if n == 0 else down(n - 1)
+
+    with capture(2, config=configure()):
+        outside = context.current.get()
+        for n in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
+            with contextlib.suppress(RecursionError):
+                down(n)
+            assert context.current.get() is outside
 
 
 def test_mini_batches_reach_the_profiler(configure: Configure) -> None:

@@ -156,6 +156,8 @@ class Windows:
             info = SpanInfo(stage=stage, role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
+        except RecursionError:
+            return None  # at the limit of the user's recursion: noting it would fail, and leave the span open
         except Exception as error:
             guard.note(f"a {self._backend.name} marker", error)
             return None
