@@ -24,6 +24,8 @@ from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
 from stepscope.recording import context, guard, runtime
+from stepscope.recording import spans as recorder
+from stepscope.recording.windows import Windows
 
 Spans = Callable[[], list[Span]]
 
@@ -246,6 +248,7 @@ def test_a_recursion_without_an_end_is_the_users_own_error(
         assert (guard.take(), caplog.text) == ({}, "")
         assert Worker().update(1) == 2
     assert spans()[-1].parent is None
+    assert {str(recorded.error).partition(":")[0] for recorded in spans()[:-1]} == {"RecursionError"}
 
 
 def test_a_capture_takes_nothing_from_the_depth_that_recursion_has(config: ProfileConfig) -> None:
@@ -604,28 +607,38 @@ def test_a_cancelled_coroutine_says_so_in_its_span(config: ProfileConfig, spans:
 
 
 class Broken:
-    """A session that fails in one place."""
+    """A profiler's windows that fail in one place."""
+
+    discrete = True
+    begin = Windows.begin
 
     def __init__(self, place: str) -> None:
         self.place = place
 
-    def begin(self, *told: object) -> Broken:
-        return self._fail("begin")
+    def open(self, stage: str, role: str) -> bool:
+        return self._fail("open")
 
-    def __exit__(self, *error: object) -> bool:
-        self._fail("exit")
-        return True  # which would swallow the user's error, if it were asked
+    def mark(self, span: Span, is_async: bool) -> None:
+        return None
 
-    def _fail(self, place: str) -> Broken:
+    def close(self) -> None:
+        self._fail("close")
+
+    def _fail(self, place: str) -> bool:
         if place == self.place:
             raise OSError("ours")
-        return self
+        return True
 
 
-@pytest.mark.parametrize("place", ["begin", "exit"])
+@pytest.mark.parametrize("place", ["open", "close"])
 @pytest.mark.parametrize("kind", ["sync", "async", "generator", "async generator"])
 def test_when_we_fail_the_function_runs_once_and_its_result_and_error_stand(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, place: str
+    config: ProfileConfig,
+    spans: Spans,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    place: str,
 ) -> None:
     calls = []
 
@@ -656,14 +669,43 @@ def test_when_we_fail_the_function_runs_once_and_its_result_and_error_stand(
         "async generator": lambda: asyncio.run(collected(agenerator()))[0],
     }
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    monkeypatch.setattr(runtime, "active", Broken(place))
-    guard.take()
-    assert run[kind]() == 7
-    assert calls == [kind]
-    with pytest.raises(ValueError, match="mine"):
-        RAISING[kind]()
-    assert "OSError: ours" in str(guard.take())
+    with capture(1, config=config):
+        assert runtime.active is not None
+        monkeypatch.setattr(runtime.active.log, "windows", Broken(place))
+        guard.take()
+        before = context.current.get()
+        assert run[kind]() == 7
+        assert calls == [kind]
+        with pytest.raises(ValueError, match="mine"):
+            RAISING[kind]()
+        assert context.current.get() is before
+        assert "OSError: ours" in str(guard.take())
     assert "OSError: ours" in caplog.text
+    if place == "close":
+        assert spans()[-1].error == "ValueError: mine"
+
+
+def test_a_span_that_could_not_be_opened_leaves_a_gap(
+    config: ProfileConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    failures = [OSError("ours")]
+
+    def fails_once() -> context.Scope | None:
+        if failures:
+            raise failures.pop()
+        return context.current.get()
+
+    @profile_step(role="trainer")
+    def untimed() -> int:
+        return Worker().update(1)
+
+    with capture(1, config=config), span("outer"):
+        monkeypatch.setattr(recorder, "_current", fails_once)
+        assert untimed() == 2
+    outer, update = spans()
+    assert (outer.stage, update.stage, update.parent) == ("outer", "update", outer.span)
+    assert "OSError: ours" in str(guard.take())
 
 
 # Attributes.

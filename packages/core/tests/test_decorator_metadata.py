@@ -23,6 +23,7 @@ import pytest
 
 from stepscope import profile_step
 from stepscope.recording import runtime, worker
+from stepscope.recording.wrappers import Declared
 
 HERE = Path(__file__).parent
 
@@ -264,10 +265,11 @@ class StandIn:
     """What a capture in the worker would put into the slot."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
+        self.log = self
+        self.told: list[tuple[str, str]] = []
 
-    def begin(self, *told: object) -> StandIn:
-        self.told.append(told)
+    def begin(self, declared: Declared, *told: object) -> StandIn:
+        self.told.append((declared.role, declared.stage))
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -286,7 +288,7 @@ def test_what_is_pickled_by_value_sees_the_capture_of_the_process_it_arrives_in(
     assert actor.create() == "Actor"
     assert actor.double(4) == 8
     assert list(actor().stream(1)) == [0]
-    assert [told[:2] for told in session.told] == [
+    assert session.told == [
         ("env", "task"),
         ("actor", "update"),
         ("actor", "create"),

@@ -58,7 +58,7 @@ def wait_for_lines(log: SpanLog, count: int) -> list[Line]:
 
 
 def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) -> None:
-    with spans.new(log, "update"):
+    with log.new("update"):
         pass
     log.close(read_anchor())
     header, span, end = lines(log)
@@ -73,7 +73,7 @@ def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) ->
 def test_a_span_has_the_times_of_its_block(log: SpanLog) -> None:
     with FakeClock() as clock:
         clock.advance(3)
-        with spans.new(log, "update"):
+        with log.new("update"):
             clock.advance(0.000_001_5)
         clock.advance(7)
     (span,) = closed(log)
@@ -97,7 +97,7 @@ def test_without_a_capture_nothing_is_added() -> None:
 
 def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:
     before = time.monotonic_ns()
-    with spans.new(log, "update"):
+    with log.new("update"):
         inside = time.monotonic_ns()
     after = time.monotonic_ns()
     (span,) = closed(log)
@@ -105,7 +105,7 @@ def test_the_clock_of_spans_is_the_monotonic_one(log: SpanLog) -> None:
 
 
 def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
-    with spans.new(log, "hang"):
+    with log.new("hang"):
         opened = wait_for_lines(log, 2)[1]
         assert type(opened) is Open
         assert opened.stage == "hang"
@@ -114,21 +114,21 @@ def test_an_open_span_is_on_disk_before_it_closes(log: SpanLog) -> None:
 
 def test_a_short_span_has_one_line_and_not_two(log: SpanLog) -> None:
     for _ in range(5):
-        with spans.new(log, "short"):
+        with log.new("short"):
             pass
     log.close(read_anchor())
     assert len(lines(log)) == 7
 
 
 def test_children_name_their_parent(log: SpanLog) -> None:
-    with spans.new(log, "outer") as outer, spans.new(log, "inner"):
+    with log.new("outer") as outer, log.new("inner"):
         pass
     parents = {span.stage: span.parent for span in closed(log)}
     assert parents == {"outer": None, "inner": outer.id}
 
 
 def test_the_role_is_the_enclosing_spans_and_else_the_process(log: SpanLog) -> None:
-    with spans.new(log, "a"), spans.new(log, "b", "ref"), spans.new(log, "c"):
+    with log.new("a"), log.new("b", "ref"), log.new("c"):
         pass
     assert {span.stage: span.role for span in closed(log)} == {"a": "actor", "b": "ref", "c": "ref"}
 
@@ -137,7 +137,7 @@ def test_trajectory_turn_and_version_reach_every_span_inside(log: SpanLog) -> No
     with (
         PlacedSpan(log, "trajectory", None, None, trajectory="t1", policy_version=4, step=2),
         PlacedSpan(log, "turn", None, None, turn=1),
-        spans.new(log, "generate"),
+        log.new("generate"),
     ):
         pass
     innermost = next(span for span in closed(log) if span.stage == "generate")
@@ -150,7 +150,7 @@ def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> N
         PlacedSpan(log, "trajectory", None, None, trajectory="outer"),
         PlacedSpan(log, "turn", None, None, turn=5),
         PlacedSpan(log, "trajectory", None, None, trajectory="sub-agent"),
-        spans.new(log, "generate"),
+        log.new("generate"),
     ):
         pass
     innermost = next(span for span in closed(log) if span.stage == "generate")
@@ -158,14 +158,14 @@ def test_a_trajectory_inside_a_turn_does_not_inherit_the_turn(log: SpanLog) -> N
 
 
 def test_a_span_inside_a_trajectory_begun_outside_the_capture_knows_it(log: SpanLog) -> None:
-    with Place(trajectory="early", policy_version=1), spans.new(log, "generate"):
+    with Place(trajectory="early", policy_version=1), log.new("generate"):
         pass
     (span,) = closed(log)
     assert (span.trajectory, span.policy_version, span.parent, span.link) == ("early", 1, None, None)
 
 
 def test_the_error_that_left_a_span_is_named_and_goes_on(log: SpanLog) -> None:
-    with pytest.raises(ValueError, match="boom"), spans.new(log, "update"):
+    with pytest.raises(ValueError, match="boom"), log.new("update"):
         raise ValueError("boom")
     (span,) = closed(log)
     assert span.error == "ValueError: boom"
@@ -176,14 +176,27 @@ def test_an_error_that_cannot_be_printed_does_not_hide_the_users(log: SpanLog) -
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    with pytest.raises(UnprintableError), spans.new(log, "update"):
+    with pytest.raises(UnprintableError), log.new("update"):
         raise UnprintableError
     (span,) = closed(log)
     assert span.error == "UnprintableError"
 
 
+def test_an_error_for_which_there_is_no_depth_left_is_named(
+    log: SpanLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_deep(error: BaseException) -> str:
+        raise RecursionError
+
+    monkeypatch.setattr(spans, "describe", too_deep)
+    with pytest.raises(KeyError, match="mine"), log.new("update"):
+        raise KeyError("mine")
+    (span,) = closed(log)
+    assert span.error == "KeyError"
+
+
 def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
-    with spans.new(log, "generate", None, {"tokens": 0, "model": "tiny"}) as span:
+    with log.new("generate", None, {"tokens": 0, "model": "tiny"}) as span:
         span.set(tokens=17)
     (line,) = closed(log)
     assert line.attrs == {"tokens": 17, "model": "tiny"}
@@ -191,9 +204,9 @@ def test_attributes_can_be_added_while_it_runs(log: SpanLog) -> None:
 
 @pytest.mark.parametrize("value", [10**30, "\ud800", object(), {"a": {1, 2}}])
 def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: object) -> None:
-    with spans.new(log, "odd", None, {"value": value}):  # type: ignore[dict-item]  # users do this
+    with log.new("odd", None, {"value": value}):  # type: ignore[dict-item]  # users do this
         pass
-    with spans.new(log, "fine"):
+    with log.new("fine"):
         pass
     odd, fine = closed(log)
     assert odd.attrs is not None
@@ -202,7 +215,7 @@ def test_an_attribute_that_is_no_json_is_kept_as_text(log: SpanLog, value: objec
 
 
 def test_a_long_text_is_cut(log: SpanLog) -> None:
-    with spans.new(log, "prompt", None, {"text": "x" * 10_000}):
+    with log.new("prompt", None, {"text": "x" * 10_000}):
         pass
     (line,) = closed(log)
     assert line.attrs == {"text": "x" * MAX_TEXT + "..."}
@@ -212,7 +225,7 @@ def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
     log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
     log.open(read_anchor())
     for _ in range(25):
-        with spans.new(log, "many"):
+        with log.new("many"):
             pass
     assert len(closed(log)) == 10
     assert log.dropped == 15
@@ -223,13 +236,13 @@ def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
     async def one(name: str) -> None:
-        with spans.new(log, name):
+        with log.new(name):
             await asyncio.sleep(0)
-            with spans.new(log, f"{name}.inner"):
+            with log.new(f"{name}.inner"):
                 await asyncio.sleep(0)
 
     async def main() -> None:
-        with spans.new(log, "root"):
+        with log.new("root"):
             await asyncio.gather(*(one(f"task{i}") for i in range(20)))
 
     asyncio.run(main())
@@ -241,11 +254,11 @@ def test_gathered_tasks_keep_their_own_parents(log: SpanLog) -> None:
 
 def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
     def work() -> None:
-        with spans.new(log, "in thread"):
+        with log.new("in thread"):
             pass
 
     async def main() -> None:
-        with spans.new(log, "root"):
+        with log.new("root"):
             await asyncio.to_thread(work)
 
     asyncio.run(main())
@@ -256,7 +269,7 @@ def test_to_thread_keeps_the_parent(log: SpanLog) -> None:
 
 def test_a_bare_thread_takes_its_place_from_a_carrier(log: SpanLog) -> None:
     def work(place: object) -> None:
-        with attach(place), spans.new(log, "in thread"):  # type: ignore[arg-type]  # any mapping
+        with attach(place), log.new("in thread"):  # type: ignore[arg-type]  # any mapping
             pass
 
     with PlacedSpan(log, "trajectory", None, None, trajectory="t9") as root:
@@ -275,7 +288,7 @@ def test_threads_do_not_become_each_others_parents(log: SpanLog) -> None:
 
     def work(name: str) -> None:
         for _ in range(50):
-            with spans.new(log, name):
+            with log.new(name):
                 barrier.wait()
 
     threads = [threading.Thread(target=work, args=(f"t{i}",)) for i in range(8)]
@@ -298,14 +311,14 @@ def test_a_carrier_is_json_and_nothing_is_carried_from_nowhere(log: SpanLog) -> 
 
 @pytest.mark.parametrize("hostile", [{"process": 3, "span": "x"}, {"trajectory": ["a"]}, {"later": True}, {}])
 def test_a_carrier_of_another_version_does_no_harm(log: SpanLog, hostile: dict[str, object]) -> None:
-    with attach(hostile), spans.new(log, "s"):
+    with attach(hostile), log.new("s"):
         pass
     (span,) = closed(log)
     assert span.link is None
 
 
 def test_attaching_nothing_keeps_the_place(log: SpanLog) -> None:
-    with spans.new(log, "outer") as outer, attach(None), spans.new(log, "inner"):
+    with log.new("outer") as outer, attach(None), log.new("inner"):
         pass
     assert next(span for span in closed(log) if span.stage == "inner").parent == outer.id
 
@@ -315,7 +328,7 @@ OTHER = Carrier(process="trainer_rank0_elsewhere_pid1", span=8, captured=3, traj
 
 
 def test_a_method_that_attaches_hangs_below_its_caller_and_its_spans_below_it(log: SpanLog) -> None:
-    with spans.new(log, "generate") as method, attach(TURN), spans.new(log, "decode"):
+    with log.new("generate") as method, attach(TURN), log.new("decode"):
         assert carrier() == {**TURN, "process": ACTOR.key, "step": 3, "span": method.id + 1}
     by_stage = {span.stage: span for span in closed(log)}
     generate, decode = by_stage["generate"], by_stage["decode"]
@@ -326,7 +339,7 @@ def test_a_method_that_attaches_hangs_below_its_caller_and_its_spans_below_it(lo
 
 
 def test_the_end_of_a_span_says_the_place_that_its_open_line_could_not_know(log: SpanLog) -> None:
-    with spans.new(log, "generate"):
+    with log.new("generate"):
         opened = wait_for_lines(log, 2)[1]
         with attach(TURN):
             pass
@@ -340,7 +353,7 @@ def test_the_end_of_a_span_says_the_place_that_its_open_line_could_not_know(log:
 
 def test_a_method_that_attaches_what_began_before_the_capture_belongs_to_it_too(log: SpanLog) -> None:
     early = Carrier(process="elsewhere_pid1", step=4, trajectory="t9", turn=2)
-    with spans.new(log, "score"), attach(early), spans.new(log, "verify"):
+    with log.new("score"), attach(early), log.new("verify"):
         pass
     for span in closed(log):
         assert (span.step, span.trajectory, span.turn, span.link) == (4, "t9", 2, None)
@@ -353,16 +366,16 @@ def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_k
     mine.open(read_anchor())
     with context.trajectory("t9"):
         early = carrier()
-    with spans.new(mine, "collect"), attach(early), spans.new(mine, "score"):
+    with mine.new("collect"), attach(early), mine.new("score"):
         pass
     by_stage = {span.stage: span for span in closed(mine)}
     assert (by_stage["collect"].trajectory, by_stage["score"].trajectory) == (None, "t9")
 
 
 def test_a_method_that_works_for_several_callers_hangs_below_none_of_them(log: SpanLog) -> None:
-    with spans.new(log, "generate_batch"):
+    with log.new("generate_batch"):
         for place in (TURN, OTHER):
-            with attach(place), spans.new(log, "decode"):
+            with attach(place), log.new("decode"):
                 pass
     batch, *decoded = sorted(closed(log), key=lambda span: span.span)
     assert (batch.link, batch.trajectory, batch.turn) == (None, None, None)
@@ -372,11 +385,11 @@ def test_a_method_that_works_for_several_callers_hangs_below_none_of_them(log: S
 
 def test_a_task_that_attaches_leaves_the_span_it_was_started_in_alone(log: SpanLog) -> None:
     async def handle() -> None:
-        with attach(TURN), spans.new(log, "decode"):
+        with attach(TURN), log.new("decode"):
             pass
 
     async def main() -> None:
-        with spans.new(log, "serve"):
+        with log.new("serve"):
             await asyncio.gather(handle(), handle())
 
     asyncio.run(main())
@@ -387,9 +400,9 @@ def test_a_task_that_attaches_leaves_the_span_it_was_started_in_alone(log: SpanL
 
 def test_a_span_keeps_the_place_it_has(log: SpanLog) -> None:
     mine = Carrier(process=ACTOR.key, span=1, captured=3)
-    with spans.new(log, "top"), attach(mine):
+    with log.new("top"), attach(mine):
         pass
-    with attach(OTHER), spans.new(log, "method"), attach(TURN):
+    with attach(OTHER), log.new("method"), attach(TURN):
         pass
     with PlacedSpan(log, "trajectory", None, None, trajectory="own"), attach(TURN):
         pass
@@ -402,7 +415,7 @@ def test_a_span_keeps_the_place_it_has(log: SpanLog) -> None:
 
 
 def test_after_a_method_that_attached_nothing_is_current(log: SpanLog) -> None:
-    with spans.new(log, "generate"), attach(TURN):
+    with log.new("generate"), attach(TURN):
         pass
     assert carrier() is None
 
@@ -410,7 +423,7 @@ def test_after_a_method_that_attached_nothing_is_current(log: SpanLog) -> None:
 def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:
     later = SpanLog(tmp_path / "later.jsonl", process=ACTOR, step=4, run_id="r", limit=10)
     later.open(read_anchor())
-    with spans.new(log, "long rollout") as old, spans.new(later, "update"):
+    with log.new("long rollout") as old, later.new("update"):
         pass
     (span,) = closed(later)
     assert span.parent is None
@@ -435,7 +448,7 @@ def test_a_scope_closed_in_another_context_does_no_harm() -> None:
 
 def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    with spans.new(log, "before"):
+    with log.new("before"):
         pass
     wait_for_lines(log, 2)
     real, room = os.write, [40]
@@ -451,7 +464,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_count(log: SpanLog, monkeypatch: p
         return taken
 
     monkeypatch.setattr(os, "write", full)
-    with spans.new(log, "lost"):
+    with log.new("lost"):
         pass
     log.close(read_anchor())
     stages = [line.stage for line in lines(log) if isinstance(line, Span)]
@@ -473,7 +486,7 @@ class BrokenText:
 
 def test_numbers_of_numpy_stay_numbers(log: SpanLog) -> None:
     numpy = pytest.importorskip("numpy")
-    with spans.new(log, "update") as span:
+    with log.new("update") as span:
         span.set(loss=numpy.float64(1.5), tokens=numpy.int64(7), mean=numpy.float32(0.5))
     (line,) = closed(log)
     assert line.attrs == {"loss": 1.5, "tokens": 7, "mean": 0.5}
@@ -482,7 +495,7 @@ def test_numbers_of_numpy_stay_numbers(log: SpanLog) -> None:
 def test_what_is_set_is_what_it_was_then(log: SpanLog) -> None:
     numpy = pytest.importorskip("numpy")
     total = numpy.zeros(())
-    with spans.new(log, "update") as span:
+    with log.new("update") as span:
         span.set(loss=total)
         total += 5
     (line,) = closed(log)
@@ -490,11 +503,11 @@ def test_what_is_set_is_what_it_was_then(log: SpanLog) -> None:
 
 
 def test_one_span_that_cannot_be_written_costs_no_other(log: SpanLog) -> None:
-    with spans.new(log, "odd", None, {"value": BrokenText()}):  # type: ignore[dict-item]  # users do this
+    with log.new("odd", None, {"value": BrokenText()}):  # type: ignore[dict-item]  # users do this
         pass
-    with spans.new(log, 7, 5):  # type: ignore[arg-type]  # and this
+    with log.new(7, 5):  # type: ignore[arg-type]  # and this
         pass
-    with spans.new(log, "fine"):
+    with log.new("fine"):
         pass
     odd, numbers, fine = closed(log)
     assert odd.attrs == {"value": "<BrokenText>"}

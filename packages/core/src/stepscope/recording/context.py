@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
-from stepscope.files.values import MAX_TEXT, AttrValue, whole
+from stepscope.files.values import MAX_TEXT, AttrValue, settled, whole
 from stepscope.recording import runtime
 
 if TYPE_CHECKING:
@@ -435,14 +435,14 @@ def span(
     """
     session = runtime.active
     if session is None:
-        return _OFF
+        return OFF
     if step is None and policy_version is None:
-        return session.span(stage, role, attrs)
+        return session.log.new(stage, role, settled(attrs) if attrs else None)
     return session.placed_span(stage, role, attrs, step=whole(step), policy_version=whole(policy_version))
 
 
 class _Off(Scope):
-    """What `span` returns without a capture: one shared object that does nothing."""
+    """What stands for a span where there is none: one shared object that does nothing."""
 
     __slots__ = ()
 
@@ -455,4 +455,5 @@ class _Off(Scope):
         return None
 
 
-_OFF = _Off()
+OFF = _Off()
+"""Without a capture, and where a span could not be opened."""

@@ -29,7 +29,7 @@ from stepscope.files.values import AttrValue, settled
 from stepscope.recording import attributes, clock, control, export, guard, schedule, spans
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
-from stepscope.recording.windows import MarkedSpan, Windows, in_event_loop
+from stepscope.recording.windows import Windows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,7 +145,7 @@ class Session:
             self.ledger.fail(f"{self.config.tool} trace", full)
             guard.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
-            self._windows = self._make_windows()
+            self._windows = self.log.windows = self._make_windows()
         self.ledger.spend(start_ns=time.monotonic_ns() - began)
         self.ledger.write()
 
@@ -300,57 +300,22 @@ class Session:
         """Whether recording is over: closed, or truncated."""
         return self._ended is not None
 
-    # What the recorded code calls.
-
-    def span(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
-        """A span of this capture; enter it once."""
-        attrs = settled(attrs) if attrs else None
-        windows = self._windows
-        if windows is None:
-            return spans.new(self.log, stage, role, attrs)
-        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop())
+    # What the recorded code calls, besides `log.new` and `log.begin`.
 
     def placed_span(
         self, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]
     ) -> Span:
         """A span that says more of its place: step, policy_version, trajectory, turn."""
         attrs = settled(attrs) if attrs else None
-        windows = self._windows
-        if windows is None:
-            return PlacedSpan(self.log, stage, role, attrs, **place)
-        return MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=in_event_loop(), **place)
+        if self._windows is not None:
+            return self._windows.new(self.log, stage, role, attrs, **place)
+        return PlacedSpan(self.log, stage, role, attrs, **place)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """A trajectory is consumed by this step."""
         attrs = {"begun": begun, "begun_version": policy_version}
         known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
         spans.mark(self.log, CONSUME, known, trajectory=trajectory)
-
-    def begin(
-        self,
-        role: str,
-        stage: str,
-        attrs: Mapping[str, AttrValue] | None,
-        is_async: bool,
-        resumption: int | None,
-        first: bool,
-    ) -> Span:
-        """The span, entered, of one call (of one resumption, for a generator) of a decorated function; in
-        discrete mode, its window.
-
-        Args:
-            first: Whether this capture sees the call or the generator for the first time.
-        """
-        if resumption is not None:
-            attrs = {**(attrs or {}), "resumption": resumption}
-        windows = self._windows
-        if windows is None:
-            return spans.begin(self.log, stage, role, attrs)
-        # A window per resumption would be thousands for a token stream: the first one in the capture stands
-        # for the generator, which may be older than the capture.
-        opens = windows.discrete and first
-        span = MarkedSpan(self.log, stage, role, attrs, windows=windows, is_async=is_async, opens=opens)
-        return span.__enter__()
 
     def advance(self) -> None:
         """One mini-batch is done: walks the profiler's schedule."""

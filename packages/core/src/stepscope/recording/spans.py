@@ -28,12 +28,15 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded, settled, settled_value
 from stepscope.recording import attributes, context, guard, runtime
-from stepscope.recording.context import Place, Scope, current
+from stepscope.recording.context import OFF, Place, Scope, current
+from stepscope.recording.wrappers import INLINED, Declared
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self, Unpack
+
+    from stepscope.recording.windows import Windows
 
 
 FLUSH_S = 0.2
@@ -59,7 +62,7 @@ _current, _enter, _leave = current.get, current.set, current.reset
 
 
 class Span(Scope):
-    """One recorded stretch of code. Made by `new` and entered; or by `begin`, which enters it too.
+    """One recorded stretch of code. Made by `SpanLog.new` and entered; or by `begin`, which enters it too.
 
     Without `__init__`: Python's way to one takes a quarter of what a whole span does.
     """
@@ -83,9 +86,9 @@ class Span(Scope):
         if self.token is not None or self.end_ns is not None:
             return self._again()
         log = self.log
+        self.thread = _thread.id
         self.parent = _current()
         self.token = _enter(self)
-        self.thread = _thread.id
         self.id = next(log.ids)
         self.start_ns = monotonic_ns()
         log.opened(self)
@@ -106,7 +109,10 @@ class Span(Scope):
             self._end_again(kind, error, trace)
             return
         if error is not None:
-            self.error = describe(error)
+            try:
+                self.error = describe(error)
+            except RecursionError:  # at the limit of the user's recursion: there is no depth to call it
+                self.error = type(error).__name__
         self.end_ns = end_ns  # last: the writing thread takes a span with an end as complete
 
     def _ended(self, error: BaseException | None) -> None:
@@ -116,7 +122,7 @@ class Span(Scope):
 
     def _copy(self) -> Scope:
         session = runtime.active  # of this capture, or of a later one
-        return super()._copy() if session is None else session.span(self.stage, self.role, self.attrs)
+        return super()._copy() if session is None else session.log.new(self.stage, self.role, self.attrs)
 
     def set(self, **attrs: AttrValue) -> None:
         """Adds attributes; later values win."""
@@ -136,7 +142,7 @@ class Span(Scope):
         role: str | None = None,
         attrs: Mapping[str, AttrValue] | None = None,
     ) -> None:
-        span = new(self.log, stage, role, attrs)
+        span = PlacedSpan(self.log, stage, role, attrs)
         span.parent, span.token = self, None
         span.thread = _thread.id
         span.id = next(self.log.ids)
@@ -211,19 +217,6 @@ class Placing(TypedDict, total=False):
     turn: int | None
 
 
-def new(
-    log: SpanLog, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None
-) -> Span:
-    """A span to enter."""
-    span = Span()
-    span.log = log
-    span.stage = stage
-    span.role = role
-    span.attrs = attrs
-    span.said = span.end_ns = span.error = span.token = None
-    return span
-
-
 def mark(log: SpanLog, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
     """A span without length, below the one that runs."""
     span = PlacedSpan(log, stage, None, attrs, **place)
@@ -232,23 +225,6 @@ def mark(log: SpanLog, stage: str, attrs: Mapping[str, AttrValue] | None, **plac
     span.id = next(log.ids)
     span.start_ns = span.end_ns = monotonic_ns()
     log.opened(span)
-
-
-def begin(log: SpanLog, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None) -> Span:
-    """A span that is entered: `new(...).__enter__()` in one call, spelled out, for decorated functions."""
-    span = Span()
-    span.log = log
-    span.stage = stage
-    span.role = role
-    span.attrs = attrs
-    span.said = span.end_ns = span.error = None
-    span.parent = _current()
-    span.token = _enter(span)
-    span.thread = _thread.id
-    span.id = next(log.ids)
-    span.start_ns = monotonic_ns()
-    log.opened(span)
-    return span
 
 
 def describe(error: BaseException) -> str:
@@ -290,6 +266,8 @@ class SpanLog:
         self._pending: deque[Span] = deque()
         self.opened = self._pending.append
         """Called by a span when it opens. deque.append is atomic and never blocks."""
+        self.windows: Windows | None = None
+        """The profiler's, where one records this process: its trace shows the spans too."""
         self._running: list[Span] = []
         """Spans whose `open` line is written and whose end is waited for. The writing thread's own."""
         self._run_id = run_id
@@ -298,6 +276,58 @@ class SpanLog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
+
+    def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
+        """A span to enter, once."""
+        if self.windows is not None:
+            return self.windows.new(self, stage, role, attrs)
+        span = Span()
+        span.log = self
+        span.stage = stage
+        span.role = role
+        span.attrs = attrs
+        span.said = span.end_ns = span.error = span.token = None
+        return span
+
+    def begin(
+        self,
+        declared: Declared,
+        attrs: Mapping[str, AttrValue] | None,
+        resumption: int | None = None,
+        first: bool = True,
+    ) -> Scope:
+        """The span, entered, of a call of a decorated function; in discrete mode, its window.
+
+        `new` and `__enter__` spelled out, and what keeps our failures away from the user's code: one frame
+        for all of it. OFF when that failed: the call then goes on untimed.
+
+        Args:
+            resumption: Which one of the generator it is; None for a call.
+            first: Whether the capture sees this call or generator for the first time.
+        """
+        try:
+            if resumption is not None:
+                attrs = {**(attrs or {}), "resumption": resumption}
+            if self.windows is not None:
+                return self.windows.begin(self, declared, attrs, first)
+            span = Span()
+            span.log = self
+            span.stage = declared.stage
+            span.role = declared.role
+            span.attrs = attrs
+            span.said = span.end_ns = span.error = None
+            span.thread = _thread.id
+            span.parent = _current()
+            span.token = _enter(span)
+            span.id = next(self.ids)
+            span.start_ns = monotonic_ns()
+            self.opened(span)
+            return span
+        except RecursionError:
+            return OFF  # near the limit of the user's recursion: the depth that is left is for the call
+        except Exception as failure:
+            guard.note(f"opening the span {declared.role}/{declared.stage}", failure)
+            return OFF
 
     def open(self, anchor: ClockAnchor) -> None:
         """Creates the file with its header and starts the thread; not once it is closed.
@@ -413,6 +443,21 @@ class SpanLog:
         self._size += len(data)
 
 
+def _begin_in_compiled_code(
+    self: SpanLog,
+    declared: Declared,
+    attrs: Mapping[str, AttrValue] | None,
+    resumption: int | None = None,
+    first: bool = True,
+) -> Scope:
+    return OFF
+
+
+# A span cannot be part of a graph: tracing one would break the graph, and raise under fullgraph=True in the
+# middle of a run.
+setattr(SpanLog.begin, INLINED, _begin_in_compiled_code)
+
+
 def _encoded(span: Span, end_ns: int | None) -> bytes:
     try:
         return _encode(_line(span, end_ns)) + b"\n"
@@ -505,7 +550,7 @@ def span_cost_ns(batches: int = 5, repeats: int = 50) -> int:
 def _batch_ns(log: SpanLog, repeats: int) -> int:
     began = thread_time_ns()
     for _ in range(repeats):
-        with new(log, "calibration"):
+        with log.new("calibration"):
             pass
     log._write_pending()
     return thread_time_ns() - began

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self, Unpack
 
+    from stepscope.recording.wrappers import Declared
+
 
 class Windows:
     """Owns the backend of one session. Its failures go to the ledger; they never reach the recorded code."""
@@ -146,6 +148,35 @@ class Windows:
             self._backend.advance()
         except Exception as error:
             guard.note(f"advancing the {self._backend.name} profiler", error)
+
+    def new(
+        self,
+        log: SpanLog,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> MarkedSpan:
+        """A span to enter, once."""
+        return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
+
+    def begin(
+        self, log: SpanLog, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+    ) -> MarkedSpan:
+        """As `SpanLog.begin`."""
+        # A window per resumption would be thousands for a token stream: the first one in the capture stands
+        # for the generator, which may be older than the capture.
+        opens = self.discrete and first
+        span = MarkedSpan(
+            log,
+            declared.stage,
+            declared.role,
+            attrs,
+            windows=self,
+            is_async=declared.is_async,
+            opens=opens,
+        )
+        return span.__enter__()
 
     def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
         """Opens the backend's own marker around a span; None where there is none to close."""
@@ -292,14 +323,17 @@ class MarkedSpan(PlacedSpan):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.token is None or self.token is SHARED:
-            self._end_again(kind, error, trace)
-            return
-        if self._marker is not None:
-            self._windows.unmark(self._marker)
-        super().__exit__(kind, error, trace)
-        if self._opens:
-            self._windows.close()
+        try:
+            if self.token is None or self.token is SHARED:
+                self._end_again(kind, error, trace)
+                return
+            if self._marker is not None:
+                self._windows.unmark(self._marker)
+            super().__exit__(kind, error, trace)
+            if self._opens:
+                self._windows.close()
+        except Exception as failure:
+            guard.note(f"closing the span {self.role}/{self.stage}", failure)
 
     def _ended(self, error: BaseException | None) -> None:
         if self._marker is not None:

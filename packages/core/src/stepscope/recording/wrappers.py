@@ -15,70 +15,33 @@ import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
 from itertools import islice
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording import guard, runtime
-
-if TYPE_CHECKING:
-    from stepscope.recording.session import Session
+from stepscope.recording.context import OFF
 
 declared_roles: set[str] = set()
 """The roles that functions of this process were decorated with. One writer: `wrap`."""
 
 Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
-OpenSpan: TypeAlias = "AbstractContextManager[object] | None"
 
 
 class Declared:
-    """What `profile_step` was told about a function; the function carries it as `__stepscope__`.
-
-    Opens and closes the spans, and keeps our own failures away from the user's code.
-    """
+    """What `profile_step` was told about a function; the function carries it as `__stepscope__`."""
 
     __slots__ = ("attrs", "is_async", "role", "stage")
+
+    off = OFF
+    """The span of a generator while nothing is captured."""
 
     def __init__(self, role: str, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
         self.stage = stage
         self.attrs = attrs
         self.is_async = is_async
-
-    def begin(
-        self,
-        session: Session,
-        attrs: Mapping[str, AttrValue] | None,
-        resumption: int | None = None,
-        first: bool = True,
-    ) -> OpenSpan:
-        """The span, entered. None when that failed: the call then goes on untimed.
-
-        Args:
-            resumption: Which one of the generator it is; None for a call.
-            first: Whether the capture sees this call or generator for the first time.
-        """
-        try:
-            return session.begin(self.role, self.stage, attrs, self.is_async, resumption, first)
-        except RecursionError:
-            return None  # near the limit of the user's recursion: the depth that is left is for the call
-        except Exception as failure:
-            guard.note(f"opening the span {self.role}/{self.stage}", failure)
-            return None
-
-    def end(self, span: OpenSpan, error: BaseException | None = None) -> None:
-        """Closes the span. It is the caller who raises `error` on: nothing here can swallow it."""
-        if span is None:
-            return
-        try:
-            if error is None:
-                span.__exit__(None, None, None)
-            else:
-                span.__exit__(type(error), error, error.__traceback__)
-        except Exception as failure:
-            guard.note(f"closing the span {self.role}/{self.stage}", failure)
 
     def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
         """What the user's `attrs` function says of a call's arguments; None when it fails."""
@@ -104,36 +67,24 @@ class Declared:
             sys.set_asyncgen_hooks(firstiter=hear)
 
 
-def _begin_in_compiled_code(
-    self: Declared,
-    session: Session,
-    attrs: Mapping[str, AttrValue] | None,
-    resumption: int | None = None,
-    first: bool = True,
-) -> OpenSpan:
-    return None
-
-
-# What torch.compile traces in the place of a function that has this attribute. A span cannot be part of a
-# graph: tracing one would break the graph, and raise under fullgraph=True in the middle of a run.
 INLINED = "_torchdynamo_inline"
-setattr(Declared.begin, INLINED, _begin_in_compiled_code)
+"""What torch.compile traces in the place of a function that has this attribute."""
 
 
-# The function is called at one place in each branch, and nothing of ours can fail around it: it runs
-# exactly once.
+# The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
+# `__exit__` see to that): it runs exactly once.
 _CALL = """
 {async_}def wrapper({params}):
     __session = __runtime.active
     if __session is None:
         return {await_}__fn({call})
-    __span = __declared.begin(__session, {attrs})
+    __span = __session.log.begin(__declared, {attrs})
     try:
         __result = {await_}__fn({call})
     except BaseException as __error:
-        __declared.end(__span, __error)
+        __span.__exit__(None, __error, None)
         raise
-    __declared.end(__span)
+    __span.__exit__(None, None, None)
     return __result
 """
 
@@ -147,29 +98,27 @@ _GENERATOR = """
     __inner = __fn({call})
     __send = __inner.{send}
     __resume, __value, __index, __session = {first}, 0, None
+    __off = __span = __declared.off
     while True:
         __before, __session = __session, __runtime.active
-        __span = (
-            None
-            if __session is None
-            else __declared.begin(__session, {attrs}, __index, __session is not __before)
-        )
+        if __session is not None:
+            __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
         try:
             __item = [{await_}__resume(__value)]
         except {stop}:
-            __declared.end(__span)
+            __span.__exit__(None, None, None)
             return {returned}
         except GeneratorExit:
-            __declared.end(__span)
+            __span.__exit__(None, None, None)
             raise
         except BaseException as __error:
-            __declared.end(__span, __error)
+            __span.__exit__(None, __error, None)
             raise
         finally:
             __value = None
-        if __span is not None:
-            __declared.end(__span)
-            __span = None
+        if __session is not None:
+            __span.__exit__(None, None, None)
+            __span = __off
         __index += 1
         try:
             __value = yield __item.pop()
