@@ -571,7 +571,9 @@ def _after_fork_in_child() -> None:
     """The child is not recorded: the span file, the profiler and the capture are its parent's."""
     global _open
     runtime.active = None
-    _open = None
+    if _open is not None:
+        # The child may leave the block too, by exit() say. It must not close its parent's files and engines.
+        _open._state, _open._result, _open = "closed", None, None
     loop = sys.modules.get("stepscope.recording.loop")
     if loop is not None:
         loop.forget()
