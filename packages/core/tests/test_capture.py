@@ -543,6 +543,50 @@ async def test_a_cancelled_closing_waits_for_its_engines_and_tells_them_once(con
     assert expectation(config, 2, "replica 0").state == "ok"
 
 
+class InterruptedEngineProfiler(FakeEngineProfiler):
+    """Its first stop never gets to the engine."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeEngine())
+        self.asked, self.stops = asyncio.Event(), 0
+
+    async def stop(self) -> list[Artifact]:
+        self.stops += 1
+        self.asked.set()
+        if self.stops == 1:
+            await asyncio.Event().wait()
+        return await super().stop()
+
+
+def test_engines_whose_stop_ends_with_its_loop_are_told_again(config: ProfileConfig) -> None:
+    profiler = InterruptedEngineProfiler()
+
+    async def step() -> None:
+        cap = await capture(2, config=config, engines=[profiler]).aopen()
+        closing.append(asyncio.create_task(cap.aclose()))
+        await profiler.asked.wait()
+
+    closing: list[asyncio.Task[None]] = []
+    asyncio.run(step())  # which cancels what is left
+    assert closing[0].cancelled()
+    assert profiler.stops == 2
+    assert not profiler.engine.recordings
+    assert capture_module.opened() is None
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+class CancelledEngineProfiler(FakeEngineProfiler):
+    async def stop(self) -> list[Artifact]:
+        await super().stop()
+        raise asyncio.CancelledError  # of a task of its own
+
+
+async def test_a_cancellation_of_an_engines_own_making_is_its_failure(config: ProfileConfig) -> None:
+    async with capture(2, config=config, engines=[CancelledEngineProfiler(FakeEngine())]):
+        pass
+    assert expectation(config, 2, "replica 0").reason == "stop: cancelled"
+
+
 class StartlessEngineProfiler(HeldEngineProfiler):
     """Its start never returns, and undoes nothing when it is cancelled."""
 
@@ -559,8 +603,9 @@ class StartlessEngineProfiler(HeldEngineProfiler):
             raise
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
 async def test_a_cancelled_opening_ends_the_starts_and_stops_their_engines_once(
-    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # as in a run: it would raise what is swallowed
     profiler = StartlessEngineProfiler()
@@ -569,7 +614,8 @@ async def test_a_cancelled_opening_ends_the_starts_and_stops_their_engines_once(
     opening.cancel()
     await asyncio.wait_for(profiler.asked.wait(), 20)
     assert profiler.cancelled
-    await cancel_twice(opening)
+    if again:
+        await cancel_twice(opening)
     profiler.goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
