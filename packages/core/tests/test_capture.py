@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ import pytest
 import stepscope
 from packages.core.tests.suspensions import CancelledAt
 from stepscope import Capture, ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import NOT_CLOSED, NOT_EXPORTED, Expectation, Manifest
@@ -463,8 +465,10 @@ class HeldEngineProfiler(FakeEngineProfiler):
     def __init__(self) -> None:
         super().__init__(FakeEngine())
         self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.stops = 0
 
     async def stop(self) -> list[Artifact]:
+        self.stops += 1
         self.asked.set()
         await self.goes_on.wait()
         return await super().stop()
@@ -523,6 +527,198 @@ async def test_a_cancellation_while_a_failed_opening_is_rolled_back_goes_on_up(
         await opening
     assert capture_module.opened() is None
     assert not profiler.engine.recordings
+
+
+async def test_a_cancelled_closing_waits_for_its_engines_and_tells_them_once(config: ProfileConfig) -> None:
+    profiler = HeldEngineProfiler()
+    cap = await capture(2, config=config, engines=[profiler]).aopen()
+    closing = asyncio.create_task(cap.aclose())
+    await profiler.asked.wait()
+    await cancel_twice(closing)
+    profiler.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert profiler.stops == 1
+    assert capture_module.opened() is None
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+class InterruptedEngineProfiler(FakeEngineProfiler):
+    """Its first stop never gets to the engine."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeEngine())
+        self.asked, self.stops = asyncio.Event(), 0
+
+    async def stop(self) -> list[Artifact]:
+        self.stops += 1
+        self.asked.set()
+        if self.stops == 1:
+            await asyncio.Event().wait()
+        return await super().stop()
+
+
+def test_engines_whose_stop_ends_with_its_loop_are_told_again(config: ProfileConfig) -> None:
+    profiler = InterruptedEngineProfiler()
+
+    async def step() -> None:
+        cap = await capture(2, config=config, engines=[profiler]).aopen()
+        closing.append(asyncio.create_task(cap.aclose()))
+        await profiler.asked.wait()
+
+    closing: list[asyncio.Task[None]] = []
+    asyncio.run(step())  # which cancels what is left
+    assert closing[0].cancelled()
+    assert profiler.stops == 2
+    assert not profiler.engine.recordings
+    assert capture_module.opened() is None
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+class CancelledEngineProfiler(FakeEngineProfiler):
+    async def stop(self) -> list[Artifact]:
+        await super().stop()
+        raise asyncio.CancelledError  # of a task of its own
+
+
+async def test_a_cancellation_of_an_engines_own_making_is_its_failure(config: ProfileConfig) -> None:
+    async with capture(2, config=config, engines=[CancelledEngineProfiler(FakeEngine())]):
+        pass
+    assert expectation(config, 2, "replica 0").reason == "stop: cancelled"
+
+
+class StartlessEngineProfiler(HeldEngineProfiler):
+    """Its start never returns, and undoes nothing when it is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.cancelled = asyncio.Event(), False
+
+    async def start(self, capture: EngineCapture) -> None:
+        self.told.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again-and-again"])
+async def test_a_cancelled_opening_ends_the_starts_and_stops_their_engines_once(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # as in a run: it would raise what is swallowed
+    profiler = StartlessEngineProfiler()
+    opening = asyncio.create_task(capture(2, config=config, engines=[profiler]).aopen())
+    await profiler.told.wait()
+    opening.cancel()
+    await asyncio.wait_for(profiler.asked.wait(), 20)
+    assert profiler.cancelled
+    if again:
+        await cancel_twice(opening)
+    profiler.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert profiler.stops == 1
+    assert capture_module.opened() is None
+    assert "CancelledError" in str(expectation(config, 2, "spans").reason)
+
+
+async def cancel_twice(task: asyncio.Task[Any]) -> None:
+    """And sees that it goes on."""
+    for _ in range(2):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+
+
+async def body_raises_and_goes_on(config: ProfileConfig, profiler: HeldEngineProfiler) -> str:
+    """A step that fails, in a loop that bears it; cancelled while the capture closes."""
+    with pytest.raises(ValueError, match="of the step"):
+        async with capture(2, config=config, engines=[profiler]):
+            raise ValueError("of the step")
+    await asyncio.sleep(0)
+    return "went on"
+
+
+tells_who_cancelled = pytest.mark.skipif(
+    not hasattr(asyncio.Task, "uncancel"), reason="asyncio tells it from Python 3.11 on"
+)
+
+
+@tells_who_cancelled
+async def test_a_cancellation_while_a_failed_step_closes_comes_after_its_exception(
+    config: ProfileConfig,
+) -> None:
+    profiler = HeldEngineProfiler()
+    step: Any = asyncio.create_task(body_raises_and_goes_on(config, profiler))
+    await profiler.asked.wait()
+    step.cancel("enough")
+    profiler.goes_on.set()
+    with pytest.raises(asyncio.CancelledError, match="enough"):
+        await step
+    assert step.cancelling() == 1
+    assert expectation(config, 2, "replica 0").state == "ok"
+
+
+async def test_a_second_cancellation_while_a_cancelled_step_closes_leaves_its_handler_alone(
+    config: ProfileConfig,
+) -> None:
+    profiler = HeldEngineProfiler()
+    handled: list[bool] = []
+
+    async def step() -> None:
+        try:
+            async with capture(2, config=config, engines=[profiler]):
+                begun.set()
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            handled.append(True)
+            raise
+
+    begun = asyncio.Event()
+    stepping = asyncio.create_task(step())
+    await begun.wait()
+    stepping.cancel("first")
+    await profiler.asked.wait()
+    await cancel_twice(stepping)
+    profiler.goes_on.set()
+    with pytest.raises(asyncio.CancelledError, match="first"):
+        await stepping
+    assert handled
+
+
+@tells_who_cancelled
+@pytest.mark.parametrize("inside", [True, False], ids=["error-handled-inside", "error-leaves-the-timeout"])
+async def test_a_timeout_that_ends_while_a_failed_step_closes_holds_for_its_block_alone(
+    config: ProfileConfig, inside: bool
+) -> None:
+    profiler = HeldEngineProfiler()
+
+    async def step() -> None:
+        with pytest.raises(TimeoutError if inside else ValueError):
+            async with timeouts.timeout(None) as timeout:
+                begun.set_result(timeout)
+                if inside:
+                    await body_raises_and_goes_on(config, profiler)
+                async with capture(2, config=config, engines=[profiler]):
+                    raise ValueError("of the step")
+        await asyncio.sleep(0)  # cancelled no more
+        await asyncio.sleep(0)
+
+    timeouts: Any = asyncio  # of 3.11
+    begun: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    stepping: Any = asyncio.create_task(step())
+    await profiler.asked.wait()
+    begun.result().reschedule(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert stepping.cancelling() == 1
+    profiler.goes_on.set()
+    await stepping
+    assert stepping.cancelling() == 0
 
 
 async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: ProfileConfig) -> None:

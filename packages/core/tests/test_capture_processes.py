@@ -264,6 +264,39 @@ cap.result.raise_for_missing()
     assert "forked while the capture was open" in absent.reason
 
 
+@pytest.mark.parametrize("leaving", ["sys.exit(5)", "pass"])
+def test_a_forked_child_that_leaves_the_block_ends_nothing_of_its_parents(
+    tmp_path: Path, leaving: str
+) -> None:
+    out = run(
+        f"""
+from stepscope import on_capture
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+on_capture(lambda result: os.write(1, b"handed over"))
+engine = FakeEngine()
+with capture(1, engines=[FakeEngineProfiler(engine)], config=config) as cap, span("outer"):
+    recordings = dict(engine.recordings)
+    pid = os.fork()
+    if pid == 0:
+        {leaving}
+    else:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+        assert cap.result.manifest().state == "missing"
+if pid == 0:
+    assert engine.recordings == recordings != {{}}
+    assert not cap.result.captured
+    sys.exit(5)
+cap.result.raise_for_missing()
+""",
+        tmp_path,
+    )
+    assert out.count("handed over") == 1
+    recorded = lines(tmp_path)
+    assert [line.stage for line in recorded if isinstance(line, Span)] == ["outer"]
+    assert sum(isinstance(line, End) for line in recorded) == 1
+    assert manifest(tmp_path).state == "ok"
+
+
 def test_a_spawned_child_may_capture_for_itself(tmp_path: Path) -> None:
     script = tmp_path / "spawns.py"
     script.write_text(

@@ -354,24 +354,56 @@ def test_a_forked_child_may_profile_for_itself(run: Run, flags: tuple[str, ...])
     assert done.returncode == 0, done.stderr
 
 
+GROWN = """
+def grown():
+    statm, some = Path("/proc/self/statm"), torch.ones(1)
+    some + 1
+    before = int(statm.read_text().split()[1])
+    for _ in range(50_000):
+        some + 1
+    return int(statm.read_text().split()[1]) - before
+"""
+
+
 def test_operators_of_a_forked_childs_threads_are_recorded_for_nobody(run: Run) -> None:
     done = run(
-        """
-        def grown():
-            statm, some = Path("/proc/self/statm"), torch.ones(1)
-            before = int(statm.read_text().split()[1])
-            for _ in range(50_000):
-                some + 1
-            return int(statm.read_text().split()[1]) - before
-        start()
-        if os.fork() == 0:
-            print(in_thread(grown))
-            sys.exit()
-        os.wait()
-        """,
+        GROWN
+        + """
+start()
+if os.fork() == 0:
+    print(in_thread(grown))
+    sys.exit()
+os.wait()
+""",
         "--all-threads",
     )
     assert int(done.stdout) < 5000, done.stderr  # pages; recorded, they take 12,500
+
+
+@pytest.mark.parametrize("with_stack", [False, True])
+def test_allocations_of_a_forked_child_are_recorded_for_nobody(run: Run, with_stack: bool) -> None:
+    done = run(
+        GROWN
+        + f"""
+memory = TorchConfig(profile_memory=True, with_stack={with_stack})
+backend = TorchBackend(ProfileConfig(torch=memory))
+start()
+if os.fork() == 0:
+    print(grown())
+    backend = TorchBackend(backend._config)
+    for _ in range(2):
+        start()
+        assert {{"ours", "aten::mm", "[memory]"}} <= write(backend.stop())
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+work("parent")
+assert {{"ours", "parent", "[memory]"}} <= write(backend.stop())
+"""
+    )
+    pages, status = done.stdout.split()
+    assert status == "5", done.stderr
+    assert int(pages) < 1500, done.stderr  # recorded, they take 3,500
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_full_disk_is_an_error_and_not_half_a_trace(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,14 +12,21 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tiny_sglang import settings, write_model
 
 _UP_S = 500
+_TRIES = 5
+_TAKEN = re.compile("address (is )?already in use|port .*(is not available|is used by|already in use)", re.I)
+"""What uvicorn, SGLang and its router end with when another process was faster."""
+
+
+class PortTakenError(Exception):
+    """Another process took the port between our look and the server's."""
 
 
 class Live(NamedTuple):
@@ -30,25 +38,45 @@ class Live(NamedTuple):
 @contextmanager
 def live_server(folder: Path, **changes: object) -> Iterator[Live]:
     """A server of the tiny model. `changes` go to its settings."""
-    port = _free_port()
-    known = {"host": "127.0.0.1", "port": port, "skip_server_warmup": True, **changes}
-    options = settings(write_model(folder / "model"), **known)
-    with _running(
-        folder, "sglang.launch_server", _words(options), f"http://127.0.0.1:{port}/health"
-    ) as group:
-        yield Live(f"http://127.0.0.1:{port}", group)
+    model = write_model(folder / "model")
+
+    def words(port: int) -> list[str]:
+        known = {"host": "127.0.0.1", "port": port, "skip_server_warmup": True, **changes}
+        return _words(settings(model, **known))
+
+    with serving(folder, "sglang.launch_server", words, "/health") as live:
+        yield live
 
 
 @contextmanager
 def live_router(folder: Path, *words: str) -> Iterator[str]:
     """The URL of sglang's router. `words` name its servers."""
-    port = _free_port()
-    ports = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
-    url = f"http://127.0.0.1:{port}"
     servers = sum(word.startswith("http://") for word in words)
     known = f'"total":{servers},'.encode()  # it serves before it has found them
-    with _running(folder, "sglang_router.launch_router", [*ports, *words], f"{url}/workers", known):
-        yield url
+
+    def ours(port: int) -> list[str]:
+        ports = ["--port", str(port), "--prometheus-port", str(_free_port())]
+        return ["--host", "127.0.0.1", *ports, *words]
+
+    with serving(folder, "sglang_router.launch_router", ours, "/workers", known) as live:
+        yield live.url
+
+
+@contextmanager
+def serving(
+    folder: Path, module: str, words: Callable[[int], Sequence[str]], health: str, said: bytes = b""
+) -> Iterator[Live]:
+    """`module`, run with what `words` says for its port: another one where that is taken meanwhile."""
+    with ExitStack() as running:
+        for _ in range(_TRIES):
+            port = _free_port()
+            url = f"http://127.0.0.1:{port}"
+            with suppress(PortTakenError):
+                group = running.enter_context(_running(folder, module, words(port), url + health, said))
+                break
+        else:
+            raise PortTakenError((folder / "log").read_text()[-3000:])
+        yield Live(url, group)
 
 
 @contextmanager
@@ -98,7 +126,10 @@ def _words(options: dict[str, Any]) -> list[str]:
 def _wait_for(health: str, said: bytes, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-3000:]
+        if process.poll() is not None:
+            ended = log.read_text()
+            assert _TAKEN.search(ended), ended[-3000:]
+            raise PortTakenError(ended[-3000:])
         try:
             with urllib.request.urlopen(health, timeout=2) as answer:
                 if said in answer.read():

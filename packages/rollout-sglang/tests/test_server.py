@@ -36,6 +36,8 @@ class FakeServer(ThreadingHTTPServer):
         self.has_plugin = True
         self.shown: dict[str, object] = {}
         """What the plugin shows that is not as here."""
+        self.start_fails: bytes | None = None
+        """What is said with the 500 of a start that fails."""
         self.stop_status: int | None = None
         """What a stop is answered by somebody else than the server."""
         self.behind: list[str] = []
@@ -56,6 +58,8 @@ class FakeServer(ThreadingHTTPServer):
         if path == "/workers" and self.behind:
             return 200, json.dumps({"workers": [{"url": url} for url in self.behind]}).encode()
         if path == "/start_profile":
+            if self.start_fails is not None:
+                return 500, self.start_fails
             wrong = self.scheduler.start(msgspec.json.decode(body, type=ProfileReq))
         elif path == "/stop_profile":
             if self.stop_status is not None:
@@ -265,6 +269,24 @@ async def test_of_several_failed_stops_the_last_one_is_what_the_engine_records(
         await SglangServer(server.url).start(msgspec.structs.replace(a_capture(tmp_path), step=3))
 
 
+@pytest.mark.parametrize(
+    ("body", "shown", "may_be_running"),
+    [
+        (b"Internal Server Error", "already in progress, or it failed", True),
+        (b"Profiling is already in progress. Call /stop_profile first.", "500 Profiling is already", True),
+        (b'{"error": "No space left on device"}', "500 .*No space left on device", False),
+    ],
+)
+async def test_a_refused_start_says_what_the_server_said(
+    server: FakeServer, tmp_path: Path, body: bytes, shown: str, may_be_running: bool
+) -> None:
+    server.start_fails = body
+    with pytest.raises(EngineError, match=shown) as raised:
+        await SglangServer(server.url).start(a_capture(tmp_path))
+    assert ("call stop_profile" in str(raised.value)) == may_be_running
+    assert ("in progress" in str(raised.value)) == may_be_running
+
+
 async def test_what_somebody_began_after_a_failed_stop_of_ours_goes_on(
     server: FakeServer, tmp_path: Path
 ) -> None:
@@ -274,7 +296,7 @@ async def test_what_somebody_began_after_a_failed_stop_of_ours_goes_on(
     server.scheduler.forward("EXTEND")
     assert await profiler.stop()
     server.scheduler.start(ProfileReq(output_dir=str(tmp_path / "somebody")))
-    with pytest.raises(EngineError, match="is running, and not for us"):
+    with pytest.raises(EngineError, match=r"500 Internal Server Error.* is running, and not for us"):
         await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=3))
     assert server.scheduler.recording is not None
 

@@ -17,10 +17,14 @@ from stepscope_sglang._session import Line, RefusedError
 _ASK_S = 10.0
 _REPLY_S = 600.0
 """A stop is answered when the files are written; the server does nothing else meanwhile (108 s were seen)."""
+_NO_REASON = (b"", b"Internal Server Error")
+"""What SGLang says with a 500, in all versions that we ran."""
 
 
 class ServerLine:
-    """A `Line`. SGLang answers 500, without a reason, both when it refuses and when it fails."""
+    """A `Line`. SGLang answers 500, without a reason, both when it refuses and when it fails. One who gives a
+    reason (a proxy, a newer version) is taken at its word.
+    """
 
     remote = True
 
@@ -51,17 +55,11 @@ class ServerLine:
 
     def start(self, request: Mapping[str, object]) -> None:
         answer = self._server.request_now("POST", "/start_profile", request, timeout_s=_REPLY_S)
-        if answer.status == 500:
-            raise RefusedError(
-                "the server refused: profiling is already in progress, or it failed (its log says)"
-            )
-        self._expect_ok("/start_profile", answer)
+        self._expect_done("/start_profile", answer, "profiling is already in progress")
 
     def stop(self) -> None:
         answer = self._server.request_now("POST", "/stop_profile", timeout_s=_REPLY_S)
-        if answer.status == 500:
-            raise RefusedError("the server refused: it is not recording, or it failed (its log says)")
-        self._expect_ok("/stop_profile", answer)
+        self._expect_done("/stop_profile", answer, "it is not recording")
 
     def states(self) -> Sequence[object]:
         answer = self._ask().get("internal_states")
@@ -94,6 +92,13 @@ class ServerLine:
             f"{self._server.url} is a router before {', '.join(behind)}, and passes no profiling on to them. "
             f"Fix: *SglangServer.behind({self._server.url!r}), one replica for each server"
         )
+
+    def _expect_done(self, path: str, answer: Answer, usual: str) -> None:
+        """Args: usual: why SGLang refuses this, which is what a 500 without a reason most often means."""
+        if answer.status == 500:
+            guess = f": {usual}, or it failed (its log says which)" if answer.body in _NO_REASON else ""
+            raise RefusedError(f"{self._server.url}{path} answered 500 {answer.text}{guess}")
+        self._expect_ok(path, answer)
 
     def _expect_ok(self, path: str, answer: Answer) -> None:
         if answer.status == 200:

@@ -178,8 +178,8 @@ class Session:
             ours = [each for each in _owed_by(self._line) if each._unstopped]
             if not ours:
                 raise EngineError(
-                    "this engine's profiler is running, and not for us: somebody started it by hand, or the "
-                    "process that did has died. Fix: call stop_profile on the engine"
+                    f"{str(error).rstrip('.')}. If it is running, and not for us, somebody started it by "
+                    "hand, or the process that did has died. Fix: call stop_profile on the engine"
                 ) from error
             ours[-1]._stop_again(self._line)
             self._line.start(request)

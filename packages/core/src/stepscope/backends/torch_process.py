@@ -64,12 +64,12 @@ def _in_child() -> None:
     open_scopes.forget()
     window = torch_window.forget()
     if window is not None:
+        user_profilers.forget()
         # Its callbacks are set here too, on each thread of the child if it records all threads, and would
         # record every operator for nobody.
         torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # torch: not in its stub
         if window.options.recorded["with_stack"]:
             sys.setprofile(None)  # and every call
-        user_profilers.forget()
     # A thread of Kineto's, which a fork does not copy, is waited for by one of its destructors: exit() would
     # hang for ever.
     libc.leave_without_destructors()

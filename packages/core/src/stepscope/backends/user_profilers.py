@@ -24,8 +24,6 @@ _sessions: WeakSet[profile] = WeakSet()
 """Sessions of others that were prepared. One writer: the method watched."""
 _ours_on: int | None = None
 """The thread that is preparing or starting a session of ours. One writer: `ours`."""
-_parents_on: int | None = None
-"""In the child of a fork: the thread on which torch shows the parent's session. One writer: `forget`."""
 
 
 def watch(before_theirs: Callable[[], None]) -> None:
@@ -77,8 +75,7 @@ def busy() -> str | None:
     """What of others profiles this process, or is about to; None when nothing does."""
     if any(live.enabled and live.entered and live.kineto_results is None for live in list(_sessions)):
         return "a torch.profiler session that is not stepscope's is open (running or warming up)"
-    shown_here = threading.get_ident() != _parents_on and running(on_this_thread=True)
-    if shown_here or running(on_this_thread=False):
+    if running(on_this_thread=True) or running(on_this_thread=False):
         return "a torch.profiler session that is not stepscope's is running, or was dropped without stop()"
     return None
 
@@ -103,7 +100,15 @@ def clear_flag() -> None:
 
 
 def forget() -> None:
-    """In the child of a fork, on its only thread: the session of ours that torch shows is the parent's."""
-    global _parents_on
-    _parents_on = threading.get_ident()
+    """In the child of a fork, on its only thread: the session of ours that torch shows is the parent's, and
+    with `profile_memory` would take some 150 bytes for each allocation.
+
+    To stop it would be to touch Kineto, and CUPTI. The old profiler's end takes it off the thread and does no
+    more, whichever of both profilers began it.
+    """
+    from torch._C import _autograd
+
+    if running(on_this_thread=True):
+        nothing_else = _autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]  # torch
+        _autograd._disable_profiler_legacy(nothing_else)  # type: ignore[call-arg]  # its stub
     clear_flag()

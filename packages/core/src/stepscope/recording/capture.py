@@ -342,15 +342,21 @@ class Capture:
             self._close(error, deadline_s, None)
 
     async def aclose(self, error: str | None = None) -> None:
-        """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it."""
+        """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it: that
+        is raised afterwards; with an `error`, which goes up, at the task's next await.
+        """
+        cancelled = await self._aclose(error)
+        if cancelled is not None:
+            _go_on_cancelled(cancelled, instead=error is None)
+
+    async def _aclose(self, error: str | None) -> asyncio.CancelledError | None:
+        """The cancellation that came meanwhile."""
         if self._state not in ("opening", "open"):
             self._say_uncaptured(error)
-            return
+            return None
         from stepscope.recording import loop
 
-        cancelled = await loop.uninterrupted(self._close_async(error))
-        if cancelled is not None and error is None:
-            raise cancelled
+        return await loop.uninterrupted(self._close_async(error))
 
     def _close(self, error: str | None, deadline_s: float | None, discard: str | None) -> None:
         try:
@@ -556,7 +562,9 @@ class Capture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose(None if error is None else describe(error))
+        cancelled = await self._aclose(None if error is None else describe(error))
+        if cancelled is not None and not isinstance(error, type(cancelled)):
+            _go_on_cancelled(cancelled, instead=error is None)
 
     def _refuse_to_block_a_loop(self) -> None:
         if self._given == (None, None) or not in_event_loop():
@@ -567,11 +575,22 @@ class Capture:
         )
 
 
+def _go_on_cancelled(cancelled: asyncio.CancelledError, *, instead: bool) -> None:
+    """Args: instead: nothing else goes up that this would replace."""
+    if instead:
+        raise cancelled
+    from stepscope.recording import loop
+
+    loop.cancel_later(cancelled)
+
+
 def _after_fork_in_child() -> None:
     """The child is not recorded: the span file, the profiler and the capture are its parent's."""
     global _open
     runtime.active = None
-    _open = None
+    if _open is not None:
+        # The child may leave the block too, by exit() say. It must not close its parent's files and engines.
+        _open._state, _open._result, _open = "closed", None, None
     loop = sys.modules.get("stepscope.recording.loop")
     if loop is not None:
         loop.forget()

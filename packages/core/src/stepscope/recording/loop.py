@@ -93,6 +93,24 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledErr
     return cancelled
 
 
+def cancel_later(cancelled: asyncio.CancelledError) -> None:
+    """The running task was cancelled, and another exception goes up in its place: the task's next wait is
+    cancelled, so that neither is lost. (asyncio's TaskGroup does so from Python 3.13 on.)
+
+    Not where whoever cancelled is left by then, a timeout say. Python 3.10 cannot tell: it is lost there.
+    """
+    task: Any = asyncio.current_task()
+    if not hasattr(task, "uncancel"):
+        return
+
+    def cancel() -> None:
+        if task.cancelling():
+            task.uncancel()  # the count of those who asked stays
+            task.cancel(*cancelled.args)
+
+    task.get_loop().call_soon(cancel)
+
+
 def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
