@@ -160,10 +160,14 @@ def build_of_files(root: Path, traces: list[Path]) -> Path:
 
 
 def _at_the_step(trace: bytes) -> bytes:
-    """As it is, but for the base, if it has one: its events happen when the step does.
+    """As it is, but for the base, or its times if it has none: its events happen when the step does.
 
-    A base is a number of whole seconds, as Kineto's are.
+    By a number of whole seconds, as Kineto's bases are.
     """
     first = re.search(rb'"ph": "X".*?"ts": (\d+)', trace, re.DOTALL)
-    base = b"%d" % (OPENED_NS // 10**9 * 10**9 - (0 if first is None else int(first[1]) // 10**6 * 10**9))
+    recorded_s = 0 if first is None else int(first[1]) // 10**6
+    opened_s = OPENED_NS // 10**9
+    if b'"baseTimeNanoseconds"' not in trace:
+        return _later(trace, opened_s - recorded_s)
+    base = b"%d" % ((opened_s - recorded_s) * 10**9)
     return re.sub(rb'(?<="baseTimeNanoseconds": )\d+', base, trace)

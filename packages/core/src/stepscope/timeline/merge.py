@@ -116,7 +116,7 @@ class _Merge:
     ) -> None:
         found = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
         fields = {each.path: ChromeTrace(each.path).fields() for each in found.traces if each.reader is None}
-        self.axis = axis_of(timeline, [said.base_ns for said in fields.values() if said.base_ns is not None])
+        self.axis = axis_of(timeline, [said.base_ns or 0 for said in fields.values()])
         self._timeline = timeline
         self._selection = selection
         self._on_read = on_read

@@ -13,6 +13,9 @@ ones unseen, in three steps:
 
 Where the second step does not come out even, nothing was done: the batch is learned from anew, and else goes
 the thorough way.
+
+Times that move by whole seconds, and by a day at least, need no marks: all events have one, and none that was
+left as it was can be where the others go.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -32,18 +35,21 @@ from stepscope.timeline.rows import Row
 from stepscope.timeline.tracks import Tracks
 
 _SECONDS = 4
-"""So many different seconds in a batch are replaced one by one."""
+"""So many different seconds in a batch are replaced one by one; or tens, or more, if they move by such."""
+_FAR_S = 86_400
 _PIDS = 4
 """So many of a file's further pids are looked for in every batch; if there are more, those of the batch that
 was learned from."""
 _NEEDLES = 32
+_IDLE = 4
+"""Of so many texts in a row that did not have a needle, none is searched for it at first."""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
 _BEHIND = {b",", b"\n", b" ", b"}"}
 """What may stand behind a number, of what is not a part of it."""
 _THREAD = re.compile(rb'"pid"(:\s*)\d+(,\s*)"tid"(:\s*)\d+(\s*[,}])')
-_ID = re.compile(rb'[\s,]*"id":\s*(?=\d)')
+_ID = re.compile(rb'"id":\s*(?=\d)')
 _TIME = re.compile(rb'"ts"(:\s*)\d')
 
 _DRAWN = int.from_bytes(os.urandom(8), "big")
@@ -54,9 +60,7 @@ _MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
 """And those up to `_NEEDLES` above it: one for each of a file's pids."""
 _MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
 """And those above it, in front of a tid: with the nine digits that this has at most, it is below 2^63."""
-_MARKED_SECOND = 10**8 + _DRAWN % 10**8
-"""And those above it, for the seconds of a batch: exact in a double, with all us behind them."""
-_OF_ID, _OF_TIME = -1, -2
+_OF_ID = -1
 
 Phase: TypeAlias = Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
 """Of a plain event: neither metadata nor a counter."""
@@ -87,14 +91,29 @@ class Cut(NamedTuple):
     end: int | None
 
 
-class _Needle(NamedTuple):
-    """What stands in some events, in all that are alike, and its two replacements."""
+class _Needle:
+    """What stands in some events, in all that are alike, and what shall stand there."""
 
-    kind: int
-    """`_OF_ID`, `_OF_TIME`, or the pid that marks them."""
-    written: bytes
-    marked: bytes
-    final: bytes
+    def __init__(self, written: bytes, final: bytes, kind: int = 0, marked: bytes = b"") -> None:
+        """
+        Args:
+            kind: `_OF_ID`, or the pid that marks them.
+            marked: What stands there until they are proven; of times nothing.
+        """
+        self.written = written
+        self.final = final
+        self.kind = kind
+        self.marked = marked
+        self.idle = 0
+        """So many texts in a row did not have it."""
+
+    def split(self, text: bytes, idle: float) -> list[bytes]:
+        """The text where it stands, and stood not longer than that ago."""
+        if self.idle >= idle:
+            return [text]
+        parts = text.split(self.written)
+        self.idle = 0 if len(parts) > 1 else self.idle + 1
+        return parts
 
 
 _plain = msgspec.json.Decoder(list[Plain]).decode
@@ -123,9 +142,10 @@ class Quick:
             DecodeError: it is no JSON.
         """
         done = None if self._plan is None else self._plan.carried_out(array)
-        if done is None:
-            self._plan = self._learned(array)
-            done = None if self._plan is None else self._plan.carried_out(array)
+        learned = self._learned(array) if done is None else None
+        if learned is not None:  # else these events are others, and what is known still holds for the next
+            self._plan = learned
+            done = learned.carried_out(array)
         return done
 
     def _learned(self, array: bytes) -> _Plan | None:
@@ -142,16 +162,21 @@ class Quick:
         threads = self._threads(events, thread.groups())  # all of these events are kept: so are their tracks
         if len(threads.needles) > _NEEDLES:
             return None
-        some_id = _ID.search(array)
-        if some_id is not None:
-            written, prefix = some_id[0], self._ids.prefix
-            marked = written.replace(b'"id"', _MARKED_ID) + prefix
-            self._id = [_Needle(_OF_ID, written, marked, written + prefix)]
+        if any(event.id >= 0 for event in events):
+            self._id = self._ids_of(array)
         decode = _decoder(
-            threads.pids, threads.tids, (times.first, times.last), times.each is not None,
+            threads.pids, threads.tids, (times.first, times.beyond), times.each is not None,
             (int(self._ids.prefix) * 10, (int(self._ids.prefix) + 1) * self._ids.below),
         )  # fmt: skip
-        return _Plan([*self._id, *threads.needles, *times.needles], times.each, decode)
+        return _Plan(times, [*self._id, *threads.needles], decode)
+
+    def _ids_of(self, array: bytes) -> list[_Needle]:
+        found = _ID.search(array)
+        if found is None:
+            return []
+        before = array[max(0, found.start() - 64) : found.start()]
+        written, prefix = before[len(before.rstrip(b", \n")) :] + found[0], self._ids.prefix
+        return [_Needle(written, written + prefix, _OF_ID, written.replace(b'"id"', _MARKED_ID) + prefix)]
 
     def _threads(self, events: list[Plain], glue: tuple[bytes, ...]) -> _Threads:
         own = self._row.pid
@@ -178,7 +203,7 @@ class Quick:
             else:
                 ends = [(b"", b"")] if pid != own else []
             needles += [
-                _Needle(kind, start % pid + end, start % kind + before + new, start % own + new)
+                _Needle(start % pid + end, start % own + new, kind, start % kind + before + new)
                 for end, new in ends
             ]
             pids |= {kind} if ends else set()
@@ -198,16 +223,14 @@ class Quick:
             return None
         colon, shift_ns = written[1], self._place.shift_ns
         if shift_ns == 0:
-            return _Times(float(first), float(last))
-        if shift_ns is not None and shift_ns % _SECOND_NS == 0 and earliest >= _SECOND_US:
-            seconds = range(earliest // _SECOND_US, latest // _SECOND_US + 1)
-            shift = shift_ns // _SECOND_NS
-            alike = len(str(seconds[0])) == len(str(seconds[-1]))
-            if len(seconds) <= _SECONDS and alike and seconds[0] + shift > 0:
-                return _seconds(first, last, seconds, shift, b'"ts"' + colon)
+            return _Times(first, last)
+        if shift_ns is not None and shift_ns % _SECOND_NS == 0:
+            moved = _seconds(earliest, latest, shift_ns // _SECOND_NS, b'"ts"' + colon)
+            if moved is not None:
+                return moved._replace(first=max(first, moved.first), beyond=min(last, moved.beyond))
         if len(str(earliest)) != len(str(latest)):
             return None
-        return _Times(float(first), float(last), each=_EachTime(self._place, colon, len(str(earliest))))
+        return _Times(first, last, each=_EachTime(self._place, colon, len(str(earliest))))
 
     def _bounds(self) -> tuple[int, int]:
         """Of a `ts` that is believed and asked for, in the merged file. At most 1 us too narrow."""
@@ -254,60 +277,80 @@ class _EachTime(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """What happens to the times of a file, and between what they are when marked, in us."""
+    """What happens to the times of a file, and between what they are then, in us."""
 
-    first: float
-    last: float
+    first: int
+    beyond: int
     needles: tuple[_Needle, ...] = ()
-    """Where they move by whole seconds: the digits that say these, the same in most of a batch."""
+    """Where they move by whole seconds: the digits that say these are the same in most of a batch."""
     each: _EachTime | None = None
 
 
-def _seconds(first: int, last: int, seconds: range, shift: int, start: bytes) -> _Times:
-    to_marked = _MARKED_SECOND - seconds[0]
-    needles = [
-        _Needle(_OF_TIME, *(b"%b%d" % (start, second + by) for by in (0, to_marked, shift)))
-        for second in seconds
-    ]
+def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | None:
+    """None: they have to be moved one by one."""
+    if abs(shift) < _FAR_S:
+        return None
+    unit = next(unit for unit in (1000, 100, 10, 1) if shift % unit == 0)
+    shift //= unit
+    numbers = range(earliest // (_SECOND_US * unit), latest // (_SECOND_US * unit) + 1)
+    alike = len(str(numbers[0])) == len(str(numbers[-1]))
+    if len(numbers) > _SECONDS or not alike or numbers[0] == 0 or numbers[0] + shift <= 0:
+        return None
+    needles = [_Needle(b"%b%d" % (start, each), b"%b%d" % (start, each + shift)) for each in numbers]
     # No wider than that: `"ts": 44` is also how 443 seconds begin.
-    begin, end = _MARKED_SECOND * _SECOND_US, (_MARKED_SECOND + _SECONDS) * _SECOND_US - 1
-    moved = (to_marked - shift) * _SECOND_US
-    return _Times(float(max(first + moved, begin)), float(min(last + moved, end)), tuple(needles))
+    first, last = ((each + shift) * _SECOND_US * unit for each in (numbers[0], numbers[-1]))
+    return _Times(first, last + _SECOND_US * unit, tuple(needles))
 
 
 class _Plan(NamedTuple):
     """What is to be done to a file's events."""
 
+    times: _Times
     needles: list[_Needle]
-    each: _EachTime | None
     decode: Callable[[bytes], list[Any]]
 
     def carried_out(self, array: bytes) -> tuple[memoryview, int] | None:
         """None: it is not the right one for these events."""
-        text, found, counts = array, list[_Needle](), dict[int, int]()
-        parts = [text]
+        # A search takes a tenth of all: what was long in vain is looked for when the proof misses it.
+        done = self._done(array, _IDLE)
+        if done is None and any(needle.idle >= _IDLE for needle in (*self.times.needles, *self.needles)):
+            done = self._done(array, inf)
+        return done
+
+    def _done(self, array: bytes, idle: float) -> tuple[memoryview, int] | None:
+        text, at = array, 0
+        for needle in self.times.needles:
+            parts = needle.split(text, idle)
+            if len(parts) > 1:
+                text = needle.final.join(parts)
+                at += len(parts) - 1
+        found = list[_Needle]()
+        counts = dict[int, int]()
+        last = [text]
         for needle in self.needles:
-            some = text.split(needle.written)
-            if len(some) > 1:
-                parts = some
-                text = needle.marked.join(parts)
+            parts = needle.split(text, idle)
+            if len(parts) > 1:
+                last, text = parts, needle.marked.join(parts)
                 found.append(needle)
                 counts[needle.kind] = counts.get(needle.kind, 0) + len(parts) - 1
-        if self.each is not None:
-            moved = self.each.moved(text)
+        each = self.times.each
+        if each is not None:
+            moved = each.moved(text)
             if moved is None:
                 return None
-            text, counts[_OF_TIME] = moved
+            text, at = moved
         try:
             events = self.decode(text)
         except msgspec.DecodeError:
             return None
+        if (each is not None or self.times.needles) and at != len(events):
+            return None  # there is no event without a time
         if any(count != _marked(kind, events) for kind, count in counts.items()):
             return None
-        if self.each is not None:
+        if each is not None:
             text = b'"ts"'.join(text.split(_MARKED_TIME))
         elif found:
-            text = found.pop().final.join(parts)  # without another search
+            text = found.pop().final.join(last)  # without another search
         for needle in found:
             text = needle.final.join(text.split(needle.marked))  # twice as fast as `replace`
         return memoryview(text)[1:-1], len(events)
@@ -315,8 +358,6 @@ class _Plan(NamedTuple):
 
 def _marked(kind: int, events: list[Any]) -> int:
     """How many of the events have a mark, in a field of their own."""
-    if kind == _OF_TIME:
-        return len(events)  # there is no event without one
     if kind == _OF_ID:
         return len([1 for event in events if event.marked_id >= 0])
     return len([1 for event in events if event.pid == kind])
@@ -326,20 +367,20 @@ def _marked(kind: int, events: list[Any]) -> int:
 def _decoder(
     pids: tuple[int, ...],
     tids: tuple[int, ...],
-    times: tuple[float, float],
+    times: tuple[int, int],
     each_time: bool,
     ids: tuple[int, int],
 ) -> Callable[[bytes], list[Any]]:
     """Takes nothing but plain events in which all is marked that must not stay.
 
     Args:
-        times: The first and the last one.
+        times: The first one, and what is beyond the last.
         each_time: Whether times are marked by their key.
         ids: The lowest when marked, and what is beyond the highest.
     """
     pid: Any = Literal[pids]
     tid: Any = Literal[tids]
-    time: Any = Annotated[float, msgspec.Meta(ge=times[0], le=times[1])]
+    time: Any = Annotated[float, msgspec.Meta(ge=float(times[0]), lt=float(times[1]))]
     fields: list[Any] = [
         ("ph", Phase),
         ("marked_id", Annotated[int, msgspec.Meta(ge=ids[0], lt=ids[1])], -1),

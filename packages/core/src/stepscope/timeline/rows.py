@@ -19,6 +19,9 @@ MARGIN_NS = 3_600_000_000_000
 """How far from the step's window a time may be and still be believed: an hour."""
 _SECOND_NS = 1_000_000_000
 """So far behind the window stands what has no place in it, or up to a second more."""
+_BASE_NS = 1000 * _SECOND_NS
+"""A base of ours is a multiple of this: times since 1970 keep their last digits of seconds, so that what is
+replaced is the same in more events."""
 _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
@@ -84,16 +87,18 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
 
     Args:
         bases: What the traces of the step count from. One at whose distance from the step a viewer cannot
-            show every ns (`_EXACT`) is not taken, nor one behind its beginning.
+            show every ns (`_EXACT`) is not taken, nor one behind its beginning: one of ours is instead.
     """
     start_ns = timeline.window.start_ns - MARGIN_NS
     end_ns = timeline.window.end_ns + MARGIN_NS
+    own_ns = start_ns // _BASE_NS * _BASE_NS
     there = Counter(
         base_ns
-        for base_ns in bases
         if any(lowest <= start_ns - base_ns and end_ns - base_ns < beyond for lowest, beyond in _EXACT)
+        else own_ns
+        for base_ns in bases
     )
-    ((base_ns, _),) = there.most_common(1) or [(start_ns // _SECOND_NS * _SECOND_NS, 0)]
+    ((base_ns, _),) = there.most_common(1) or [(own_ns, 0)]
     end = timeline.window.end_ns - base_ns
     return Axis(base_ns, first=start_ns - base_ns, last=end + MARGIN_NS, behind=end + _SECOND_NS)
 
