@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -493,32 +492,6 @@ def test_a_disk_that_is_full_is_said_and_leaves_nothing(
     with pytest.raises(OSError, match="No space left"):
         merge_step(path)
     assert not list(path.glob(".timeline*"))
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_one_core_or_a_busy_machine_gets_no_second_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
-) -> None:
-    folder, _, actor = two(tmp_path)
-    trace(folder, actor, [kernel("gemm", MS)])
-    path = folder.write()
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 9.0, 9.0))
-    with monkeypatch.context() as without:
-        without.setattr(ThreadPoolExecutor, "submit", None)
-        with pytest.raises(TypeError):
-            merge_step(path)
-    merge_step(path, to=tmp_path / "two.json.gz")
-    if busy:
-        monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0))
-    else:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", None)
-    merge_step(path, to=tmp_path / "one.json.gz")
-    one, two_threads = (
-        gzip.decompress((tmp_path / f"{name}.json.gz").read_bytes()) for name in ("one", "two")
-    )
-    assert one == two_threads
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -293,23 +292,23 @@ def test_workers_come_where_rows_wait_and_cores_idle(sizes: list[int], cores: in
 texts = st.lists(st.binary(min_size=1, max_size=400).map(lambda some: some * 40), max_size=4)
 
 
-@given(st.lists(st.tuples(st.booleans(), texts), max_size=5), st.booleans())
-def test_pieces_of_several_make_one_gzip_member(parts: list[tuple[bool, list[bytes]]], thread: bool) -> None:
+@given(st.lists(st.tuples(st.booleans(), texts), max_size=5))
+def test_pieces_of_several_make_one_gzip_member(parts: list[tuple[bool, list[bytes]]]) -> None:
     sink = io.BytesIO()
-    with closing(TimelineFile(sink, 7, thread=thread)) as whole:
-        for apart, some in parts:
-            if not apart:
-                for each in some:
-                    whole.events(each)
-                continue
-            other = io.BytesIO()
-            with closing(EventsFile(other, thread=False)) as file:
-                for each in some:
-                    file.events(each)
-                piece = file.piece()
-            other.seek(0)
-            whole.append(piece, other)
-        whole.finish({})
+    whole = TimelineFile(sink, 7)
+    for apart, some in parts:
+        if not apart:
+            for each in some:
+                whole.events(each)
+            continue
+        other = io.BytesIO()
+        file = EventsFile(other)
+        for each in some:
+            file.events(each)
+        piece = file.piece()
+        other.seek(0)
+        whole.append(piece, other)
+    whole.finish({})
     given = b",\n".join(each for _, some in parts for each in some)
     member = zlib.decompressobj(31)
     found = member.decompress(sink.getvalue())

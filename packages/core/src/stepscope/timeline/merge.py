@@ -89,18 +89,17 @@ def merge_step(
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
     merge.check_roles()
     target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline
-    cores = idle_cores()
-    helpers = 0 if to_format == "perfetto" else merge.workers(cores)
-    with _output(target, to_format, merge.axis.base_ns, thread=cores > helpers) as out:
+    helpers = 0 if to_format == "perfetto" else merge.workers(idle_cores())
+    with _output(target, to_format, merge.axis.base_ns) as out:
         merge.write(out, target, helpers)
         merged = merge.merged(out.left_out())
         out.finish(merged)
     return merged
 
 
-def _output(path: Path, to_format: Format, base_ns: int, *, thread: bool) -> AbstractContextManager[Output]:
+def _output(path: Path, to_format: Format, base_ns: int) -> AbstractContextManager[Output]:
     if to_format == "json":
-        return timeline_file(path, base_ns, thread=thread)
+        return timeline_file(path, base_ns)
     from stepscope.timeline.perfetto.write import perfetto_file  # not when a timeline is written as JSON
 
     return perfetto_file(path, base_ns)

@@ -200,7 +200,8 @@ def _make(given: Given, common: Common, number: int) -> None:
         if os.getppid() != given.parent:
             raise SystemExit("nobody waits for this any more")
 
-    with _text(folder, number).open("wb") as sink, closing(EventsFile(sink, thread=False)) as out:
+    with _text(folder, number).open("wb") as sink:
+        out = EventsFile(sink)
         told = write_row(given.rows[number], common, out, on_read=on_read)
         piece = out.piece()
     made = _told(folder, number)
