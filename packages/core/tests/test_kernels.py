@@ -164,6 +164,16 @@ def test_what_is_broken_is_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     assert any("cut off" in problem for problem in content.problems)
 
 
+def test_a_time_that_nobody_can_have_measured_is_counted_and_not_summed(tmp_path: Path) -> None:
+    far: list[dict[str, Any]] = [{"ts": 1e306}, {"dur": 1e308}, {"ts": -1e300}, {"dur": 5e15}]
+    events = [op("aten::mm", 1e9, 10), *({**op("aten::mm", 1e9 + 20, 10), **each} for each in far)]
+    since_1970 = op("aten::mm", 1_683_564_902_137_136, 10)
+    content = read(tmp_path, [*events, since_1970])
+    assert (content.operators[0].count, content.operators[0].total_us) == (2, 20)
+    assert (content.first_us, content.last_us) == (1e9, 1_683_564_902_137_146)
+    assert content.problems == {"events that are not as Kineto writes them": len(far)}
+
+
 def test_a_file_that_is_no_trace_is_a_problem_and_no_exception(tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     (tmp_path / "other.json").write_text('{"a": 1}')

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -57,13 +57,18 @@ def nothing_read(why: str) -> TraceContent:
     return _Reading(trace, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
 
 
+_FARTHEST_US = 4e15
+"""Of times and durations that are believed: 1970 to 2096, for traces that count from there."""
+_Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
+
+
 class _Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     name: str = ""
     cat: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: _Us = 0.0
+    dur: _Us = 0.0
 
 
 class _MemoryArgs(msgspec.Struct, gc=False):
@@ -75,7 +80,7 @@ class _MemoryArgs(msgspec.Struct, gc=False):
 
 class _Instant(msgspec.Struct, tag_field="ph", tag="i", gc=False):
     name: str = ""
-    ts: float = 0.0
+    ts: _Us = 0.0
     args: _MemoryArgs | None = None
 
 
