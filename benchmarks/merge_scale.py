@@ -1,11 +1,11 @@
 """Whether merging costs the same for each byte, and the same memory, whatever the size and number of files.
 
 The traces are made by `_traces.py` from a real torch trace, with igzip (as stepscope compresses its own).
-Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time on
-one core, where nobody else's use of it counts; then time on the clock on all cores, and the peak memory of both,
-above what a process has that has imported it, and with all that workers have. What the first merge of a process
-costs more is what it imports; it is printed apart, as is what a merge costs however small it is. `--full` adds
-10 GB: 2 GB of disk while it runs.
+Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time
+on one core, where nobody else's use of it counts; then time on the clock on all cores, and the peak memory of
+both, above what a process has that has imported it, and with all that workers have. What the first merge of a
+process costs more is what it imports; it is printed apart, as is what a merge costs however small it is.
+`--full` adds 10 GB: 2 GB of disk while it runs.
 
 Then one step is merged with a worker and without, in turn, whatever the load is: on a busy machine nothing is
 to be seen of the time that it saves, and where two cores are one core's two threads, both of them are slower.
