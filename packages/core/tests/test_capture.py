@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -685,9 +686,10 @@ async def test_a_second_cancellation_while_a_cancelled_step_closes_leaves_its_ha
     await profiler.asked.wait()
     await cancel_twice(stepping)
     profiler.goes_on.set()
-    with pytest.raises(asyncio.CancelledError, match="first"):
+    with pytest.raises(asyncio.CancelledError) as cancelled:
         await stepping
     assert handled
+    assert cancelled.value.args == ("first",) or sys.version_info < (3, 11)  # which says it to nobody
 
 
 @tells_who_cancelled
