@@ -52,13 +52,34 @@ def quickly() -> Compressor:
 def record(steps: int) -> bytes:
     """A torch trace of so many small training steps."""
     import torch
-    from torch.profiler import profile, record_function
 
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)), torch.nn.Linear(32, 1))
-    with profile() as profiler:
+    return _recorded(steps, lambda: model(torch.randn(4, 32)).sum().backward())
+
+
+def record_transformer(steps: int) -> bytes:
+    """A torch trace of so many training steps of a small transformer, with the shapes of its operators."""
+    import torch
+
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(4, 16, 64)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _recorded(steps, step, record_shapes=True)
+
+
+def _recorded(steps: int, step: Callable[[], object], *, record_shapes: bool = False) -> bytes:
+    from torch.profiler import profile, record_function
+
+    with profile(record_shapes=record_shapes) as profiler:
         for _ in range(steps):
             with record_function("update_policy"):
-                model(torch.randn(4, 32)).sum().backward()
+                step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -1,8 +1,8 @@
 """What merging a step's traces costs: `merge_step` against reading the files, and against other mergers.
 
-The input is a real torch trace (CPU, some 9 MB of JSON), once for each rank under pids and times of its own
-(`_traces.py`), as `.json.gz` of level 9, which is what torch writes; and the same repeated to 107 MB for each
-rank, as a few steps of a model make, which is what is judged. All times are CPU time of this process, on one
+The input is a real torch trace (CPU), once for each rank under pids and times of its own (`_traces.py`), as
+`.json.gz` of level 9, which is what torch writes: one of linear layers with what torch records by default,
+and one of a transformer with the shapes of its operators. All times are CPU time of this process, on one
 core, for the same files, in turning order; the peak memory is that of a process of its own. What a second
 core is good for, `merge_scale.py` prints.
   gzip.open     reads the files, in blocks of 1 MiB, and does nothing with them: the floor for zlib
@@ -34,15 +34,13 @@ from types import ModuleType
 from typing import Any
 
 from _measure import header, interleaved, parser, table, verdict
-from _traces import PROFILE_ID, Template, as_torch, build, build_of_files, record
+from _traces import PROFILE_ID, Template, as_torch, build, build_of_files, record, record_transformer
 
 from stepscope.timeline import merge_step
 from stepscope.timeline.readers.blocks import Notes, read_blocks
 
 RANKS = 3
-LARGE = 107_000_000
-"""Bytes of JSON for a rank."""
-STEPS = 80
+STEPS = {"linear layers": (record, 80), "a transformer, with shapes": (record_transformer, 12)}
 """Of the training that is recorded."""
 ROUNDS = 3
 _OLD_ENOUGH = 300_000
@@ -159,9 +157,9 @@ def compared(
     contenders: dict[str, Callable[[Path], None]],
     rounds: int,
     what: str,
-    less_than_sglang: float | None = None,
+    less_than_sglang: float,
 ) -> None:
-    """Prints a table, and what is to be said of it where a goal is given."""
+    """Prints a table."""
     size = sum(len(gzip.decompress(path.read_bytes())) for path in files(step)) / 1e6
     runs = {name: (lambda merger=merger: timed(merger, step)) for name, merger in contenders.items()}
     found = interleaved(runs, rounds)
@@ -176,8 +174,6 @@ def compared(
     if "SGLang" in medians:
         print(f": {medians['SGLang'] / medians['igzip']:.1f}x less than SGLang's", end="")
     print("\n")
-    if less_than_sglang is None:
-        return
     verdict("CPU over reading with gzip.open", medians["stepscope"] / medians["gzip.open"], 5.5, "x")
     if "SGLang" in medians:
         less = medians["SGLang"] / medians["stepscope"]
@@ -212,18 +208,17 @@ def main() -> None:
         print("not installed: SGLang's ProfileMerger\n")
         del contenders["SGLang"]
     with tempfile.TemporaryDirectory() as folder:
-        trace = record(20 if chosen.quick else STEPS)
-        step, _ = build(Path(folder, "small"), Template(trace), RANKS, len(trace), as_torch)
-        compared(step, contenders, rounds, f"JSON in {RANKS} files of torch")
-        contenders.pop("json")  # it takes as long as SGLang's
-        step, _ = build(Path(folder, "large"), Template(trace), RANKS, LARGE, as_torch)
-        compared(step, contenders, rounds, f"JSON in {RANKS} files of torch", less_than_sglang=20)
+        for name, (recorded, steps) in STEPS.items():
+            trace = recorded(steps // 4 if chosen.quick else steps)
+            step, _ = build(Path(folder, name), Template(trace), RANKS, len(trace), as_torch)
+            compared(step, contenders, rounds, f"JSON in {RANKS} files, {name}", 20)
     traces = [] if chosen.older is None else older(chosen.older)
     if not traces:
         print("skipped: older Kineto layouts; give real traces with --older FOLDER (see --help)")
         return
     with tempfile.TemporaryDirectory() as folder:
         step = build_of_files(Path(folder), traces)
+        contenders.pop("json")  # it takes as long as SGLang's
         compared(step, contenders, rounds, f"JSON in {len(traces)} files, older Kineto layouts", 12)
 
 
