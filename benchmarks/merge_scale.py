@@ -30,7 +30,7 @@ from _traces import Template, build, quickly, record
 from merge import peak_kb
 
 from stepscope.timeline import merge, merge_step, workers
-from stepscope.timeline.write import idle_cores
+from stepscope.timeline.workers import idle_cores
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
 """Files, and MB of JSON in all of them."""

@@ -590,7 +590,8 @@ def _after_fork_in_child() -> None:
     runtime.active = None
     if _open is not None:
         # The child may leave the block too, by exit() say. It must not close its parent's files and engines.
-        _open._state, _open._result, _open = "closed", None, None
+        _open._state, _open._result = "closed", None
+        _open = None
     loop = sys.modules.get("stepscope.recording.loop")
     if loop is not None:
         loop.forget()

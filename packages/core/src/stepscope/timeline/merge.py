@@ -36,8 +36,8 @@ from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
 from stepscope.timeline.tracks import Tracks
-from stepscope.timeline.workers import Made, clear, workers, workers_for
-from stepscope.timeline.write import TimelineFile, idle_cores, timeline_file
+from stepscope.timeline.workers import Made, clear, idle_cores, workers, workers_for
+from stepscope.timeline.write import TimelineFile, timeline_file
 
 if TYPE_CHECKING:
     from stepscope.timeline.perfetto.write import PerfettoFile

@@ -73,6 +73,15 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
         return Common(self.axis, self.cut, self.files, tracks)
 
 
+def idle_cores() -> int:
+    """How many there are beside the one that we run on; none on a busy machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+        return cores - 1 if os.getloadavg()[0] <= cores else 0
+    except (AttributeError, OSError):  # not on Linux, or without /proc
+        return 0
+
+
 def workers_for(sizes: Sequence[int], cores: int) -> int:
     """How many processes help with rows of these sizes, in bytes of files, when so many cores are idle."""
     return max(0, min(MOST, cores, len(sizes) - 1, sum(sizes) // WORTH - 1))

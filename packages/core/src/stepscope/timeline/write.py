@@ -113,15 +113,6 @@ class TimelineFile(EventsFile):
         self._out(self._crc.to_bytes(4, "little") + (self._text % (1 << 32)).to_bytes(4, "little"))
 
 
-def idle_cores() -> int:
-    """How many there are beside the one that we run on; none on a busy machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-        return cores - 1 if os.getloadavg()[0] <= cores else 0
-    except (AttributeError, OSError):  # not on Linux, or without /proc
-        return 0
-
-
 @contextmanager
 def timeline_file(path: Path, base_ns: int) -> Iterator[TimelineFile]:
     """A file that replaces what is at `path` when the block ends well; otherwise nothing is left of it.
