@@ -7,6 +7,7 @@ import json
 import random
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -135,6 +136,29 @@ def test_the_fields_are_read_wherever_they_stand(tmp_path: Path, behind: bool) -
     assert (found.base_ns, found.host) == (5, "h")
     assert found.distributed is not None
     assert (found.distributed.rank, found.distributed.world_size) == (3, 8)
+
+
+def test_fields_behind_arguments_that_look_like_events_are_found_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kineto of 2024 writes MTIA's: the last blocks are metadata, and the base stands behind them."""
+    name = '{"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "MTIA 9"}}'
+    fields = '"INFO": ["one", "two"], "baseTimeNanoseconds": 5'
+    path = tmp_path / "t.json"
+    # Wherever the last blocks begin: at another place in the metadata each time.
+    for more in range(0, len(name), 7):
+        path.write_text(f'{{"traceEvents": [{" " * more}{", ".join([name] * 20_000)}], {fields}}}')
+        scans: list[object] = []
+        scan = ChromeTrace._scan
+
+        def scanning(self: ChromeTrace, *given: Any) -> Any:
+            scans.append(given)  # noqa: B023 # used in this turn
+            return scan(self, *given)  # noqa: B023
+
+        with monkeypatch.context() as seen:
+            seen.setattr(ChromeTrace, "_scan", scanning)
+            assert ChromeTrace(path).fields().base_ns == 5
+        assert len(scans) == 1  # of the first block
 
 
 @pytest.mark.parametrize("base", ["-1", '"soon"', "null", "1e300", "[]", "true", str(1 << 80)])

@@ -6,6 +6,7 @@ import json
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -289,6 +290,75 @@ def test_metadata_that_a_writer_gives_again_and_again_is_looked_at_once(
     found = rewritten([[name, label] * 100], 0, None).events
     assert [event["args"]["name"] for event in found] == ["t"] + ["MTIA 9 t"] * 99
     assert len(looked_at) < 5
+
+
+metadata = st.sampled_from(
+    [
+        '{"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "MTIA 9"}}',
+        '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}',
+        '{"ph": "M", "name": "thread_name", "pid": 8, "tid": 1, "ts": 5.5, "args": {"name": "Spans"}}',
+        '{"ph": "C", "name": "load", "pid": 9, "tid": 0, "ts": 1000000, "args": {"load": 1}}',
+        written(KINETO, **PLAIN),
+    ]
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(metadata, min_size=1, max_size=4), st.integers(1, 40), st.lists(metadata)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_metadata_that_come_in_turns_are_what_each_of_them_would_be(
+    cycles: list[tuple[list[str], int, list[str]]],
+) -> None:
+    batches = [cycle * times + rest for cycle, times, rest in cycles for _ in range(2)]
+    quick, thorough = rewritten(batches, 0, None), rewritten(batches, 0, None, thoroughly=True)
+    assert quick._replace(events=[]) == thorough._replace(events=[])
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+
+
+def test_turns_that_are_no_json_are_not_taken_for_metadata() -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "t"}}'
+    good = f"[{','.join([name] * 40)}]".encode()
+    row = Row(info=INFO, process=None, clock=None, pid=4242)
+    rewriter = Rewriter(row, Place(row, 0, AXIS), FlowIds(3, 8), Tracks([4242]), WHOLE, Notes())
+    for bad in (good.replace(b"},{", b"}{"), good.replace(b"},{", b"},,{"), good[:-1] + b",]"):
+        rewriter.rewrite(good)
+        assert rewriter.written % 40 == 0
+        with pytest.raises(msgspec.DecodeError):
+            rewriter.rewrite(bad)
+        rewriter.rewrite(good)
+
+
+def test_events_between_metadata_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = '{"ph": "M", "name": "thread_name", "pid": 4242, "tid": 4242, "args": {"name": "t"}}'
+    events = [name, name, *[written(KINETO, **PLAIN)] * 50, name]
+    thorough = rewritten([events], 0, None, thoroughly=True)
+    one, seen = Rewriter._one, list[bytes]()
+
+    def looking(self: Rewriter, raw: msgspec.Raw) -> bytes | None:
+        seen.append(bytes(raw))
+        return one(self, raw)
+
+    monkeypatch.setattr(Rewriter, "_one", looking)
+    quick = rewritten([events], 0, None)
+    assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
+    assert seen == [name.encode()] * 3
+
+
+@pytest.mark.parametrize("seconds", [1, 3, 15, 40])
+def test_times_of_many_seconds_move_alike(seconds: int) -> None:
+    def of(at: int) -> str:
+        return written(OLDER, **{**PLAIN, "ts": f"{3_605_057_436_108 + at * 1_000_000}.407"})
+
+    batches = [[of(at % seconds) for at in range(60)], [of(0)] * 60, [of(at) for at in range(seconds + 2)]]
+    for shift_ns in (-3_601_057 * SECOND_NS, 86_400 * SECOND_NS, 7):
+        quick = rewritten(batches, shift_ns, None)
+        thorough = rewritten(batches, shift_ns, None, thoroughly=True)
+        assert list(map(canonical, quick.events)) == list(map(canonical, thorough.events))
 
 
 def test_a_key_that_is_written_with_escapes_is_found_behind_an_argument_that_looks_like_it() -> None:

@@ -34,7 +34,7 @@ from stepscope.timeline.place import Place
 from stepscope.timeline.rows import Row
 from stepscope.timeline.tracks import Tracks
 
-_SECONDS = 4
+_SECONDS = 16
 """So many different seconds in a batch are replaced one by one; or tens, or more, if they move by such."""
 _FAR_S = 86_400
 _PIDS = 4

@@ -27,6 +27,8 @@ _FEW = 24
 """Events that are not worth another attempt at the quick way."""
 _REPEATED = 1000
 """Metadata that are remembered: some writers give them again with every event of a device."""
+_CYCLE = 512
+"""Where so many bytes come again, all before them may: one turn is looked at, and the others compared."""
 _APART = ("M", "C")
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -37,6 +39,7 @@ class _Kind(msgspec.Struct, gc=False):
     ph: str = ""
 
 
+_kind = msgspec.json.Decoder(_Kind).decode
 _kinds = msgspec.json.Decoder(list[_Kind]).decode
 Text: TypeAlias = bytes | memoryview
 """Events as JSON, with commas between them."""
@@ -55,6 +58,8 @@ class Rewriter:
         self._quick = Quick(row, place, ids, tracks, cut)
         self._metadata_before: dict[bytes, bytes | None] = {}
         """What became of them, by what they were."""
+        self._repeating = False
+        """Whether there was nothing but metadata and counters in the last array."""
         self.written = 0
         """Events."""
         self.outside = 0
@@ -66,12 +71,33 @@ class Rewriter:
         Raises:
             DecodeError: it is no JSON.
         """
-        done = self._quick.rewritten(array)
+        done = (self._repeated(array) if self._repeating else None) or self._quick.rewritten(array)
         if done is None:
             return b",\n".join(text for text in self._parts(array) if text)
         text, count = done
         self.written += count
         return text
+
+    def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
+        """As `Quick.rewritten`, of metadata that were all there before."""
+        period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
+        unit, times = array[1 : 1 + period], (len(array) - 3) // period
+        end = 1 + times * period
+        if unit.rstrip().endswith(b",") and array[1:end] == unit * times:
+            once, rest = self._known(unit.rstrip()[:-1]), self._known(array[end:-1])
+            if once is None or rest is None:
+                return None
+            return b",\n".join([*once * times, *rest]), len(once) * times + len(rest)
+        events = self._known(array[1:-1])
+        return None if events is None else (b",\n".join(events), len(events))
+
+    def _known(self, elements: bytes) -> list[bytes] | None:
+        """What became of these metadata. None: not all of them were there before."""
+        try:
+            written = [self._metadata_before[text] for text in map(bytes, raw_elements(b"[%b]" % elements))]
+        except KeyError:
+            return None
+        return [text for text in written if text is not None]
 
     def thoroughly(self, elements: Iterable[msgspec.Raw]) -> bytes:
         """Each event for itself, whatever it is like."""
@@ -82,10 +108,19 @@ class Rewriter:
     def _parts(self, array: bytes) -> Iterator[Text]:
         """Metadata and counters apart; of the others, where they are many, each half for itself."""
         elements = raw_elements(array)
+        self._repeating = False
         if self._cut != (None, None) or len(elements) <= _FEW:
             yield self.thoroughly(elements)
             return
+        first, last = _ends(elements)
+        if first or last < len(elements):
+            yield self.thoroughly(elements[:first])
+            yield self.rewrite(array_of(elements[first:last])) if first < last else b""
+            yield self.thoroughly(elements[last:])
+            self._repeating = first == len(elements)
+            return
         for apart, run in _runs(array, elements):
+            self._repeating = apart and len(run) == len(elements)
             if apart or len(run) <= _FEW:
                 yield self.thoroughly(run)
             elif len(run) < len(elements):
@@ -162,6 +197,26 @@ class Rewriter:
         at = self._place.of(bytes(fields.pop("ts", msgspec.Raw(b""))).decode())
         if at is not None:
             fields["ts"] = _time(*at)
+        return True
+
+
+def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
+    """How many metadata and counters are in front of all others, and where those begin that are behind them.
+
+    Where Kineto writes its metadata.
+    """
+    first, last = 0, len(elements)
+    while first < last and _is_apart(elements[first]):
+        first += 1
+    while last > first and _is_apart(elements[last - 1]):
+        last -= 1
+    return first, last
+
+
+def _is_apart(raw: msgspec.Raw) -> bool:
+    try:
+        return _kind(raw).ph in _APART
+    except msgspec.ValidationError:
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,8 +19,9 @@ _KEPT = 8 << 20
 _GZIP = b"\x1f\x8b"
 
 
+@cache
 def keep_memory() -> None:
-    """Once 8 MB were allocated and freed, glibc keeps freed memory, up to twice that.
+    """Of this process: once 8 MB were allocated and freed, glibc keeps freed memory, up to twice that.
 
     Else every block of a file is memory that the kernel has to clear anew: a fifth of a merge's time.
     """

@@ -19,6 +19,8 @@ from stepscope.timeline.readers.blocks import BLOCK, Notes, read_blocks
 from stepscope.timeline.readers.elements import EVENT, LONGEST, TOKEN, Elements, mend, raw_elements
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
+_FURTHER = re.compile(rb"\}\s*,\s*(?=%b)" % EVENT.pattern)
+"""In front of an event that follows another one: arguments look like an event's beginning as well."""
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
@@ -86,11 +88,11 @@ class ChromeTrace:
         """Takes the fields behind the events from the file's end. False: they are not to be seen there."""
         blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
         text = b"".join(blocks)
-        start = EVENT.search(text)
+        start = _FURTHER.search(text)
         if start is None:
             return False
         elements = Elements(Notes(), raw_elements)
-        for _ in (*elements.feed(text[start.start() :]), *elements.end()):
+        for _ in (*elements.feed(text[start.end() :]), *elements.end()):
             pass
         trailer, known = elements.trailer, len(found)
         if trailer is None:

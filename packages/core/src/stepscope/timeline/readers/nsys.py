@@ -93,7 +93,7 @@ class NsysReader:
             exported = file.path.with_suffix(".sqlite").exists()
             fix = f"nsys export --type sqlite {file.path.name}"
             return Claim(read=False, why=None if exported else f"to have it in the timeline: {fix}")
-        if not file.head(len(_MAGIC)).startswith(_MAGIC):
+        if file.path.suffix == ".gz" or not file.head(len(_MAGIC)).startswith(_MAGIC):
             return None
         try:
             with closing(_connect(file.path)) as database:
