@@ -9,15 +9,19 @@ core is good for, `merge_scale.py` prints.
   igzip         reads them with igzip, and compresses what they hold with igzip: the floor for any merge
                 that makes one compressed file of several, with the libraries that stepscope uses
   json          json.load of every file, ranks told apart in `pid`, json.dump through gzip level 1
-  SGLang        its ProfileMerger, from its wheel, without what the wheel requires
+  SGLang        its ProfileMerger, from its wheel, without what the wheel requires, as an engine runs it at
+                the end of a profile: it merges, and reads the merged file again to say how many events there
+                are. A merge of ours returns these numbers as well
+  SGLang merges the first half of that alone
 
 `--older FOLDER` merges the traces (`*.json.gz`) below a folder as well: for those of older Kineto layouts, on
 GPUs, clone https://github.com/facebookresearch/HolisticTraceAnalysis and give its `tests/data`. Each is taken
-whole; those above 60 MB of JSON are left out, because SGLang's takes a minute for 600 MB.
+whole.
 """
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib.util
 import json
@@ -40,13 +44,11 @@ from stepscope.timeline import merge_step
 from stepscope.timeline.readers.blocks import Notes, read_blocks
 
 RANKS = 3
-STEPS = {"linear layers": (record, 80), "a transformer, with shapes": (record_transformer, 12)}
-"""Of the training that is recorded."""
+STEPS = {"linear layers": (record, 300), "a transformer, with shapes": (record_transformer, 20)}
+"""Of the training that is recorded: some 100 MB of JSON, by all ranks."""
 ROUNDS = 3
-_OLD_ENOUGH = 300_000
+_LARGE_ENOUGH = 300_000
 """Bytes of a file; smaller ones say more of the mergers' first steps than of merging."""
-_SMALL_ENOUGH = 60_000_000
-"""Bytes of JSON."""
 _MERGER = "sglang.srt.utils.profile_merger"
 
 
@@ -85,15 +87,21 @@ def with_json(step: Path) -> None:
         json.dump({"traceEvents": merged}, out)
 
 
-def with_sglang(step: Path) -> None:
-    merger = importlib.import_module(_MERGER)
+def with_sglang(step: Path, *, summary: bool = True) -> None:
     folder = step / "traces" / "actor"
-    merger.ProfileMerger(str(folder), PROFILE_ID).merge_chrome_traces()
-    for path in folder.glob("merged-*"):
-        path.unlink()
+    merger = importlib.import_module(_MERGER).ProfileMerger(str(folder), PROFILE_ID)
+    merged = Path(merger.merge_chrome_traces())
+    if summary:
+        assert merger.get_merge_summary()["total_events"] > 0
+    merged.unlink()
+
+
+def merging_with_sglang(step: Path) -> None:
+    with_sglang(step, summary=False)
 
 
 def ours(step: Path) -> None:
+    (step / "timeline.json.gz").unlink(missing_ok=True)  # or what has not changed would be taken from it
     merged = merge_step(step)
     lost = [problem for problem in merged.problems if not problem.what.startswith("unaligned")]
     assert not lost, lost
@@ -105,6 +113,7 @@ MERGERS: dict[str, Callable[[Path], None]] = {
     "igzip": through,
     "json": with_json,
     "SGLang": with_sglang,
+    "SGLang merges": merging_with_sglang,
 }
 
 
@@ -124,6 +133,8 @@ def sglang_found() -> bool:
 
 
 def timed(merger: Callable[[Path], None], step: Path) -> float:
+    gc.collect()
+    gc.enable()  # it is a part of what a merger costs who makes an object of each event
     began = time.process_time()
     merger(step)
     return time.process_time() - began
@@ -138,7 +149,7 @@ def peak_mb(name: str, step: Path) -> float:
 
 
 def once(name: str, step: Path) -> None:
-    if name == "SGLang":
+    if name.startswith("SGLang"):
         sglang_found()
     before = peak_kb()
     MERGERS[name](step)
@@ -187,8 +198,8 @@ def older(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.rglob("*.json.gz")):
         try:
-            text = gzip.decompress(path.read_bytes()) if path.stat().st_size >= _OLD_ENOUGH else b""
-            events = json.loads(text)["traceEvents"] if len(text) <= _SMALL_ENOUGH else []
+            large = path.stat().st_size >= _LARGE_ENOUGH
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if large else []
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             continue
         if events and all("pid" in event for event in events):
@@ -206,7 +217,7 @@ def main() -> None:
     contenders = dict(MERGERS)
     if not sglang_found():
         print("not installed: SGLang's ProfileMerger\n")
-        del contenders["SGLang"]
+        del contenders["SGLang"], contenders["SGLang merges"]
     with tempfile.TemporaryDirectory() as folder:
         for name, (recorded, steps) in STEPS.items():
             trace = recorded(steps // 4 if chosen.quick else steps)

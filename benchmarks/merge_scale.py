@@ -3,9 +3,11 @@
 The traces are made by `_traces.py` from a real torch trace, with igzip (as stepscope compresses its own).
 Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time
 on one core, where nobody else's use of it counts; then time on the clock on all cores, and the peak memory of
-both, above what a process has that has imported it, and with all that workers have. What the first merge of a
-process costs more is what it imports; it is printed apart, as is what a merge costs however small it is.
-`--full` adds 10 GB: 2 GB of disk while it runs.
+both, above what a process has that has imported it, and with all that workers have. The steps take turns,
+several times, and the least of each is printed: a machine's speed changes within seconds. What the first
+merge of a process costs more is what it imports; it is printed apart, as is what a merge costs however small
+it is. "Again" is a merge that finds nothing changed since the last one, and joins what that wrote. `--full`
+adds 10 GB, 2 GB of disk while it runs, and ten minutes.
 
 Then one step is merged with a worker and without, in turn, whatever the load is: on a busy machine nothing is
 to be seen of the time that it saves, and where two cores are one core's two threads, both of them are slower.
@@ -50,6 +52,8 @@ class Cost(NamedTuple):
     """CPU of a process' first merge, of a small step."""
     small_s: float
     """CPU of its second merge, of that step."""
+    again_s: float
+    """CPU of a merge of the step when nothing of it has changed since the last one."""
 
 
 def used_s() -> float:
@@ -58,10 +62,14 @@ def used_s() -> float:
     return time.process_time() + done.ru_utime + done.ru_stime
 
 
-def cpu_s(step: Path) -> float:
+def cpu_s(step: Path, *, again: bool = False) -> float:
+    """With what an earlier merge wrote, or anew."""
+    if not again:
+        (step / "timeline.json.gz").unlink(missing_ok=True)
     began = used_s()
     merged = merge_step(step)
     assert not merged.problems, merged.problems
+    assert (merged.joined > 0) == again
     return used_s() - began
 
 
@@ -75,11 +83,13 @@ def once(step: Path, small: Path) -> None:
     before, cores = peak_kb(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     first_s, small_s, used = cpu_s(small), cpu_s(small), cpu_s(step)
+    again_s = cpu_s(step, again=True)
     os.sched_setaffinity(0, cores)
+    (step / "timeline.json.gz").unlink()
     began = time.monotonic()
     merge_step(step)
     took = time.monotonic() - began
-    print(used, took, (peak_kb() - before + peak_of_workers_kb()) / 1000, first_s, small_s)
+    print(used, took, (peak_kb() - before + peak_of_workers_kb()) / 1000, first_s, small_s, again_s)
 
 
 def shared(template: Template, ranks: int, megabytes: int, rounds: int) -> None:
@@ -105,19 +115,20 @@ def shared(template: Template, ranks: int, megabytes: int, rounds: int) -> None:
     verdict("time on the clock with a worker over alone", took["with a worker"] / took["alone"], 0.7, "x")
 
 
-def measured(template: Template, ranks: int, megabytes: int) -> tuple[Cost, int]:
-    """And how many bytes that were."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        small, _ = build(Path(other), template, 2, 20_000, quickly)
-        step, size = build(Path(folder), template, ranks, megabytes * 1_000_000 // ranks, quickly)
-        runs = []
-        for _ in range(3 if megabytes <= 100 else 1):
+def measured(steps: list[Path], small: Path, rounds: int) -> list[Cost]:
+    """Of each step the least of its runs, which take turns; of the memory the most."""
+    runs: list[list[Cost]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, costs in zip(steps, runs, strict=True):
             done = subprocess.run(
                 [sys.executable, __file__, "--once", str(step), str(small)],
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
-            runs.append(Cost(*map(float, done.stdout.split()[-5:])))
-        return sorted(runs)[len(runs) // 2], size
+            costs.append(Cost(*map(float, done.stdout.split()[-6:])))
+    return [
+        Cost(*map(min, zip(*costs, strict=True)))._replace(peak_mb=max(cost.peak_mb for cost in costs))
+        for costs in runs
+    ]
 
 
 def main() -> None:
@@ -126,11 +137,17 @@ def main() -> None:
     chosen = options.parse_args()
     header("merging steps of all sizes", "stepscope", "torch", "isal", "msgspec")
     template = Template(record(20 if chosen.quick else 100))
-    rows, costs, all_of = [], [], list[Cost]()
-    for ranks, megabytes in QUICK if chosen.quick else STEPS + FULL * chosen.full:
-        cost, size = measured(template, ranks, megabytes)
+    wanted = QUICK if chosen.quick else STEPS + FULL * chosen.full
+    with tempfile.TemporaryDirectory() as folder:
+        small, _ = build(Path(folder, "small"), template, 2, 20_000, quickly)
+        built = [
+            build(Path(folder, str(number)), template, ranks, megabytes * 1_000_000 // ranks, quickly)
+            for number, (ranks, megabytes) in enumerate(wanted)
+        ]
+        all_of = measured([step for step, _ in built], small, 1 if chosen.quick else ROUNDS)
+    rows, costs = [], []
+    for (ranks, _), (_, size), cost in zip(wanted, built, all_of, strict=True):
         costs.append(cost.cpu_s / size * 1e9)
-        all_of.append(cost)
         rows.append(
             [
                 f"{size / 1e6:.0f} MB in {ranks} files",
@@ -138,9 +155,10 @@ def main() -> None:
                 f"{costs[-1]:.2f}",
                 f"{size / cost.took_s / 1e6:.0f}",
                 f"{cost.peak_mb:.0f}",
+                f"{size / cost.again_s / 1e6:,.0f}",
             ]
         )
-    table(["", "MB/s of CPU", "ns/byte", "MB/s on the clock", "peak MB"], rows)
+    table(["", "MB/s of CPU", "ns/byte", "MB/s on the clock", "peak MB", "again: MB/s of CPU"], rows)
     first, small = (min(getattr(cost, name) for cost in all_of) * 1000 for name in ("first_s", "small_s"))
     print(
         f"two files of 20 KB: {small:.0f} ms of CPU; in a process that has not merged before {first:.0f} ms\n"

@@ -22,7 +22,7 @@ from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import Merged, Selection, merge_bytes, merge_step, workers
+from stepscope.timeline import Merged, Selection, earlier, merge_bytes, merge_step, workers
 from stepscope.timeline.rows import Row
 from stepscope.timeline.tracks import Tracks
 from stepscope.timeline.workers import Workers, workers_for
@@ -63,6 +63,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(workers, "WORTH", 1)
+    monkeypatch.setattr(earlier, "SETTLED_NS", 1 << 62)  # all is done by each merge
 
 
 def started(monkeypatch: pytest.MonkeyPatch, then: Callable[[Workers], None]) -> list[Workers]:
@@ -314,5 +315,5 @@ def test_pieces_of_several_make_one_gzip_member(parts: list[tuple[bool, list[byt
     found = member.decompress(sink.getvalue())
     assert member.eof
     assert not member.unused_data
-    assert found.split(b"[\n", 1)[1] == given + b'\n],"stepscope":{}}\n'
+    assert found.split(b"[\n", 1)[1] == given + b'\n],"stepscope":{},"stepscopeRows":[]}\n'
     assert isal_zlib.decompress(sink.getvalue(), 31) == gzip.decompress(sink.getvalue()) == found

@@ -115,6 +115,11 @@ def _show(merged: Merged, target: Path) -> None:
         screen.say("Nothing is in it: no role or rank that was asked for, or nothing at that time.")
     count = f"{merged.events:,} events of {len(merged.rows)} processes"
     screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
+    if merged.joined:
+        rows = "one process" if merged.joined == 1 else f"{merged.joined} processes"
+        screen.say(
+            f"The traces of {rows} have not changed since the last merge, and were joined as it wrote them."
+        )
     if merged.left_out:
         screen.show(listing("Left out", _some(merged.left_out)))
     if merged.problems:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.drawn import Drawn
+from stepscope.timeline.earlier import Earlier, Kept, earlier_rows, made_of
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.load import load_step, span_bytes
 from stepscope.timeline.merged import Merged, MergedFile, MergedRow
@@ -36,8 +37,8 @@ from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
 from stepscope.timeline.tracks import Tracks
-from stepscope.timeline.workers import Made, clear, idle_cores, workers, workers_for
-from stepscope.timeline.write import TimelineFile, timeline_file
+from stepscope.timeline.workers import Made, clear, idle_cores, size_of, workers, workers_for
+from stepscope.timeline.write import Stored, TimelineFile, timeline_file
 
 if TYPE_CHECKING:
     from stepscope.timeline.perfetto.write import PerfettoFile
@@ -89,9 +90,9 @@ def merge_step(
     merge = _Merge(layout, load_step(path, run_id=run_id, on_read=on_read), selection, on_read)
     merge.check_roles()
     target = Path(to) if to is not None else layout.perfetto if to_format == "perfetto" else layout.timeline
-    helpers = 0 if to_format == "perfetto" else merge.workers(idle_cores())
-    with _output(target, to_format, merge.axis.base_ns) as out:
-        merge.write(out, target, helpers)
+    there = target if to is None or target.exists() else layout.timeline
+    with earlier_rows(there) as earlier, _output(target, to_format, merge.axis.base_ns) as out:
+        merge.write(out, target, earlier)
         merged = merge.merged(out.left_out())
         out.finish(merged)
     return merged
@@ -132,14 +133,16 @@ class _Merge:
         limits = selection.limits_ns(timeline.window.start_ns)
         start, end = (None if ns is None else ns - self.axis.base_ns for ns in limits)
         self._tracks = Tracks(row.pid for row in self._order)
-        self._common = Common(self.axis, Cut(start, end), len(found.traces), self._tracks)
+        highest = len(self._order) + len(found.traces)
+        self._common = Common(self.axis, Cut(start, end), highest, self._tracks)
+        self._numbers = count(len(self._order) + 1)
         self._chosen = self._chosen_rows(traces)
-        self._numbers = count(len(traces) + 1)
         places = {row.place for _, recorded in self._recorded for row in recorded.rows.values()}
         self._ours = {number for number, of in enumerate(self._chosen) if of.row.place in places}
         """Rows, by their number, that readers will add to."""
         self._drawn = Drawn(timeline, self._rows, self.axis, selection, self._common.cut)
         self._spans = 0
+        self._rows_joined = 0
         self._files: list[MergedFile] = []
 
     def _row_of(self, trace: TraceFile, fields: TraceFields) -> tuple[TraceFile, TraceFields, Row]:
@@ -156,15 +159,8 @@ class _Merge:
             allowed = f"names and globs of the step's roles: {', '.join(sorted(there))}"
             raise ConfigError("roles", ",".join(wanted), allowed, "ask for one of these")
 
-    def workers(self, cores: int) -> int:
-        """How many help, when so many cores are idle. None with a limit, which each trace leaves the next."""
-        if self._selection.max_mb is not None:
-            return 0
-        shared = (of.traces for number, of in enumerate(self._chosen) if number not in self._ours)
-        return workers_for([sum(_weight(trace.path) for trace in traces) for traces in shared], cores)
-
-    def write(self, out: Output, target: Path, helpers: int) -> None:
-        """With the help of so many workers."""
+    def write(self, out: Output, target: Path, earlier: Earlier) -> None:
+        """With what an earlier merge wrote, and the help of workers."""
         for row in self._order:
             spans = [*self._drawn.of(row, self._tracks), *self._drawn.consumed(row, self._tracks)]
             if spans:
@@ -176,29 +172,62 @@ class _Merge:
             self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
         left = iter(range(sum(len(of.traces) for of in self._chosen) + len(self._recorded), 0, -1))
         limit_of = partial(self._limit, out, left)
-        with workers(self._chosen, self._common, target, helpers, self._ours, self._on_read) as made_of:
-            for number, of in enumerate(self._chosen):
-                made = made_of(number)
-                if made is not None and isinstance(out, TimelineFile):
-                    told = self._append(out, of, *made)
-                else:
-                    told = write_row(of, self._common, out, limit_of=limit_of, on_read=self._on_read)
-                self._note(told)
+        if isinstance(out, TimelineFile) and self._selection.max_mb is None:
+            self._write_shared(out, target, earlier)
+        else:
+            for of in self._chosen:
+                told = write_row(of, self._common, out, limit_of=limit_of, on_read=self._on_read)
+                self._note(of, told)
         for trace, recorded in self._recorded:
             self._write_recorded(out, trace, recorded, limit_of())
 
-    def _append(self, out: TimelineFile, of: RowTraces, made: Made, text: Path) -> Told:
-        """What a worker wrote."""
-        with text.open("rb") as source:
-            out.append(made.piece, source)
-        clear(text)
-        of.row.shown, of.row.shift_ns = made.told.shown, made.told.shift_ns
-        return made.told
+    def _write_shared(self, out: TimelineFile, target: Path, earlier: Earlier) -> None:
+        """With what an earlier merge wrote, and the help of workers: where no trace limits the next one."""
+        keys = [
+            None if number in self._ours else made_of(of, self._common)
+            for number, of in enumerate(self._chosen)
+        ]
+        kept = {number: found for number, key in enumerate(keys) if (found := earlier.of(key)) is not None}
+        ours = {*self._ours, *kept}
+        shares = [
+            sum(_weight(trace.path) for trace in of.traces)
+            for number, of in enumerate(self._chosen)
+            if number not in ours
+        ]
+        count = workers_for(shares, idle_cores())
+        with workers(self._chosen, self._common, target, count, ours, self._on_read) as made_by_worker:
+            for number, (of, key) in enumerate(zip(self._chosen, keys, strict=True)):
+                done = self._joined(out, of, kept[number], earlier) if number in kept else None
+                made = made_by_worker(number) if done is None else None
+                if made is not None:
+                    done = _appended(out, *made)
+                elif done is None:
+                    done = out.stored(partial(write_row, of, self._common, out, on_read=self._on_read))
+                told, stored = done
+                self._note(of, told)
+                if key is not None:
+                    out.rows.append(Kept(made_of=key, stored=stored, told=told))
+
+    def _joined(
+        self, out: TimelineFile, of: RowTraces, kept: Kept, earlier: Earlier
+    ) -> tuple[Told, Stored] | None:
+        """What an earlier merge wrote. None: it has to be written anew."""
+        stored = earlier.join(kept, out)
+        if stored is None:
+            return None
+        self._rows_joined += 1
+        if self._on_read is not None:
+            self._on_read(sum(size_of(trace.path) for trace in of.traces))
+        return kept.told, stored
 
     def _chosen_rows(self, traces: list[tuple[TraceFile, TraceFields, Row]]) -> list[RowTraces]:
         """Those that are wanted, in the order of their rows."""
         chosen = dict[int, list[RowTrace]]()
-        for number, (trace, fields, row) in enumerate(traces, 1):
+        firsts = set[int]()
+        for trace, fields, row in traces:
+            # So a file that comes later, of a process that has none, leaves the others' numbers.
+            number = next(self._numbers) if row.place in firsts else row.place
+            firsts.add(row.place)
             if self._wanted(trace, row):
                 of = chosen.setdefault(row.place, [])
                 of.append(
@@ -236,7 +265,8 @@ class _Merge:
             self._on_read(trace.path.stat().st_size)
         self._problems += noted(trace.name, recorded.notes)
 
-    def _note(self, told: Told) -> None:
+    def _note(self, of: RowTraces, told: Told) -> None:
+        of.row.shown, of.row.shift_ns = told.shown, told.shift_ns
         self._left_out += told.left_out
         self._files += told.files
         self._problems += told.problems
@@ -258,15 +288,21 @@ class _Merge:
             selection=self._selection.words(),
             left_out=(*self._left_out, *left_out),
             problems=tuple(self._problems),
+            joined=self._rows_joined,
         )
+
+
+def _appended(out: TimelineFile, made: Made, text: Path) -> tuple[Told, Stored]:
+    """What a worker wrote."""
+    with text.open("rb") as source:
+        stored = out.append(made.piece, source)
+    clear(text)
+    return made.told, stored
 
 
 def _weight(path: bytes) -> int:
     """About how many bytes the file is, or would be when compressed."""
-    try:
-        size = os.stat(path).st_size
-    except OSError:
-        return 0
+    size = size_of(path)
     return size if path.endswith(b".gz") else size // _COMPRESSED
 
 

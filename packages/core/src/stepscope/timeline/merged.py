@@ -67,6 +67,8 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     """What the selection, or the lack of a reader, left out."""
     problems: tuple[FileProblem, ...]
     """What was broken or missing; the rest of each file was used."""
+    joined: int = 0
+    """Rows whose traces were taken from the timeline that was there: they had not changed."""
 
     @property
     def events(self) -> int:

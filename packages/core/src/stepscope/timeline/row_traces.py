@@ -39,7 +39,7 @@ class RowTrace(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Relative to the step's folder."""
     number: int
-    """Among all traces of the step: its ids' prefix."""
+    """Among all traces of the step: its ids' prefix. That of the first one in a row is the row's place."""
     base_ns: int | None
 
 
@@ -54,7 +54,7 @@ class Common(NamedTuple):
     axis: Axis
     cut: Cut
     files: int
-    """How many traces the step has."""
+    """The highest number of a trace."""
     tracks: Tracks
 
 

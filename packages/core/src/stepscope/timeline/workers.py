@@ -154,7 +154,7 @@ class Workers:
             return
         self._heard.add(number)
         if self._on_read is not None:
-            self._on_read(sum(_size(trace.path) for trace in self._given.rows[number].traces))
+            self._on_read(sum(size_of(trace.path) for trace in self._given.rows[number].traces))
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def _folder(given: Given) -> Path:
     return Path(os.fsdecode(given.folder))
 
 
-def _size(path: bytes) -> int:
+def size_of(path: bytes) -> int:
     try:
         return os.stat(path).st_size
     except OSError:

@@ -1,25 +1,33 @@
 """Writes a merged timeline as gzip, as it comes, and puts it in place when it is whole.
 
 The file is one gzip member, which every reader takes. Its deflate stream may be made in pieces: each ends at
-a byte and refers to nothing before itself, so that pieces by several processes can stand behind each other,
-and their checksums are combined.
+a byte and refers to nothing before itself, so that pieces by several processes, or by an earlier merge, can
+stand behind each other, and their checksums are combined. What stands behind the events is a piece as well,
+and the header says where it begins (a field of its own, RFC 1952, 2.3.1.1).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from stepscope.files.temporary import temporary
 
 _COPIED = 1 << 18
-_HEADER = b"\x1f\x8b\x08" + bytes(5) + b"\x04\xff"
-"""Of a gzip member: deflate, compressed for speed, by no one knows whom (RFC 1952)."""
+_HEADER = b"\x1f\x8b\x08\x04" + bytes(4) + b"\x04\xff\x0c\0SS\x08\0"
+"""Of a gzip member: deflate, compressed for speed, by no one knows whom, with a field SS of 8 bytes."""
+_AT = 8
+"""Bytes of that field: where what stands behind the events begins."""
+_BEHIND = b'\n],"stepscope":'
+_LONGEST = 1 << 26
+"""Bytes behind the events that are believed."""
+_T = TypeVar("_T")
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +37,19 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of text. 0: there are no events in it."""
     crc: int
     """CRC-32 of the text."""
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a piece lies in a timeline."""
+
+    at: int
+    size: int
+    """Bytes of the file."""
+    crc: int
+    """CRC-32 of these."""
+    follows: bool
+    """Whether its text begins with the comma behind what is before it."""
+    piece: Piece
 
 
 class EventsFile:
@@ -43,6 +64,7 @@ class EventsFile:
         self._between = b""
         self._text = 0
         self._crc = 0
+        self._packed_crc = 0
         self.written = 0
         """Bytes of the file, as of the last `settle`."""
 
@@ -66,18 +88,55 @@ class EventsFile:
         self.settle()
         return Piece(size=self._text, crc=self._crc)
 
-    def append(self, piece: Piece, source: BinaryIO) -> None:
-        """Events that another one compressed; `source` holds what it wrote."""
-        if piece.size == 0:
-            return
-        self._put(self._between)
-        self._between = b",\n"
-        self.settle()
-        self._begin()  # what it wrote before is not where it was, for who decompresses
-        self._crc = self._isal.crc32_combine(self._crc, piece.crc, piece.size)
-        self._text += piece.size
-        while data := source.read(_COPIED):
+    def append(
+        self, piece: Piece, source: BinaryIO, size: int | None = None, *, follows: bool = False
+    ) -> Stored:
+        """Events that another one compressed: the next `size` bytes of `source`, or all."""
+        if piece.size > 0:
+            if not follows:
+                self._put(self._between)
+            self._between = b",\n"
+        at = self._apart()
+        left = _LONGEST << 20 if size is None else size
+        while piece.size > 0 and (data := source.read(min(left, _COPIED))):
+            left -= len(data)
             self._out(data)
+        self._crc = self._combined(self._crc, piece)
+        self._text += piece.size
+        return Stored(
+            at=at,
+            size=self.written - at,
+            crc=self._packed_crc,
+            follows=follows and piece.size > 0,
+            piece=piece,
+        )
+
+    def stored(self, write: Callable[[], _T]) -> tuple[_T, Stored]:
+        """Calls `write`; what that gives to the file becomes a piece."""
+        at, follows = self._apart(), bool(self._between)
+        before = Piece(size=self._text, crc=self._crc)
+        self._text = self._crc = 0
+        made = write()
+        piece = self.piece()
+        found = Stored(at=at, size=self.written - at, crc=self._packed_crc, follows=follows, piece=piece)
+        self._text, self._crc = before.size + piece.size, self._combined(before.crc, piece)
+        self._begin()
+        return made, found
+
+    @property
+    def follows(self) -> bool:
+        """Whether events are in it already."""
+        return bool(self._between)
+
+    def _apart(self) -> int:
+        """Begins a piece. Returns where."""
+        self.settle()
+        self._begin()  # what was written before is not where it was, for who decompresses
+        self._packed_crc = 0
+        return self.written
+
+    def _combined(self, crc: int, piece: Piece) -> int:
+        return self._isal.crc32_combine(crc, piece.crc, piece.size) if piece.size else crc
 
     def _begin(self) -> None:
         # Level 1 of igzip: 1,000 MB/s, and a tenth of the size of such JSON. With less memory it is slower.
@@ -90,6 +149,7 @@ class EventsFile:
 
     def _out(self, data: bytes) -> None:
         self._sink.write(data)
+        self._packed_crc = self._isal.crc32(data, self._packed_crc)
         self.written += len(data)
 
 
@@ -98,7 +158,9 @@ class TimelineFile(EventsFile):
 
     def __init__(self, sink: BinaryIO, base_ns: int) -> None:
         super().__init__(sink)
-        self._out(_HEADER)
+        self.rows: list[object] = []
+        """What is said at the end of the rows' pieces."""
+        self._out(_HEADER + bytes(_AT))
         head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
         self._put(msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n')
 
@@ -108,9 +170,26 @@ class TimelineFile(EventsFile):
 
     def finish(self, metadata: object) -> None:
         """Ends the events; `metadata` stands behind them as `stepscope`."""
-        self._put(b'\n],"stepscope":' + msgspec.json.encode(metadata) + b"}\n")
+        at = self._apart()
+        rows = b',"stepscopeRows":' + msgspec.json.encode(self.rows)
+        self._put(_BEHIND + msgspec.json.encode(metadata) + rows + b"}\n")
         self._out(self._deflate.flush())
         self._out(self._crc.to_bytes(4, "little") + (self._text % (1 << 32)).to_bytes(4, "little"))
+        self._sink.seek(len(_HEADER))
+        self._sink.write(at.to_bytes(_AT, "little"))
+
+
+def behind_events(file: BinaryIO) -> bytes | None:
+    """What stands there in a timeline: an object with `stepscope` and `stepscopeRows`. None: none of ours."""
+    head = file.read(len(_HEADER) + _AT)
+    if not head.startswith(_HEADER) or len(head) < len(_HEADER) + _AT:
+        return None
+    try:
+        file.seek(int.from_bytes(head[len(_HEADER) :], "little"))
+        text = zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(_LONGEST), _LONGEST)
+    except (OSError, OverflowError, ValueError, zlib.error):
+        return None
+    return b'{"stepscope":' + text[len(_BEHIND) :] if text.startswith(_BEHIND) else None
 
 
 @contextmanager
