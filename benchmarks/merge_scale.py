@@ -7,7 +7,7 @@ both, above what a process has that has imported it, and with all that workers h
 several times, and the least of each is printed: a machine's speed changes within seconds. What the first
 merge of a process costs more is what it imports; it is printed apart, as is what a merge costs however small
 it is. "Again" is a merge that finds nothing changed since the last one, and joins what that wrote. `--full`
-adds 10 GB, 2 GB of disk while it runs, and ten minutes.
+adds 10 GB, once: 2 GB of disk while it runs.
 
 Then one step is merged with a worker and without, in turn, whatever the load is: on a busy machine nothing is
 to be seen of the time that it saves, and where two cores are one core's two threads, both of them are slower.
@@ -31,7 +31,7 @@ from _measure import header, interleaved, parser, table, verdict
 from _traces import Template, build, quickly, record
 from merge import peak_kb
 
-from stepscope.timeline import merge, merge_step, workers
+from stepscope.timeline import earlier, merge, merge_step, workers
 from stepscope.timeline.workers import idle_cores
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
@@ -115,11 +115,14 @@ def shared(template: Template, ranks: int, megabytes: int, rounds: int) -> None:
     verdict("time on the clock with a worker over alone", took["with a worker"] / took["alone"], 0.7, "x")
 
 
-def measured(steps: list[Path], small: Path, rounds: int) -> list[Cost]:
-    """Of each step the least of its runs, which take turns; of the memory the most."""
+def measured(steps: dict[Path, int], small: Path) -> list[Cost]:
+    """Of each step, run so many times, the least of its runs, which take turns; of the memory the most."""
     runs: list[list[Cost]] = [[] for _ in steps]
-    for _ in range(rounds):
-        for step, costs in zip(steps, runs, strict=True):
+    time.sleep(earlier.SETTLED_NS / 1e9)  # of files that may still change nothing is kept
+    for turn in range(max(steps.values())):
+        for (step, rounds), costs in zip(steps.items(), runs, strict=True):
+            if turn >= rounds:
+                continue
             done = subprocess.run(
                 [sys.executable, __file__, "--once", str(step), str(small)],
                 capture_output=True, text=True, check=True,
@@ -144,7 +147,9 @@ def main() -> None:
             build(Path(folder, str(number)), template, ranks, megabytes * 1_000_000 // ranks, quickly)
             for number, (ranks, megabytes) in enumerate(wanted)
         ]
-        all_of = measured([step for step, _ in built], small, 1 if chosen.quick else ROUNDS)
+        rounds = [1 if chosen.quick or each in FULL else ROUNDS for each in wanted]
+        steps = dict(zip([step for step, _ in built], rounds, strict=True))
+        all_of = measured(steps, small)
     rows, costs = [], []
     for (ranks, _), (_, size), cost in zip(wanted, built, all_of, strict=True):
         costs.append(cost.cpu_s / size * 1e9)
