@@ -189,6 +189,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
     return {
         "a bit of a piece": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
         "cut off": content[:middle],
+        "what is said of it": content[:24] + b"\0\0\0\0" + content[28:],
         "its end": content[:-40] + bytes(40),
         "the place of its end": content[:16] + b"\xff" * 8 + content[24:],
         "a place without an end": content[:16] + (100).to_bytes(8, "little") + content[24:],
@@ -201,6 +202,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 DAMAGES = [
     "a bit of a piece",
     "cut off",
+    "what is said of it",
     "its end",
     "the place of its end",
     "a place without an end",
@@ -233,7 +235,9 @@ def test_what_says_that_it_lies_elsewhere_is_not_believed(tmp_path: Path) -> Non
         behind = zlib.compressobj(wbits=-15)
         at = int.from_bytes(content[16:24], "little")
         tail = b'\n],"stepscope":{},"stepscopeRows":' + json.dumps(rows).encode() + b"}"
-        timeline(path).write_bytes(content[:at] + behind.compress(tail) + behind.flush())
+        crc = zlib.crc32(tail).to_bytes(4, "little")
+        packed = behind.compress(tail) + behind.flush()
+        timeline(path).write_bytes(content[:24] + crc + content[28:at] + packed)
         assert again(path) == (0, *expected)
 
 
