@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,13 +34,15 @@ class Database:
         self._notes = notes
         self._tracks: dict[_Key, int] = {}
         self._names: dict[int, str] = {}
-        try:
-            self._database = _connect(path)
-            self._columns = _columns(self._database)
-        except sqlite3.Error as error:
-            raise RecordError(f"damaged: {error}") from error
-        if "STRING_IDS" not in self._columns:
-            raise RecordError("it holds nothing of the Ascend profiler (no STRING_IDS)")
+        with ExitStack() as failing:
+            try:
+                self._database = failing.enter_context(closing(_connect(path)))
+                self._columns = _columns(self._database)
+            except sqlite3.Error as error:
+                raise RecordError(f"damaged: {error}") from error
+            if "STRING_IDS" not in self._columns:
+                raise RecordError("it holds nothing of the Ascend profiler (no STRING_IDS)")
+            failing.pop_all()
         by_cann = {"TASK", "CANN_API", "MSTX_EVENTS"} & set(self._columns)
         self._shift_ns = 0 if by_cann else correction_ns
         self.origin = Origin(clock="realtime")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -116,14 +116,16 @@ class _Export:
         self._notes = notes
         self._tracks: dict[_Key, int] = {}
         self._strings: dict[int | None, str | None] = {}
-        try:
-            self._database = _connect(path)
-            self._columns = {table: _columns(self._database, table) for table in _tables(self._database)}
-            self.origin = self._origin()
-        except sqlite3.Error as error:
-            raise RecordError(f"damaged: {error}") from error
-        if "StringIds" not in self._columns:
-            raise RecordError("it holds no export of nsys (no StringIds)")
+        with ExitStack() as failing:
+            try:
+                self._database = failing.enter_context(closing(_connect(path)))
+                self._columns = {table: _columns(self._database, table) for table in _tables(self._database)}
+                self.origin = self._origin()
+            except sqlite3.Error as error:
+                raise RecordError(f"damaged: {error}") from error
+            if "StringIds" not in self._columns:
+                raise RecordError("it holds no export of nsys (no StringIds)")
+            failing.pop_all()
         self._linked = False
         """Whether the temporary tables say which call launched what."""
 
