@@ -21,6 +21,8 @@ from packages.core.tests.traces import add_trace, kernel, op, trace_text
 from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import Merged, Selection, earlier, merge_step
+from stepscope.timeline.earlier import Earlier
+from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.write import EventsFile, Stored, TimelineFile, behind_events
 
 __all__ = ["idle"]
@@ -91,7 +93,7 @@ def test_a_late_trace_leaves_the_other_rows_as_they_are(tmp_path: Path) -> None:
     assert tuple(found) == expected
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 1, 3])
 def test_a_row_whose_trace_has_changed_is_written_anew(tmp_path: Path, rank: int) -> None:
     path = step(tmp_path)
     merge_step(path)
@@ -152,7 +154,7 @@ def test_files_that_may_still_change_are_read_again(tmp_path: Path, monkeypatch:
     assert merge_step(path).joined == 0
 
 
-@pytest.mark.parametrize("code", [None, (("rewrite.py", 1, 1),)])
+@pytest.mark.parametrize("code", [None, "other"])
 def test_another_stepscope_joins_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: object
 ) -> None:
@@ -184,10 +186,57 @@ def test_the_command_says_what_was_joined(tmp_path: Path, capsys: pytest.Capture
     assert "processes have not changed since the last merge, and were joined as it wrote them" in said
 
 
+def test_what_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = step(tmp_path)
+    merge_step(path)
+    expected = anew(path)
+    timeline(path).unlink()
+    trace, reading = trace_of(path, 1), ChromeTrace.texts
+
+    def failing(self: ChromeTrace, *given: Any) -> Any:
+        if self.path == trace:
+            self.notes.file("cannot be read: Input/output error")
+            return iter(())
+        return reading(self, *given)
+
+    with monkeypatch.context() as bad:
+        bad.setattr(ChromeTrace, "texts", failing)
+        assert any(problem.what.startswith("cannot be read") for problem in merge_step(path).problems)
+    rows, *found = again(path)
+    assert rows > 2
+    assert tuple(found) == expected
+
+
+def test_what_stands_in_the_way_is_no_timeline(tmp_path: Path) -> None:
+    path = step(tmp_path)
+    expected = merge_step(path), events(path)
+    timeline(path).unlink()
+    os.mkfifo(timeline(path))
+    assert again(path) == (0, *expected)
+    timeline(path).unlink()
+    timeline(path).symlink_to("/proc/self/mem")  # opens, and cannot be read
+    assert again(path) == (0, *expected)
+
+
+def test_a_timeline_that_is_written_to_meanwhile_makes_no_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step(tmp_path)
+    merge_step(path)
+    timeline(path).write_bytes(damaged(timeline(path).read_bytes())["a bit of a piece"])
+    monkeypatch.setattr(Earlier, "_whole", lambda *_: True)  # it was when that was looked at
+    before = sorted(path.iterdir())
+    with pytest.raises(OSError, match="written to meanwhile"):
+        merge_step(path)
+    assert sorted(path.iterdir()) == before
+
+
 def damaged(content: bytes) -> dict[str, bytes]:
     middle = len(content) // 2
+    stored = json.loads(gzip.decompress(content))["stepscopeRows"][0]["stored"]
+    bit = stored["at"] + stored["size"] // 2
     return {
-        "a bit of a piece": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "a bit of a piece": content[:bit] + bytes([content[bit] ^ 1]) + content[bit + 1 :],
         "cut off": content[:middle],
         "what is said of it": content[:24] + b"\0\0\0\0" + content[28:],
         "its end": content[:-40] + bytes(40),

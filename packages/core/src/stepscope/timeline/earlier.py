@@ -12,17 +12,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
+from stepscope.files.reading import open_file
 from stepscope.timeline.row_traces import Common, RowTraces, Told
 from stepscope.timeline.write import EventsFile, Stored, behind_events
 
 SETTLED_NS = 2_000_000_000
 """A file that was changed so lately may change again and look the same: file systems have slow clocks."""
 _BLOCK = 1 << 18
+_BEYOND = 1 << 62
+"""Bytes that no text has."""
 _CODE = Path(__file__).parent
 
 
@@ -47,7 +51,7 @@ class Earlier:
 
     def of(self, made_of: str | None) -> Kept | None:
         """The row that was made of that, where its piece is whole."""
-        kept = self._rows.get(made_of or "")
+        kept = None if made_of is None else self._rows.get(made_of)
         return kept if kept is not None and self._whole(kept.stored) else None
 
     def join(self, kept: Kept, out: EventsFile) -> Stored | None:
@@ -55,12 +59,16 @@ class Earlier:
         if self._file is None or (kept.stored.follows and not out.follows):
             return None
         self._file.seek(kept.stored.at)
-        return out.append(kept.stored.piece, self._file, kept.stored.size, follows=kept.stored.follows)
+        stored = out.append(kept.stored.piece, self._file, kept.stored.size, follows=kept.stored.follows)
+        if stored.piece.size > 0 and (stored.size, stored.crc) != (kept.stored.size, kept.stored.crc):
+            raise OSError("the timeline that was there was written to meanwhile; merge again")
+        return stored
 
     def _whole(self, stored: Stored) -> bool:
         from isal import isal_zlib  # not when a report imports this package
 
-        if self._file is None:
+        piece = stored.piece
+        if self._file is None or not 0 <= piece.size < _BEYOND or (stored.size <= 0 < piece.size):
             return False
         left, crc = stored.size, 0
         try:
@@ -68,7 +76,7 @@ class Earlier:
             while left > 0 and (data := self._file.read(min(left, _BLOCK))):
                 left -= len(data)
                 crc = isal_zlib.crc32(data, crc)
-        except (OSError, OverflowError):
+        except (OSError, OverflowError, ValueError):
             return False
         return left == 0 and crc == stored.crc
 
@@ -77,7 +85,7 @@ class Earlier:
 def earlier_rows(path: Path) -> Iterator[Earlier]:
     """Of the timeline at `path`; none where there is no timeline, or none of ours."""
     try:
-        file = path.open("rb")
+        file = open_file(path)  # a pipe would never answer
     except OSError:
         yield Earlier(None, [])
         return
@@ -100,7 +108,7 @@ def _rows(file: BinaryIO) -> list[Kept]:
     text = behind_events(file)
     try:
         return [] if text is None else msgspec.json.decode(text, type=_Behind).rows
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return []
 
 
@@ -117,8 +125,13 @@ def _state(path: bytes) -> tuple[int, ...] | None:
 
 
 @cache
-def _code() -> tuple[tuple[str, int, int], ...] | None:
+def _code() -> str | None:
     """Of which merging is made, as it is installed. None: it is not in files."""
-    found = sorted(_CODE.rglob("*.py"))
-    states = [(path.name, path.stat()) for path in found]
-    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states) or None
+    found = hashlib.sha256(" ".join(map(version, ("msgspec", "isal"))).encode())
+    try:
+        files = [path.read_bytes() for path in sorted(_CODE.rglob("*.py"))]
+    except OSError:
+        return None
+    for text in files:
+        found.update(text)
+    return found.hexdigest() if files else None

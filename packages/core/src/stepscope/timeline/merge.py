@@ -205,7 +205,7 @@ class _Merge:
                     done = out.stored(partial(write_row, of, self._common, out, on_read=self._on_read))
                 told, stored = done
                 self._note(of, told)
-                if key is not None:
+                if key is not None and not told.problems:  # what could not be read may be readable next time
                     out.rows.append(Kept(made_of=key, stored=stored, told=told))
 
     def _joined(

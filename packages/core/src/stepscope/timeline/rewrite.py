@@ -135,7 +135,7 @@ class Rewriter:
             return self._metadata_before[text]
         try:
             fields = _fields(text)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             self._notes.events(NO_JSON)
             return None
         phase = bytes(fields.get("ph", b""))

@@ -184,7 +184,10 @@ class TimelineFile(EventsFile):
 
 def behind_events(file: BinaryIO) -> bytes | None:
     """What stands there in a timeline: an object with `stepscope` and `stepscopeRows`. None: none of ours."""
-    head = file.read(len(_HEADER) + _FIELD.size)
+    try:
+        head = file.read(len(_HEADER) + _FIELD.size)
+    except OSError:
+        return None
     if not head.startswith(_HEADER) or len(head) < len(_HEADER) + _FIELD.size:
         return None
     at, crc = _FIELD.unpack_from(head, len(_HEADER))
