@@ -207,6 +207,20 @@ def test_what_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytes
     assert tuple(found) == expected
 
 
+@pytest.mark.parametrize("depth", [100, 985, 5000])
+def test_an_event_of_many_brackets_is_counted_where_it_cannot_be_read(tmp_path: Path, depth: int) -> None:
+    made = StepFolder(tmp_path)
+    made.process("trainer", owner=True).close(100_000_000)
+    trace = add_trace(made, made.processes[0], [op("aten::mm", 1000, 5)])
+    path = made.write()
+    deep = b'"traceEvents": [{"ph": "X", "ts": 1e7, "args": {"x": %b%b}}, ' % (b"[" * depth, b"]" * depth)
+    trace.write_bytes(gzip.compress(gzip.decompress(trace.read_bytes()).replace(b'"traceEvents": [', deep)))
+    merged = merge_step(path)
+    lost = sum(problem.events or 0 for problem in merged.problems)
+    assert merged.events + lost == 2  # how deep a Python reads differs
+    assert depth > 100 or lost == 0
+
+
 def test_what_stands_in_the_way_is_no_timeline(tmp_path: Path) -> None:
     path = step(tmp_path)
     expected = merge_step(path), events(path)
