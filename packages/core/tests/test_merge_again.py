@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.core.tests import test_reader_nsys as nsys
-from packages.core.tests.test_merge_workers import idle, step, text
+from packages.core.tests.test_merge_workers import ended, idle, started, step, text
 from packages.core.tests.traces import add_trace, kernel, op, trace_text
 from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
@@ -138,7 +138,9 @@ def test_limits_other_formats_and_other_places(tmp_path: Path) -> None:
 def test_what_workers_wrote_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier, "SETTLED_NS", 0)
     path = step(tmp_path)
+    seen = started(monkeypatch, ended)
     expected = merge_step(path), events(path)
+    assert len(seen) == 1
     rows, *found = again(path)
     assert rows > 3
     assert tuple(found) == expected
@@ -207,7 +209,7 @@ def test_what_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytes
     assert tuple(found) == expected
 
 
-@pytest.mark.parametrize("depth", [100, 985, 5000])
+@pytest.mark.parametrize("depth", [100, *range(930, 990), 5000])
 def test_an_event_of_many_brackets_is_counted_where_it_cannot_be_read(tmp_path: Path, depth: int) -> None:
     made = StepFolder(tmp_path)
     made.process("trainer", owner=True).close(100_000_000)

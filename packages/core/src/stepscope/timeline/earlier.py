@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
@@ -127,10 +127,10 @@ def _state(path: bytes) -> tuple[int, ...] | None:
 @cache
 def _code() -> str | None:
     """Of which merging is made, as it is installed. None: it is not in files."""
-    found = hashlib.sha256(" ".join(map(version, ("msgspec", "isal"))).encode())
     try:
+        found = hashlib.sha256(" ".join(map(version, ("msgspec", "isal"))).encode())
         files = [path.read_bytes() for path in sorted(_CODE.rglob("*.py"))]
-    except OSError:
+    except (OSError, PackageNotFoundError):
         return None
     for text in files:
         found.update(text)

@@ -120,7 +120,6 @@ class Rewriter:
             self._repeating = first == len(elements)
             return
         for apart, run in _runs(array, elements):
-            self._repeating = apart and len(run) == len(elements)
             if apart or len(run) <= _FEW:
                 yield self.thoroughly(run)
             elif len(run) < len(elements):
@@ -135,7 +134,7 @@ class Rewriter:
             return self._metadata_before[text]
         try:
             fields = _fields(text)
-        except (msgspec.DecodeError, RecursionError):
+        except msgspec.DecodeError:
             self._notes.events(NO_JSON)
             return None
         phase = bytes(fields.get("ph", b""))

@@ -18,6 +18,8 @@ LONGEST = 8 << 20
 """Bytes of an element, or of what stands around the array, beyond which we stop believing in it."""
 _CANDIDATES = 256
 """Braces that are looked at, from the end of a piece, for one that begins an element."""
+_SPARE = 100
+"""Calls, each of which msgspec counts as it counts a bracket."""
 NO_JSON = "events that are no JSON"
 MENDED = "events mended: bad UTF-8, NaN, or escapes that JSON does not have"
 
@@ -112,13 +114,18 @@ class Elements(Generic[T]):
 
     def _checked(self, element: bytes) -> bytes:
         """The element, mended where that helps; nothing where it does not."""
-        if _sound(b"[%b]" % element, raw_elements) is not None:
+        if _sound(_deeper(element), raw_elements) is not None:
             return element
         mended = mend(element)
-        if _sound(b"[%b]" % mended, raw_elements) is None:
+        if _sound(_deeper(mended), raw_elements) is None:
             return b""
         self._notes.events(MENDED)
         return mended
+
+
+def _deeper(element: bytes) -> bytes:
+    """So that who reads it from some calls further down does not run out of stack."""
+    return b"[" * _SPARE + element + b"]" * _SPARE
 
 
 def array_of(elements: Iterable[bytes | msgspec.Raw]) -> bytes:
