@@ -94,13 +94,13 @@ class EventsFile:
         self, piece: Piece, source: BinaryIO, size: int | None = None, *, follows: bool = False
     ) -> Stored:
         """Events that another one compressed: the next `size` bytes of `source`, or all."""
-        if piece.size > 0:
+        left = 0 if piece.size == 0 else sys.maxsize if size is None else size
+        if left:
             if not follows:
                 self._put(self._between)
             self._between = b",\n"
         at = self._apart()
-        left = sys.maxsize if size is None else size
-        while piece.size > 0 and (data := source.read(min(left, _COPIED))):
+        while data := source.read(min(left, _COPIED)):
             left -= len(data)
             self._out(data)
         self._crc = self._combined(self._crc, piece)
@@ -109,7 +109,7 @@ class EventsFile:
             at=at,
             size=self.written - at,
             crc=self._packed_crc,
-            follows=follows and piece.size > 0,
+            follows=follows,
             piece=piece,
         )
 
