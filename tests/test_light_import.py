@@ -22,6 +22,7 @@ HEAVY = {
     "plotly",
     "yaml",
     "isal",
+    "stringzilla",
     "asyncio",
 }
 

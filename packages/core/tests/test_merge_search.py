@@ -1,0 +1,52 @@
+"""What a merge replaces in texts is found by a library: that it finds all, and what a mistake of it costs."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from packages.core.tests.test_merge_rewrite import OLDER, PLAIN, SECOND_NS, canonical, rewritten, written
+from stepscope.timeline import quick
+
+few = st.binary().map(lambda drawn: bytes(b'"t: 1,\xc3\xa9'[byte % 8] for byte in drawn))
+pieces = st.one_of(
+    few, st.binary(), st.sampled_from([b'"ts": 17', b'"id": ', b"\x87", b"\xff" * 70, b"x" * 3000])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(pieces, max_size=12), pieces.filter(len), few)
+@example([b"5\x84\t\x8cp", b"\xde" * 60, b"\x87"], b"\x87", b"")
+def test_what_is_replaced_is_what_python_replaces(between: list[bytes], old: bytes, new: bytes) -> None:
+    for text in (b"".join(between), old.join(between)):
+        assert quick._replaced(text, old, new) == (text.replace(old, new), text.count(old))
+
+
+@pytest.mark.parametrize("mistake", ["one is missed", "one is invented"])
+@pytest.mark.parametrize("shift_ns", [0, 7, -SECOND_NS, 86_400 * SECOND_NS])
+def test_a_mistake_in_the_search_costs_time_and_no_event(
+    shift_ns: int, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [{}, {"pid": "0", "tid": "7"}, {"ph": "s", "id": "57452"}]
+    batch = [written(OLDER, **{**PLAIN, **kind}) for kind in kinds] * 20
+    thorough = rewritten([batch, batch], shift_ns, None, thoroughly=True)
+    split, calls, wrong = quick.split, count(), -1
+
+    def mistaken(text: bytes, old: bytes) -> list[bytes]:
+        parts = [bytes(part) for part in split(text, old)]
+        if next(calls) == wrong and len(parts) > 2:
+            if mistake == "one is missed":
+                parts[1:3] = [old.join(parts[1:3])]
+            else:
+                parts[-1:] = [parts[-1][:9], parts[-1][9 + len(old) :]]
+        return parts
+
+    monkeypatch.setattr(quick, "split", mistaken)
+    for wrong in range(30):
+        calls = count()
+        found = rewritten([batch, batch], shift_ns, None)
+        assert list(map(canonical, found.events)) == list(map(canonical, thorough.events)), wrong
+    assert next(calls) < wrong
