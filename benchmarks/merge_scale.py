@@ -138,7 +138,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--full", action="store_true", help="10 GB as well")
     chosen = options.parse_args()
-    header("merging steps of all sizes", "stepscope", "torch", "isal", "msgspec")
+    header("merging steps of all sizes", "stepscope", "torch", "isal", "msgspec", "stringzilla")
     template = Template(record(20 if chosen.quick else 100))
     wanted = QUICK if chosen.quick else STEPS + FULL * chosen.full
     with tempfile.TemporaryDirectory() as folder:
