@@ -383,3 +383,12 @@ def test_an_id_that_is_no_plain_number_is_not_given_a_prefix(number: str) -> Non
     batches = [usual, [*usual, written(OLDER, **{**PLAIN, "ph": "s", "id": number})], usual]
     quick, thorough = rewritten(batches, 0, None), rewritten(batches, 0, None, thoroughly=True)
     assert quick.events == thorough.events
+
+
+@pytest.mark.parametrize(
+    "args", ['{"ph": "M"}', '{"a": [{"ph": "C"}, {"x": 1}]}', f'{{"a": {json.dumps([{}] * 30_000)}}}']
+)
+def test_arguments_decide_nothing_of_the_way(args: str) -> None:
+    """Not where they look like metadata, nor where a file's first events seem to end in them."""
+    batch = [written(OLDER, **{**PLAIN, **kind}) for kind in ({"args": args}, {}, {"args": args})]
+    assert_both_ways_agree(batch * (1 if len(args) > 1000 else 30), 7_889_238 * SECOND_NS, None)

@@ -12,8 +12,8 @@ ones unseen, in three steps:
 3. Each mark is replaced by what shall stand there.
 
 Where the second step does not come out even, nothing was done: the batch is learned from anew, and else goes
-the thorough way. So it does where the third one finds another number of marks: what searches is a library, and
-this is what its mistakes would look like.
+the thorough way. So it does where the third one finds another number of marks: what searches is a library,
+and this is what its mistakes would look like.
 
 Times that move by whole seconds, and by a day at least, need no marks: all events have one, and none that was
 left as it was can be where the others go.
@@ -33,6 +33,7 @@ from stringzilla import split
 
 from stepscope.timeline.ids import FlowIds
 from stepscope.timeline.place import Place
+from stepscope.timeline.readers.elements import last_boundary
 from stepscope.timeline.rows import Row
 from stepscope.timeline.tracks import Tracks
 
@@ -43,6 +44,8 @@ _PIDS = 4
 """So many of a file's further pids are looked for in every batch; if there are more, those of the batch that
 was learned from."""
 _NEEDLES = 32
+_EARLY = 1 << 15
+"""Bytes of a file that are learned from first: its first events are most often alike, and soon looked at."""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
@@ -127,12 +130,22 @@ class Quick:
         Raises:
             DecodeError: it is no JSON.
         """
+        if self._plan is None:
+            self._plan = self._learned_early(array)
         done = None if self._plan is None else self._plan.carried_out(array)
         learned = self._learned(array) if done is None else None
         if learned is not None:  # else these events are others, and what is known still holds for the next
             self._plan = learned
             done = learned.carried_out(array)
         return done
+
+    def _learned_early(self, array: bytes) -> _Plan | None:
+        """From the first events of a file."""
+        cut = last_boundary(array[:_EARLY])
+        try:
+            return self._learned(array[:cut] + b"]") if cut else None
+        except msgspec.DecodeError:  # it was no boundary
+            return None
 
     def _learned(self, array: bytes) -> _Plan | None:
         try:

@@ -6,6 +6,7 @@ event into its fields, takes whatever order, layout and types of ids there are, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TypeAlias
@@ -30,6 +31,7 @@ _REPEATED = 1000
 _CYCLE = 512
 """Where so many bytes come again, all before them may: one turn is looked at, and the others compared."""
 _APART = ("M", "C")
+_APART_PHASE = re.compile(rb'"ph"\s*:\s*"[MC]"')
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
@@ -71,7 +73,9 @@ class Rewriter:
         Raises:
             DecodeError: it is no JSON.
         """
-        done = (self._repeated(array) if self._repeating else None) or self._quick.rewritten(array)
+        done = self._repeated(array) if self._repeating else None
+        if done is None and not _ends_apart(array):
+            done = self._quick.rewritten(array)
         if done is None:
             return b",\n".join(text for text in self._parts(array) if text)
         text, count = done
@@ -197,6 +201,11 @@ class Rewriter:
         if at is not None:
             fields["ts"] = _time(*at)
         return True
+
+
+def _ends_apart(array: bytes) -> bool:
+    """Whether its last event looks like one that does not go the quick way: then all of them do not."""
+    return _APART_PHASE.match(array, array.rfind(b'"ph"')) is not None
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:

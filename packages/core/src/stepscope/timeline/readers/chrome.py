@@ -181,9 +181,9 @@ def _array(text: bytes) -> tuple[int, int] | None:
 def _object(text: bytes) -> dict[str, msgspec.Raw]:
     """The fields in `text`, an object that may have a comma too many; none where it is damaged."""
     text = re.sub(rb",\s*\}\s*\Z", b"}", text.rstrip(b" \t\r\n\0"))
-    for candidate in (text, mend(text)):
+    for prepared in (bytes, mend):
         try:
-            return msgspec.json.decode(candidate, type=dict[str, msgspec.Raw])
+            return msgspec.json.decode(prepared(text), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return {}

@@ -61,10 +61,10 @@ class Elements(Generic[T]):
             if len(self.trailer) < LONGEST:
                 self.trailer += block
             return
-        cut = _last_boundary(block)
+        cut = last_boundary(block)
         if not cut:
             self._rest, block = b"", self._rest + block
-            cut = _last_boundary(block)
+            cut = last_boundary(block)
         some = b"".join((b"[", self._rest, memoryview(block)[:cut], b"]"))  # without another copy of them
         batch = _sound(some, self._parse) if cut else None
         if batch is not None:
@@ -162,7 +162,7 @@ def _sound(text: bytes, parse: Callable[[bytes], T]) -> T | None:
         return None
 
 
-def _last_boundary(text: bytes) -> int:
+def last_boundary(text: bytes) -> int:
     """Behind the last comma that seems to stand between two objects; 0 where there is none."""
     at = text.rfind(b"{")
     for _ in range(_CANDIDATES):
