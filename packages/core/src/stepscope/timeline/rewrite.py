@@ -73,7 +73,7 @@ class Rewriter:
         Raises:
             DecodeError: it is no JSON.
         """
-        done = self._repeated(array) if self._repeating else None
+        done: tuple[Text, int] | None = self._repeated(array) if self._repeating else None
         if done is None and not _ends_apart(array):
             done = self._quick.rewritten(array)
         if done is None:
