@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stringzilla import split
 
 from packages.core.tests.test_merge_rewrite import OLDER, PLAIN, SECOND_NS, canonical, rewritten, written
 from stepscope.timeline import quick
@@ -33,7 +34,7 @@ def test_a_mistake_in_the_search_costs_time_and_no_event(
     kinds = [{}, {"pid": "0", "tid": "7"}, {"ph": "s", "id": "57452"}]
     batch = [written(OLDER, **{**PLAIN, **kind}) for kind in kinds] * 20
     thorough = rewritten([batch, batch], shift_ns, None, thoroughly=True)
-    split, calls, wrong = quick.split, count(), -1
+    calls, wrong = count(), -1
 
     def mistaken(text: bytes, old: bytes) -> list[bytes]:
         parts = [bytes(part) for part in split(text, old)]
