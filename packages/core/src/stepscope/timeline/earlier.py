@@ -128,7 +128,7 @@ def _state(path: bytes) -> tuple[int, ...] | None:
 def _code() -> str | None:
     """Of which merging is made, as it is installed. None: it is not in files."""
     try:
-        found = hashlib.sha256(" ".join(map(version, ("msgspec", "isal"))).encode())
+        found = hashlib.sha256(" ".join(map(version, ("msgspec", "isal", "stringzilla"))).encode())
         files = [path.read_bytes() for path in sorted(_CODE.rglob("*.py"))]
     except (OSError, PackageNotFoundError):
         return None

@@ -31,7 +31,7 @@ _REPEATED = 1000
 _CYCLE = 512
 """Where so many bytes come again, all before them may: one turn is looked at, and the others compared."""
 _APART = ("M", "C")
-_APART_PHASE = re.compile(rb'"ph"\s*:\s*"[MC]"')
+_APART_PHASE = re.compile(r'"ph"\s*:\s*"[{}]"'.format("".join(_APART)).encode())
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
