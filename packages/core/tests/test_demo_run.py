@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections import Counter
 from pathlib import Path
@@ -141,7 +142,12 @@ def test_ctrl_c_in_a_captured_step_leaves_no_process_behind(tmp_path: Path) -> N
     demo.send_signal(signal.SIGINT)
     _, stderr = demo.communicate(timeout=120)
     assert stderr.rstrip().endswith("KeyboardInterrupt"), stderr
-    assert processes_with(mark) == []
+    # Ray kills a raylet that takes more than a second to end. Its workers notice that soon after; Ray's own
+    # agents look for its control store for a minute before they give up.
+    deadline = time.monotonic() + 120
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
     last = load_step(list(RunLayout(tmp_path).steps().values())[-1].root)
     assert last.window.closed
 
