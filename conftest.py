@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +47,15 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not left_out:
         return None
     return f"not installed here: {', '.join(sorted(ABSENT))}; so left out: {', '.join(left_out)}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_prepared() -> Iterator[None]:
+    """A test that prepares workers makes no capture of another test one that lacks them."""
+    yield
+    untold = sys.modules.get("stepscope.recording.untold")
+    if untold is not None:
+        vars(untold)["_prepared"] = False
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -190,7 +190,7 @@ def main() -> None:
     records: deque[Record] = deque()
     floor = {FLOOR: Peer(partial(least, records), finish=lambda _: records.clear())}
     with tempfile.TemporaryDirectory() as folder:
-        config = ProfileConfig(save_path=folder, steps="every:1", roles={"nobody": {"ranks": "all"}})
+        config = ProfileConfig(save_path=folder, steps="every:1", roles={"*": {"profiler": "off"}})
         with capture(1, config=config):
             both = {"bare": bare, OURS: decorated}
             cost = compare("sync", update, call, {**both, **inside, **floor, **peers}, BURST, rounds)

@@ -15,20 +15,21 @@ ON_DISK = {"files", "config", "errors"}
 
 MAY_IMPORT = {
     "errors": set[str](),
+    "switch": set[str](),
     "config": {"errors"},
     "files": {"errors"},
     "backends": ON_DISK,
     "engines": ON_DISK | {"backends"},
-    "recording": ON_DISK | {"backends", "engines"},
+    "recording": ON_DISK | {"backends", "engines", "switch"},
     "fleet": ON_DISK | {"backends", "engines", "recording"},
     "timeline": {"files", "errors"},
     "report": {"files", "errors", "timeline"},
-    "compat": {"config", "recording"},
-    "doctor": {"errors", "config", "recording"},
+    "compat": {"config", "recording", "switch"},
+    "doctor": {"errors", "config", "recording", "switch"},
     "mirror": {"files", "errors"},
     "writers": {"config", "files", "errors", "timeline", "report"},
     "startup": {"recording"},
-    "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "__init__"},
+    "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "switch", "__init__"},
     "__init__": {"config", "errors", "recording"},
     "__main__": {"cli"},
 }
@@ -39,6 +40,7 @@ PUBLIC = (
         f"stepscope.{name}"
         for name in (
             "errors",
+            "switch",
             "config",
             "engines",
             "backends",

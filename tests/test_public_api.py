@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from importlib.metadata import version
 from typing import Any
 
 from typing_extensions import assert_type
@@ -62,6 +63,18 @@ class Worker:
     def update(self, batch: list[int]) -> int:
         return len(batch)
 
+    @profile_step
+    def forward(self, batch: list[int]) -> float:
+        return float(len(batch))
+
+    @profile_step()
+    async def generate(self, prompt: str) -> bytes:
+        return prompt.encode()
+
+    @profile_step("actor", stage="scored")
+    def score(self, text: str) -> int:
+        return len(text)
+
     @classmethod
     @profile_step(role="actor")
     def build(cls, name: str) -> Worker:
@@ -74,11 +87,21 @@ def test_the_public_names_are_these() -> None:
     assert all(hasattr(stepscope, name) for name in PUBLIC)
 
 
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert_type(stepscope.__version__, str)
+    assert stepscope.__version__ == version("stepscope")
+    assert "__version__" in dir(stepscope)
+
+
 def test_a_decorated_function_keeps_its_type() -> None:
     assert_type(plain([1, 2], scale=2.0), float)
     assert_type(tokens(1), Iterator[int])
     assert_type(stream(1), AsyncIterator[int])
     assert_type(Worker.build("w").update([1]), int)
+    assert_type(Worker().forward([1]), float)
+    assert_type(Worker().score("a"), int)
+    generating: Callable[[str], Coroutine[Any, Any, bytes]] = Worker().generate
+    assert generating.__name__ == "generate"
     telling: Callable[[str], Coroutine[Any, Any, bytes]] = tell
     assert telling is tell
     assert (plain([1, 2], scale=2.0), list(tokens(2)), Worker.build("w").update([1])) == (6.0, [0, 1], 1)

@@ -262,7 +262,10 @@ def captured(host: Host, save_path: Path) -> Manifest | None:
             manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
             owner = manifest.processes[0]
             if owner.closed is not None and not [
-                item for part in manifest.processes for item in part.expected if item.state == "missing"
+                item
+                for part in manifest.processes
+                for item in part.expected
+                if item.pending is not None or item.state == "missing"
             ]:
                 return manifest
     return None

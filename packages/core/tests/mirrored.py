@@ -38,7 +38,7 @@ def a_config(tmp_path: Path, url: str, **settings: object) -> ProfileConfig:
         {
             "save_path": str(tmp_path / "run"),
             "steps": ["every:1"],
-            "roles": {"nobody": {"ranks": "all"}},
+            "roles": {"*": {"profiler": "off"}},
             "finish": {"mirror": url},
         }
         | settings

@@ -32,7 +32,7 @@ def rl_step(
         process.close(1000 * MS)
     if hostile:
         driver.absent.append(Absent(name=hostile, state="missing", reason=hostile))
-        driver.expected.append(Expectation(name=hostile, state="failed", reason=hostile))
+        driver.expected.append(Expectation(name=hostile, kind="trace", state="failed", reason=hostile))
     return folder
 
 

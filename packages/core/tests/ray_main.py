@@ -24,13 +24,14 @@ import ray
 from stepscope import ProfileConfig, capture, profile_step
 
 sample_tasks = importlib.import_module("sample_tasks")
+locked_tasks = importlib.import_module("locked_tasks")
 remote: Any = ray.remote  # its types know neither streaming tasks nor async actors
 
 
 def capture_this_worker() -> None:
     """The worker's setup hook: everything that runs in it is recorded."""
     config = ProfileConfig(
-        save_path=os.environ["SPANS_IN"], steps="every:1", roles={"nobody": {"ranks": "all"}}
+        save_path=os.environ["SPANS_IN"], steps="every:1", roles={"*": {"profiler": "off"}}
     )
     capture(1, config=config).open()
 
@@ -114,6 +115,11 @@ def calls() -> dict[str, object]:
     returned["async actor stream"] = ray.get(
         list(async_actor.stream.options(num_returns="streaming").remote(2))
     )
+
+    locked = remote(locked_tasks.LockedActor).remote()
+    returned["actor beside a lock"] = ray.get(locked.locked_update.remote(1))
+    locked_async = remote(locked_tasks.LockedAsyncActor).remote()
+    returned["async actor beside a lock"] = ray.get(locked_async.locked_generate.remote(1))
     return returned
 
 

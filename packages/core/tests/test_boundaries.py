@@ -16,7 +16,8 @@ import pytest
 from stepscope import ProfileConfig, capture, configure
 from stepscope.files.manifest import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording import boundaries, guard, instrumented, run
+from stepscope.recording import boundaries, guard, instrumented, prepare, run
+from stepscope.testing.fake_backend import FakeBackend
 
 FRAMEWORK = """
 class State:
@@ -83,7 +84,7 @@ def framework(module: str, tmp_path: Path) -> Callable[..., Any]:
             ProfileConfig(
                 save_path=tmp_path / "run",
                 steps=steps,
-                roles={"nobody": {"ranks": "all"}},
+                roles={"*": {"profiler": "off"}},
                 instrument=[*listed, update],
             )
         )
@@ -317,3 +318,43 @@ def test_a_forked_child_leaves_the_step_to_its_parent(framework: Callable[..., A
     loop.update()
     loop.after()
     assert spans() == {0: ["update"]}
+
+
+class Warmed(FakeBackend):
+    """Counts how often it was started for nothing."""
+
+    prepared = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+
+@pytest.mark.parametrize("steps", ["0", "90"])
+def test_the_profiler_is_started_for_nothing_once_before_the_first_step(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    backend = Warmed()
+    for user in ("stepscope.recording.worker", "stepscope.recording.session"):
+        monkeypatch.setattr(f"{user}.load_backend", lambda tool, config: backend)
+    monkeypatch.setattr("stepscope.recording.worker.library_loaded", lambda tool: True)
+    monkeypatch.setattr("stepscope.recording.session.library_loaded", lambda tool: False)
+    monkeypatch.setattr(prepare, "_prepared", 0)
+    seen = []
+    entry = {"module": module, "name": "Loop.train_step", "step": "around"}
+    configure(ProfileConfig(save_path=tmp_path / "run", steps=steps, instrument=[entry]))
+    cls = importlib.import_module(module).Loop
+    monkeypatch.setattr(cls, "update", lambda self: seen.append(backend.prepared))
+    for _ in range(2):
+        cls().train_step({})
+    assert seen == [1, 1]
+
+
+def test_the_manifest_says_that_an_entry_opened_the_capture(
+    framework: Callable[..., Any], tmp_path: Path
+) -> None:
+    framework({"name": "Loop.train_step", "step": "around"})().train_step({})
+    with capture(1):
+        pass
+    folders = [tmp_path / "run" / f"step_00000{step}" / "manifest.json" for step in (0, 1)]
+    manifests = [msgspec.json.decode(path.read_bytes(), type=Manifest) for path in folders]
+    assert [manifest.opened_by for manifest in manifests] == ["instrument", "program"]

@@ -129,7 +129,7 @@ def test_memory_that_grows_ends_the_capture_and_says_by_how_much(monkeypatch: py
         reached.append(reason)
         done.set()
 
-    control.Watchdog(BudgetConfig(memory_mb=200), expired)
+    control.Watchdog(BudgetConfig(memory_mb=200), expired).start()
     assert done.wait(20)
     assert reached == ["budget.memory_mb: the process grew by 300 MB, 200 allowed"]
 
@@ -152,6 +152,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
 def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[str] = []
     dog = control.Watchdog(BudgetConfig(seconds=0.05), reached.append)
+    dog.start()
     dog.cancel()
     dog.thread.join(20)
     assert reached == []

@@ -27,7 +27,7 @@ from stepscope.recording.run import run_id
 PRELUDE = """
 import os, sys, signal, time
 from stepscope import ProfileConfig, capture, span
-config = ProfileConfig(save_path=sys.argv[1], steps="every:1", roles={"rollout": {"ranks": "all"}})
+config = ProfileConfig(save_path=sys.argv[1], steps="every:1", roles={"rollout": {"profiler": "off"}})
 """
 TORCH = """
 import torch
@@ -281,7 +281,7 @@ with capture(1, engines=[FakeEngineProfiler(engine)], config=config) as cap, spa
         {leaving}
     else:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
-        assert cap.result.manifest().state == "missing"
+        assert cap.result.manifest().state == "pending"
 if pid == 0:
     assert engine.recordings == recordings != {{}}
     assert not cap.result.captured
@@ -447,7 +447,9 @@ def peer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def captured_beside(folder: Path) -> CaptureResult:
-    config = ProfileConfig(save_path=folder / "run", steps=[1], roles={"rollout": {"ranks": "all"}})
+    config = ProfileConfig(
+        save_path=folder / "run", steps=[1], roles={"rollout": {"ranks": "all", "profiler": "off"}}
+    )
     with capture(1, config=config) as cap:
         pass
     return cap.result
@@ -465,10 +467,23 @@ def test_a_wait_lasts_until_a_peer_that_nobody_called_has_closed(
     assert not result.unfinished()
 
 
+def test_the_last_one_to_close_tells_of_a_peer_that_was_killed(
+    tmp_path: Path, peer: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    captured_beside(tmp_path)
+    assert "missing" not in caplog.text, "it is open, and nobody knows better"
+    peer.kill()
+    peer.wait()
+    captured_beside(tmp_path)
+    assert (
+        "spans: missing: the process is gone: nothing says that its process closed the capture" in caplog.text
+    )
+
+
 def test_nobody_waits_for_a_peer_that_was_killed(tmp_path: Path, peer: subprocess.Popen[str]) -> None:
     result = captured_beside(tmp_path)
     peer.kill()
     peer.wait()
     assert not result.unfinished()
-    with pytest.raises(MissingArtifactsError, match="has not closed its capture"):
+    with pytest.raises(MissingArtifactsError, match="nothing says that its process closed"):
         result.raise_for_missing(60)

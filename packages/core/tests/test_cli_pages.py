@@ -86,7 +86,7 @@ def test_a_page_links_to_the_artifacts_that_are_there_and_to_none_outside(tmp_pa
     outside = str(tmp_path / "outside.json")
     for path in ("traces/actor/t.json.gz", "traces/gone.json.gz", "../outside.json", outside):
         trace = Artifact(path=path, kind="torch_trace", tool="torch", role="actor", host="h", size_bytes=9)
-        driver.expected.append(Expectation(name="torch trace", state="ok", artifacts=(trace,)))
+        driver.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(trace,)))
     driver.close(10 * MS)
     folder.write()
     run(["report", str(tmp_path / "step_000002")])
@@ -103,11 +103,17 @@ def test_two_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
     assert run(["diff", *steps]) == 0
     printed = capsys.readouterr().out
-    for said in ("A: step 2 of run run1", "B: step 4 of run run1", "What changed", "rollout", "total"):
+    for said in (
+        "A: step 2 of run run1",
+        "B: step 4 of run run1",
+        "What changed",
+        "rollout",
+        "+ opening, closing",
+    ):
         assert said in printed
     assert run(["diff", *steps, "--json"]) == 0
     found = json_of(capsys)
-    assert (found["a"]["total_ns"], found["delta_ns"]) == (10 * MS, 0)
+    assert (found["a"]["step_ns"], found["delta_ns"]) == (10 * MS, 0)
 
 
 def test_two_runs_are_compared_also_within_one_folder(

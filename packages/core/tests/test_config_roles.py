@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,8 +31,36 @@ def test_case_matters_in_role_names() -> None:
     assert ProfileConfig(roles={"actor": {}}).role("Actor") is None
 
 
-def test_first_is_the_default_of_every_role() -> None:
+def test_first_is_the_default_of_every_role_that_is_no_rollout() -> None:
     assert ProfileConfig().role("anything") == ("*", RoleConfig(ranks="first"))
+
+
+def test_by_default_no_replica_is_profiled_and_all_engines_are_recorded_alike() -> None:
+    assert ProfileConfig().role("rollout") == ("rollout", RoleConfig(ranks="all", profiler=False))
+
+
+@pytest.mark.parametrize(
+    ("written", "on"),
+    [("off", False), ("on", True), ("false", False), ('"off"', False), ('"on"', True), ("OFF", False)],
+)
+def test_the_profiler_of_a_role_is_on_or_off(tmp_path: Path, written: str, on: bool) -> None:
+    path = tmp_path / "stepscope.yaml"
+    path.write_text(f"roles: {{rollout: {{profiler: {written}}}}}")
+    config = ProfileConfig.from_file(path)
+    assert config.roles["rollout"].profiler is on
+    assert ProfileConfig.from_mapping(config.to_mapping()) == config
+
+
+def test_the_profiler_of_a_role_is_switched_off_from_the_environment() -> None:
+    config = ProfileConfig.from_env({"STEPSCOPE_ROLES__ROLLOUT__PROFILER": "off"})
+    assert config.roles["rollout"] == RoleConfig(profiler="off")
+
+
+@pytest.mark.parametrize("value", ["none", "torch", None, 0, []])
+def test_a_profiler_that_is_neither_on_nor_off_is_refused_with_its_fix(value: object) -> None:
+    helps = r"roles.rollout.profiler is .*; allowed: on or off. Fix: write profiler: off for spans alone"
+    with pytest.raises(ConfigError, match=helps):
+        ProfileConfig.from_mapping({"roles": {"rollout": {"profiler": value}}})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +94,7 @@ def test_a_hidden_pattern_matches_nothing_that_the_hiding_one_does_not(
 
 
 def test_empty_ranks_are_refused_where_other_tools_read_rank_0_or_all() -> None:
-    fix = "an empty list selects nothing; write ranks: all, ranks: first or leave the role out"
+    fix = "an empty list selects nothing; write ranks: all or first, or profiler: off for spans alone"
     with pytest.raises(ConfigError, match=f"roles.actor.ranks is .*{fix}"):
         ProfileConfig(roles={"actor": {"ranks": []}})
 
@@ -108,7 +137,10 @@ def test_ranks_that_cannot_be_are_refused_with_their_fix(ranks: object, helps: s
     [
         (["actor"], r"roles is \['actor'\]; allowed: a mapping of role patterns"),
         ({"actor": None}, "roles.actor is None.*write {} or leave it out"),
-        ({"actor": [0, 8]}, r"roles.actor is \[0, 8\]; allowed: a mapping with the keys ranks, engine"),
+        (
+            {"actor": [0, 8]},
+            r"roles.actor is \[0, 8\]; allowed: .* the keys ranks, profiler, engine",
+        ),
         ({True: {}}, "roles is True; .*in quotes"),  # `on:` in YAML
         ({"": {}}, "roles is ''"),
         ({"actor": {"rank": [0]}}, r"roles.actor.rank is .*did you mean 'ranks'\?"),
@@ -147,3 +179,20 @@ def test_engine_options_are_nested_under_their_role() -> None:
 def test_engine_options_that_cannot_be_are_refused(engine: dict[str, object], helps: str) -> None:
     with pytest.raises(ConfigError, match=helps):
         ProfileConfig(roles={"rollout": {"engine": engine}})
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"actor": "all"}, r"roles\.actor is 'all'; .*Fix: write actor: \{ranks: all\}"),
+        ({"actor": [0, 8]}, r"write actor: \{ranks: \[0, 8\]\}"),
+        ({"*": "first"}, r'write "\*": \{ranks: first\}'),
+        ({"rollout": False}, r"write rollout: \{profiler: off\}"),
+        ({"rollout": "of"}, r"write rollout: \{ranks: all\}"),
+    ],
+)
+def test_a_role_that_is_one_of_its_settings_is_answered_with_the_right_form(
+    given: dict[str, object], fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        ProfileConfig.from_mapping({"roles": given})

@@ -76,6 +76,20 @@ def test_a_ready_config_is_taken_exactly_as_it_is() -> None:
     assert resolve(ready, environ={"STEPSCOPE_STEPS": "3", "STEPSCOPE_CONFIG": "/nowhere"}) is ready
 
 
+def test_a_mapping_takes_the_place_of_the_file(written: Path) -> None:
+    environ = {"STEPSCOPE_CONFIG": str(written), "STEPSCOPE_TORCH__WITH_STACK": "1"}
+    config = resolve({"steps": [4], "torch": {"record_shapes": True}}, environ, mode="discrete")
+    plain = {"steps": [4], "torch": {"record_shapes": True, "with_stack": True}, "mode": "discrete"}
+    assert config == ProfileConfig.from_mapping(plain)
+    with pytest.raises(ConfigError, match="there is no 'step'"):
+        resolve({"step": [4]}, {})
+
+
+def test_what_is_no_file_and_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"configure\(source\).*a file's path, a mapping of settings"):
+        resolve(7, {})  # type: ignore[arg-type] # that is the point
+
+
 def test_arguments_next_to_a_ready_config_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"steps is \[3\].*no argument next to a ready ProfileConfig"):
         resolve(ProfileConfig(), environ={}, steps=[3])
@@ -224,7 +238,10 @@ def test_an_unquoted_range_is_not_a_base_60_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "helps"),
     [
-        ("steps: [2", r"c.yaml'; allowed: a YAML file. Fix: correct it: .*line 1"),
+        ("steps: [2", r"c.yaml'; allowed: a YAML file. Fix: line 1 is `steps: \[2`: expected ','"),
+        ("roles:\n  *: {}", r"c.yaml'.*line 2 is `\*: {}`: .*\. Put names that begin with \*.* in quotes"),
+        ("redact: [*_token]", r"line 1 is `redact: .*`: found undefined alias.*in quotes"),
+        ("a:\n\tb: 1", r"line 2 is `b: 1`: .*Indent with spaces"),
         ("- 2\n- 3\n", "a YAML file that holds a mapping"),
         ("steps: [2]\nmode: discrete\nsteps: [3]\n", r"'steps' stands twice"),
         ("roles:\n  actor: {ranks: all}\n  actor: {ranks: first}\n", r"'actor' stands twice"),

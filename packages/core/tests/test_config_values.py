@@ -171,6 +171,8 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"torch": {"schedule": {"activ": 1}}}, r"torch.schedule.activ is 1.*did you mean 'active'\?"),
         ({"Steps": [2]}, r"did you mean 'steps'\?"),
         ({"with_stack": True}, r"there is no 'with_stack'; did you mean 'torch.with_stack'\?"),
+        ({"step": [2]}, r"there is no 'step'; did you mean 'steps'\?"),
+        ({"role": {}}, r"there is no 'role'; did you mean 'roles'\?"),
         ({"ranks": "all"}, r"there is no 'ranks'; did you mean 'roles.<role>.ranks'\?"),
         ({"mirror": {"url": "s3://bucket"}}, "there is no 'mirror'; did you mean 'finish.mirror'"),
         ({1: 2}, "there is no '1'"),

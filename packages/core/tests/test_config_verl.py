@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from stepscope import ProfileConfig, capture
+from stepscope.config import EngineConfig, ScheduleConfig, _verl_keys
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 from stepscope.recording import export, finish
@@ -196,3 +199,123 @@ def test_what_is_no_configuration_of_verls_is_refused() -> None:
         ProfileConfig.from_verl({"save_path": "x"})
     with pytest.raises(ConfigError, match="a mapping, an OmegaConf, or a YAML file"):
         ProfileConfig.from_verl(7)
+
+
+# The rollout's own keys, as verl #5025 had them and forks have.
+
+
+def rollout_config(**options: object) -> dict[str, Any]:
+    """A rollout alone, with these options of torch."""
+    block = {"enable": True, "tool_config": {"torch": {"discrete": True, **options}}}
+    overall = {"tool": "torch", "steps": [2], "save_path": "outputs"}
+    return {"global_profiler": overall, "actor_rollout_ref": {"rollout": {"profiler": block}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({"step_start": 3, "step_end": 8}, EngineConfig(iterations={"start": 3, "count": 5})),
+        ({"step-start": 3, "step-end": 8}, EngineConfig(iterations={"start": 3, "count": 5})),
+        ({"step_start": 0, "step_end": -1}, EngineConfig()),  # its defaults: all
+        ({"step_start": 0, "step_end": None}, EngineConfig()),
+        ({"contents": ["cuda", "merge-profiles"]}, EngineConfig(merge=True)),
+        ({"contents": ["merge_profiles"]}, EngineConfig(merge=True)),
+        ({"merge-profiles": True}, EngineConfig(merge=True)),
+        (
+            {"contents": ["profile-by-stage"], "step_end": 4},
+            EngineConfig(by_stage=True, iterations={"count": 4}),
+        ),
+        (
+            {"profile_by_stage": True, "step_start": 1, "step_end": 5},
+            EngineConfig(by_stage=True, iterations={"start": 1, "count": 4}),
+        ),
+    ],
+)
+def test_the_engines_own_keys_are_the_engines_options(
+    options: dict[str, object], engine: EngineConfig
+) -> None:
+    read = quietly(rollout_config(**options))
+    assert read.roles["rollout"].engine == engine
+    assert read.torch.schedule is None
+    assert "cuda" in read.torch.activities or options.get("contents")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"contents": ["cuda", "kernels"]}, "contents"),
+        ({"contents": ["profile-by-stage"]}, "step_end"),
+        ({"step_start": 1.5}, "step_start"),
+        ({"profile_token_start": 4, "profile_token_end": 4}, "profile_token_end"),
+        ({"profile_token_start": -1}, "profile_token_start"),
+    ],
+)
+def test_what_verl_refuses_is_refused(options: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        quietly(rollout_config(**options))
+    assert caught.value.field == f"actor_rollout_ref.rollout.profiler.tool_config.torch.{field}"
+
+
+def test_the_contents_of_each_release_are_accepted() -> None:
+    """The words that its own check lists."""
+    source = (wheel("verl==0.9.1") / "verl/utils/profiler/config.py").read_text()
+    torch = re.search(r"__support_contents = (\[.*?\])", source)
+    npu = re.search(r'assert content in (\["npu".*?\])', source)
+    assert torch is not None
+    assert npu is not None
+    quietly(rollout_config(contents=json.loads(torch[1])))
+    assert set(json.loads(npu[1])) == set(_verl_keys._CONTENTS["npu"])
+
+
+def test_keys_that_verl_does_not_know_are_named() -> None:
+    config = rollout_config(profile_tokens=3)
+    config["global_profiler"]["setps"] = [3]
+    config["actor_rollout_ref"]["rollout"]["profiler"]["rank"] = 0
+    named = differences(config)
+    for key in ("global_profiler.setps", "rollout.profiler.rank", "torch.profile_tokens"):
+        assert f"{key} is no setting of verl's" in named
+
+
+@pytest.mark.parametrize("release", ["0.5.0", *RELEASES])
+@pytest.mark.parametrize("tool", ["torch", "npu", "nsys", "torch_memory"])
+def test_no_key_of_a_release_is_unknown(release: str, tool: str) -> None:
+    config = trainer_config(release, tool=tool) if release != "0.5.0" else {}
+    if not config:
+        file = wheel("verl==0.5.0") / "verl/trainer/config/_generated_ppo_trainer.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["trainer"]["profile_steps"] = [1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ProfileConfig.from_verl(config)
+    assert not [warning for warning in caught if "is no setting" in str(warning.message)]
+
+
+def test_step_start_of_a_trainer_up_to_0_7_counts_mini_batches() -> None:
+    config = trainer_config("0.7.0")
+    tool_config(config, "actor", "torch").update(step_start=2, step_end=5)
+    read = quietly(config)
+    assert read.torch.schedule == ScheduleConfig(wait=1, warmup=1, active=3)
+    assert read.roles["rollout"].engine == EngineConfig()
+
+
+# Supervised fine-tuning.
+
+
+@pytest.mark.parametrize(("interval", "steps"), [([3, 5], ["3:6"]), ([4, 4], [4]), ([-1, -1], [])])
+def test_the_interval_of_the_sft_trainer_includes_its_end(interval: list[int], steps: list[Any]) -> None:
+    folder = wheel("verl==0.9.1") / "verl/trainer/config"
+    config = yaml.safe_load((folder / "sft_trainer_engine.yaml").read_text())
+    config["profiler"] = yaml.safe_load((folder / "profiler/profiler.yaml").read_text())  # as Hydra does
+    config["profiler"].update(enable=True, ranks=[0, 1], save_path="sft")
+    config["trainer"]["profile_interval"] = interval
+    config["profiler"]["tool_config"]["nsys"] = {}
+    read = quietly(config)
+    assert read.steps == parse_steps(steps, "steps")
+    assert (read.tool, read.roles["*"].ranks) == ("torch", (0, 1))
+    assert read.save_path == os.path.abspath("sft")
+
+
+def test_an_interval_that_verl_refuses_is_refused() -> None:
+    config = {"profiler": {"enable": True, "tool": "torch"}, "trainer": {"profile_interval": [5, 3]}}
+    with pytest.raises(ConfigError, match=r"profile_interval is \[5, 3\]"):
+        quietly(config)

@@ -33,7 +33,7 @@ Spans = Callable[[], list[Span]]
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
     """Every step; no role is profiled, so that only spans are recorded."""
-    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"nobody": {"ranks": "all"}})
+    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
 
 
 @pytest.fixture
@@ -758,20 +758,81 @@ def test_attributes_that_fail_do_not_reach_the_caller(
     assert spans()[0].attrs is None
 
 
+# How it is written.
+
+
+class Bare:
+    @profile_step
+    def update(self, batch: int) -> int:
+        return batch + 1
+
+    @profile_step()
+    async def generate(self, batch: int) -> int:
+        return batch + 1
+
+    @profile_step("critic")
+    def value(self, batch: int) -> int:
+        return self.update(batch)
+
+    @profile_step
+    @classmethod
+    def above_classmethod(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    @profile_step
+    def below_staticmethod(batch: int) -> int:
+        return batch
+
+    @profile_step(stage="scored")
+    def score(self, batch: int) -> int:
+        return batch
+
+
+def test_a_function_without_a_role_has_that_of_the_span_around_it_else_of_the_process(
+    config: ProfileConfig, spans: Spans
+) -> None:
+    with capture(1, config=config, role="agent_loop"):
+        assert (Bare().update(1), asyncio.run(Bare().generate(1)), Bare().value(1)) == (2, 2, 2)
+        assert (Bare.above_classmethod(), Bare.below_staticmethod(1), Bare().score(1)) == ("Bare", 1, 1)
+        with span("rewards", role="reward"):
+            Bare().score(1)
+    assert [(each.role, each.stage) for each in spans()] == [
+        ("agent_loop", "update"),
+        ("agent_loop", "generate"),
+        ("critic", "value"),
+        ("critic", "update"),
+        ("agent_loop", "above_classmethod"),
+        ("agent_loop", "below_staticmethod"),
+        ("agent_loop", "scored"),
+        ("reward", "rewards"),
+        ("reward", "scored"),
+    ]
+
+
+def test_without_parentheses_it_refuses_what_is_no_function() -> None:
+    with pytest.raises(TypeError, match="decorate the methods of Worker"):
+        profile_step(Worker)
+    with pytest.raises(TypeError, match="put @property above @profile_step"):
+        profile_step(property(lambda self: 1))
+
+
 # What is refused.
 
 
-@pytest.mark.parametrize("role", ["", "  ", None, 7])
+@pytest.mark.parametrize("role", ["", "  ", 7])
 def test_a_role_is_text(role: str) -> None:
     with pytest.raises(ConfigError, match=r'role.*text that is not empty.*role="actor"'):
         profile_step(role=role)
+    with pytest.raises(ConfigError, match=r'role.*text that is not empty.*role="actor"'):
+        profile_step(role)
 
 
 def test_a_stage_is_text_and_attrs_are_a_mapping_or_a_function() -> None:
     with pytest.raises(ConfigError, match=r"stage.*leave it out"):
         profile_step(role="actor", stage="")
     with pytest.raises(ConfigError, match=r"attrs.*a mapping, or a function"):
-        profile_step(role="actor", attrs=[("size", 7)])  # type: ignore[arg-type] # that is the point
+        profile_step(role="actor", attrs=[("size", 7)])  # type: ignore[call-overload] # that is the point
 
 
 # Memory.
@@ -879,6 +940,8 @@ def update(): ...
 class Worker: ...
 assert profile_step(role="actor")(update) is update
 assert profile_step(role="actor")(Worker) is Worker
+assert profile_step(update) is update
+assert profile_step()(update) is profile_step("actor")(update) is update
 import json
 before = json.dumps
 instrument("json", "dumps", role="env").remove()

@@ -266,7 +266,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.log = self
-        self.told: list[tuple[str, str]] = []
+        self.told: list[tuple[str | None, str]] = []
 
     def begin(self, declared: Declared, *told: object) -> StandIn:
         self.told.append((declared.role, declared.stage))

@@ -30,6 +30,8 @@ SPANS = {
     "main_astream": 3,
     "generate": 1,
     "stream": 3,
+    "locked_update": 1,
+    "locked_generate": 1,
 }
 """What the calls of `ray_main.py` should leave; a generator of two items is resumed three times."""
 
@@ -46,7 +48,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     # Below /tmp and short: the paths of Ray's sockets may not exceed 107 characters.
     temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     command = [sys.executable, str(HERE / "ray_main.py"), str(spans), str(sum(SPANS.values())), temp]
-    env = {**os.environ, "PYTHONPATH": str(HERE)}  # the workers import sample_tasks
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # the workers import the modules beside it
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     shutil.rmtree(temp, ignore_errors=True)
     assert done.returncode == 0, done.stderr
@@ -70,6 +73,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         ("main async actor stream", [0, 1]),
         ("async actor", 2),
         ("async actor stream", [0, 1]),
+        ("actor beside a lock", 2),
+        ("async actor beside a lock", 2),
         ("wrong call", "too many positional arguments"),
     ],
 )

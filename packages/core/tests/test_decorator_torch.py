@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -11,11 +12,21 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope.files.spans import Line, Span
+from stepscope.recording.calls import Condition
+from stepscope.recording.patch import Instrument, Timing
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
 
 Spans = Callable[[], list[str]]
+
+
+def _scale(x: Any, *, by: float = 2.0) -> Any:
+    return x * by
+
+
+sample = ModuleType("sample")
+sample.__dict__["double"] = _scale
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +38,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"nobody": {"ranks": "all"}})
+    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
 
 
 @pytest.fixture
@@ -79,3 +90,29 @@ def test_a_compiled_function_is_timed_with_the_decorator_above(config: ProfileCo
     with capture(1, config=config):
         assert forward(torch.ones(2)).tolist() == [2, 2]
     assert stages() == ["forward"]
+
+
+without_gradients = torch.no_grad()(double)
+
+
+def test_a_decorator_above_stays_in_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    compiled = torch.compile(lambda x: without_gradients(x) + x.detach(), fullgraph=True, backend="eager")
+    assert not compiled(x).requires_grad
+
+
+def test_nor_does_it_recompile_one_that_calls_an_instrumented_function(config: ProfileConfig) -> None:
+    condition = Condition({"by": 2.0}, {})
+    timings = [Timing("actor", None, None, condition), Timing("ref", None, None, Condition({}, {}))]
+    handle = Instrument(sample.__name__, "double", timings)
+    handle.install(sample)
+    counter = testing.CompileCounter()
+    compiled = torch.compile(lambda x: sample.double(x) - 1, fullgraph=True, backend=counter)
+    try:
+        for step in range(3):
+            assert compiled(torch.ones(2)).tolist() == [1, 1]
+            with capture(step, config=config):
+                assert compiled(torch.ones(2)).tolist() == [1, 1]
+    finally:
+        handle.remove()
+    assert counter.frame_count == 1

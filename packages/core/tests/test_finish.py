@@ -19,7 +19,7 @@ from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
 from stepscope.config import resolve
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest import Expectation, Manifest, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.recording import chores, export, finish, shutdown
 from stepscope.recording.result import CaptureResult
@@ -196,7 +196,7 @@ def test_the_command_runs_once_a_capture_and_knows_what_was_captured(tmp_path: P
     manifest = result.manifest()
     assert manifest is not None
     assert known["STEPSCOPE_RUN_ID"] == manifest.run_id
-    assert said(result)["finish command"] == Expectation(name="finish command", state="ok")
+    assert said(result)["finish command"] == Expectation(name="finish command", kind="after", state="ok")
 
 
 def test_a_program_that_imports_stepscope_can_be_the_command(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
     result = captured(a_config(tmp_path, finish={"command": f"cat {go}"}))
     result.raise_for_missing()
     item = said(result)["finish command"]
-    assert (item.state, item.reason) == ("missing", "it has not run yet")
+    assert (item.state, item.reason) == ("pending", "it has not run yet")
     go.write_text("done")
     settle()
     assert said(result)["finish command"].state == "ok"
@@ -283,7 +283,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
         session.ledger.part,
         process=other,
         owner=False,
-        expected=(Expectation(name="torch trace", state="missing", reason="not exported yet"),),
+        expected=(awaited("torch trace", "trace", "exporting"),),
     )
     part = session.layout.part_of(other, session.run_id)
     part.write_bytes(msgspec.json.encode(late))
@@ -292,7 +292,9 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     (job,) = finish._commands.drain(0)
     assert isinstance(job, chores.Chores)
     assert block.result.unfinished()
-    done = msgspec.structs.replace(late, expected=(Expectation(name="torch trace", state="ok"),))
+    done = msgspec.structs.replace(
+        late, expected=(Expectation(name="torch trace", kind="trace", state="ok"),)
+    )
     part.write_bytes(msgspec.json.encode(done))
     settle()
     assert said(block.result)["finish command"].state == "ok"

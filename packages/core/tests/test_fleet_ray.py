@@ -23,7 +23,7 @@ from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import NOT_CLOSED, Manifest, ProcessPart
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 from stepscope.fleet import ray as fleet_module
 from stepscope.fleet.ray import RayFleet, fleet_of, start_here
@@ -104,7 +104,7 @@ def config(tmp_path: Path) -> ProfileConfig:
     return ProfileConfig(
         save_path=str(tmp_path / "run"),
         steps=["every:1"],
-        roles={"nobody": {"ranks": "all"}},
+        roles={"*": {"profiler": "off"}},
         budget={"fanout_seconds": 20},
     )
 
@@ -183,6 +183,26 @@ def test_a_mapping_names_the_roles(crew: dict[str, list[Any]], config: ProfileCo
     ]
 
 
+class Unnamed:
+    @profile_step
+    def update(self) -> int:
+        return 1
+
+
+def test_a_method_without_a_role_has_the_one_that_the_capture_gives_its_actor(config: ProfileConfig) -> None:
+    named, nameless = make(Unnamed), make(Unnamed)
+    try:
+        for step, workers, role in ((1, {"critic": named}, "critic"), (2, [nameless], "worker")):
+            with capture(step, workers=workers, config=config):
+                ray.get([actor.update.remote() for actor in (named, nameless)])
+            (file,) = step_of(config, step).spans.glob(f"{role}_*.jsonl")
+            lines = msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
+            assert [(line.role, line.stage) for line in lines if isinstance(line, Open)] == [(role, "update")]
+    finally:
+        ray.kill(named)
+        ray.kill(nameless)
+
+
 def test_an_actor_with_several_handles_takes_part_once(ray_cluster: None, config: ProfileConfig) -> None:
     actor = make(name="shared")
     group = SimpleNamespace(workers=[actor, ray.get_actor("shared")])
@@ -197,13 +217,42 @@ def test_an_actor_with_several_handles_takes_part_once(ray_cluster: None, config
 @pytest.mark.parametrize("workers", [[], "actor", 3, [object()], {"actor": []}, SimpleNamespace(workers=[1])])
 def test_what_is_not_rays_is_left_to_other_fleets(ray_cluster: None, workers: object) -> None:
     assert fleet_of(workers) is None
-    with pytest.raises(ConfigError, match="Ray actor handles"):
+    with pytest.raises(ConfigError, match="a Ray actor handle"):
         load_fleet(workers)
 
 
 def test_a_stranger_among_the_handles_is_an_error(crew: dict[str, list[Any]]) -> None:
     with pytest.raises(ConfigError, match=r"capture\(workers=\)\[1\].*Ray actor handle"):
         fleet_of([crew["sync"][0], None])
+
+
+@pytest.mark.parametrize("shape", ["class", "list", "beside a handle"])
+def test_a_class_in_place_of_its_handles_is_named_with_its_role(
+    crew: dict[str, list[Any]], config: ProfileConfig, shape: str
+) -> None:
+    cls = ray.remote(Trainer)
+    workers = {"class": {"actor": cls}, "list": {"actor": [cls]}}.get(
+        shape, {"critic": crew["sync"], "actor": cls}
+    )
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['actor'\] is .*pass what Trainer.remote\("):
+        capture(1, workers=workers, config=config).open()
+
+
+def test_a_role_without_workers_is_named(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
+    with pytest.raises(ConfigError, match=r"capture\(workers=\)\['critic'\] is \[\].*Fix: leave it out"):
+        capture(1, workers={"actor": crew["sync"], "critic": []}, config=config).open()
+
+
+def test_handles_may_be_kept_by_number(crew: dict[str, list[Any]], config: ProfileConfig) -> None:
+    """As RLlib's actor manager keeps its env runners."""
+    numbered = dict(enumerate(crew["sync"], start=1))
+    shapes = [numbered, {"env": numbered}, {"env": SimpleNamespace(_actors=numbered)}]
+    for step, workers in enumerate(shapes, start=1):
+        fleet = fleet_of(workers)
+        assert fleet is not None, step
+        assert [worker.actor_id for worker in fleet.workers] == [
+            handle._actor_id.hex() for handle in crew["sync"]
+        ]
 
 
 def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_it(
@@ -225,7 +274,7 @@ def test_no_workers_may_be_meant(
     monkeypatch.setattr(untold, "_warned", set())
     with capture(1, config=config, workers=none) as cap:
         pass
-    assert "workers" not in caplog.text
+    assert "given no workers" not in caplog.text
     assert all(item.name != "workers" for item in own(cap).expected)
 
 
@@ -400,7 +449,7 @@ def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(
         if step in RunLayout(config.save_path).steps():
             parts = manifest_of(config, step).processes
             assert all(part.closed is not None for part in parts), suspension
-            assert NOT_CLOSED not in {item.reason for part in parts for item in part.expected}, suspension
+            assert "closing" not in {item.pending for part in parts for item in part.expected}, suspension
             (mine,) = (part for part in parts if part.owner)
             assert ("CancelledError" in str(mine.error)) == (step not in whole), suspension
         cap = asyncio.run(recorded(step + 1))

@@ -24,7 +24,7 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import STILL_AWAITED, Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.recording import chores, control, export, finish, gather, requests, uncaptured
 from stepscope.recording.fleet_port import WorkerOutcome
@@ -173,7 +173,7 @@ def part_of(manifest: Manifest, host: str) -> ProcessPart:
 def test_a_request_at_the_owners_reaches_hosts_that_do_not_see_it_and_their_files_come_home(
     here: str, config: ProfileConfig, hosts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = request_capture(roles="actor", ranks=[1], save_path=here)
+    request = request_capture(roles="actor", ranks=[1], save_path=here, next_run=True)
     manifest = trained(config, hosts, range(2))
     assert not manifest.problems()
     step = RunLayout(here).step(0)
@@ -202,7 +202,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
 ) -> None:
     seen: list[str] = []
     monkeypatch.setattr(finish, "artifact_hooks", [lambda path, sidecar: seen.append(path.name)])
-    request = request_capture(roles="rollout", ranks="all", save_path=here)
+    request = request_capture(roles="rollout", ranks="all", save_path=here, next_run=True)
     engines = [RayRollout(hosts["host-d"], fake_engine), fake_engine()]
     manifest = trained(config, hosts, range(2), engines)
     finish._hooks.drain(30)
@@ -223,7 +223,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
 def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
     here: str, config: ProfileConfig, hosts: dict[str, Any]
 ) -> None:
-    request = request_capture(roles="rollout", ranks="first", save_path=here)
+    request = request_capture(roles="rollout", ranks="first", save_path=here, next_run=True)
     engines = [fake_engine(), RayRollout(hosts["host-d"], fake_engine)]
     manifest = trained(config, hosts, range(1), engines)
     owner = next(part for part in manifest.processes if part.owner)
@@ -239,7 +239,7 @@ def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
 def test_a_tool_that_is_asked_for_holds_in_actors_that_do_not_see_the_request(
     here: str, config: ProfileConfig, hosts: dict[str, Any]
 ) -> None:
-    request_capture(roles="actor", ranks=[1], tool="cuda_memory", save_path=here)
+    request_capture(roles="actor", ranks=[1], tool="cuda_memory", save_path=here, next_run=True)
     part = part_of(trained(config, hosts, range(1)), "host-c")
     assert [item.name for item in part.expected if "trace" in item.name] == ["cuda_memory trace"]
 
@@ -427,10 +427,10 @@ async def test_workers_keep_their_files_while_an_engines_may_still_come(config: 
     others, fleet = Others(None, None), Fleet()
     others.fleet, others.apart = cast(Any, fleet), ["actor[0]"]
     others.join(session)
-    session.ledger.fail("replica 0", f"timeout: stop did not return within 1 s; {STILL_AWAITED}")
+    session.ledger.fail("replica 0", "the stop timed out", kind="engine", pending="late")
     await others.gather(lambda: 9)
     assert fleet.released == []
-    session.ledger.expect(Expectation(name="replica 0", state="ok"))
+    session.ledger.expect(Expectation(name="replica 0", kind="engine", state="ok"))
     await others.gather(lambda: 9)
     await others.gather(lambda: 9)
     assert len(fleet.released) == 1

@@ -75,7 +75,7 @@ def config(tmp_path: Path) -> Iterator[ProfileConfig]:
     yield ProfileConfig(
         save_path=tmp_path / "run",
         steps="every:1",
-        roles={"nobody": {"ranks": "all"}},
+        roles={"*": {"profiler": "off"}},
         instrument=[*listed, forward, {**forward, "role": "actor", "where": {}}],
     )
     instrumented.apply(ProfileConfig())
@@ -112,6 +112,21 @@ def test_actors_that_live_already_are_instrumented_by_the_first_capture(
     finally:
         for worker in workers:
             ray.kill(worker)
+
+
+def test_an_actor_made_after_the_driver_was_instrumented_is_timed_once(
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+) -> None:
+    module, environment = framework
+    instrumented.apply(config)
+    actor = ray.remote(module.Base).options(runtime_env=environment).remote()
+    try:
+        for step in (4, 5):
+            with capture(step, config=config, workers=[actor]):
+                assert ray.get(actor.update.remote()) == 2
+            assert spans(config, step) == [("actor", "forward"), ("actor", "update")]
+    finally:
+        ray.kill(actor)
 
 
 def test_a_class_behind_ray_remote_travels_instrumented(

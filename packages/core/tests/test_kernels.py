@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces
-from stepscope.timeline.activity import pool
+from stepscope.timeline.activity import kernels, pool
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.cover import Cover, length
+from stepscope.timeline.activity.cover import CHUNK, Cover, length
 from stepscope.timeline.activity.event_names import iteration_of, work_of
 from stepscope.timeline.activity.kernels import read_trace
 from stepscope.timeline.children import command_of
@@ -99,7 +100,9 @@ def test_waiting_for_a_collective_is_its_time_without_operators(tmp_path: Path) 
     [
         ("execute_context_2(512)_generation_6(6)", 2, 6, 512),
         ("step[EXTEND bs=4 toks=32]", 4, 0, 32),
+        ("execute_518_context_2(sq512sk600sqsq9sqsk8)_generation_6(sq6sk90sqsq6sqsk7)", 2, 6, 512),
         ("step[DECODE bs=4]", 0, 4, 0),
+        ("step[VERIFY bs=3]", 0, 3, 0),
     ],
 )
 def test_an_engines_iterations_are_read_from_its_annotations(
@@ -109,6 +112,26 @@ def test_an_engines_iterations_are_read_from_its_annotations(
     assert found is not None
     assert (found.prefills, found.decodes, found.prefill_tokens) == (prefills, decodes, tokens)
     assert iteration_of("scheduler.run_batch") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "execute_context_0(0)_generation_0(0)",
+        "step[IDLE bs=0]",
+        "step[EXTEND bs=0 toks=0]",
+        "step[DRAFT bs=4]",
+        "step[PREBUILT bs=2]",
+    ],
+)
+def test_a_pass_that_serves_no_request_is_no_iteration(name: str) -> None:
+    assert iteration_of(name) is None
+
+
+def test_a_mixed_batch_is_both_prefill_and_decode() -> None:
+    found = iteration_of("step[MIXED bs=5]")
+    assert found is not None
+    assert (found.mixed, found.prefills, found.prefill_tokens) == (True, 5, None)
 
 
 def test_iterations_on_the_device_are_preferred_to_their_launches(tmp_path: Path) -> None:
@@ -290,7 +313,7 @@ def test_a_cover_is_as_long_as_the_instants_that_are_covered(
     for start, dur in pairs:
         cover.add(start, start + dur)
     covered = {at for start, dur in pairs for at in range(start, start + dur)}
-    assert length(cover.pairs()) == len(covered)
+    assert length(cover.stretches()) == len(covered)
 
 
 def test_the_work_of_a_kernel_is_known_by_its_name() -> None:
@@ -302,3 +325,18 @@ def test_the_work_of_a_kernel_is_known_by_its_name() -> None:
     }
     assert {name: work_of("kernel", name) for name in names} == names
     assert work_of("gpu_memset", "Memset (Device)") == "memory"
+
+
+def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> None:
+    """A trace of 300 MB whose threads were out of order took 870 MB."""
+    count = 4 * CHUNK
+    tracemalloc.start()
+    try:
+        unordered = kernels._Unordered()
+        for at in range(count):
+            unordered.add(float(count - at), 0.5, f"op {at % 7}")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / count < 30
+    assert [start for start, _, _ in unordered] == [float(at) for at in range(1, count + 1)]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepscope.timeline.readers import elements
 from stepscope.timeline.readers.blocks import BLOCK, Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
 from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements, raw_elements
@@ -198,6 +199,97 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
     if not damage:
         assert whole == pieces
     assert all(json.loads(each) is not ... for each in pieces)
+
+
+class Looked:
+    """Counts the bytes that the brackets, the JSON decoder and the mending of `elements` look at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        element, sound, mend = elements._element, elements._sound, elements.mend
+
+        def counted_element(text: bytes, at: int, limit: int) -> tuple[int, int | None, bool]:
+            start, end, closed = element(text, at, limit)
+            self.bytes += (limit if end is None else end) - at
+            return start, end, closed
+
+        def counted_sound(text: bytes, parse: Any) -> Any:
+            self.bytes += len(text)
+            return sound(text, parse)
+
+        def counted_mend(text: bytes) -> bytes:
+            self.bytes += len(text)
+            return mend(text)
+
+        monkeypatch.setattr(elements, "_element", counted_element)
+        monkeypatch.setattr(elements, "_sound", counted_sound)
+        monkeypatch.setattr(elements, "mend", counted_mend)
+        monkeypatch.setattr(elements, "LONGEST", 1 << 16)
+
+
+EVENTS = ",\n".join(map(event, range(20_000))).encode()
+COSTLY = {
+    "every quote of the names missing": EVENTS.replace(b'": "k', b'": k'),
+    "one quote missing": EVENTS.replace(b'"k2"', b'"k2', 1),
+    "one brace missing": EVENTS.replace(b"[2]}}", b"[2]}", 1),
+    "every second brace missing": EVENTS.replace(b"}},\n", b"}},", 1).replace(b"]}}", b"]}"),
+    "one brace too many": EVENTS.replace(b"[2]}}", b"[2]}}}", 1),
+    "beginnings alone": b'{"ph": "X",' * 100_000,
+    "ends alone": b'}, {"ph":' * 100_000,
+    "braces": b"{" * 1_000_000,
+    "brackets": b"[" * 1_000_000,
+    "quotes": b'"' * 1_000_001,
+    "strings": b'"a", ' * 200_000,
+    "escapes": b'"' + b"\\" * 1_000_000,
+    "numbers": b"1," * 500_000,
+    "zeros": bytes(1_000_000),
+}
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_damaged_text_is_looked_at_a_limited_number_of_times(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time that grows with the square of the text would look at all of it hundreds of times."""
+    text, looked = COSTLY[case], Looked(monkeypatch)
+    reader = Elements(Notes(), raw_elements)
+    for at in range(0, len(text), 1 << 12):
+        for _ in reader.feed(text[at : at + (1 << 12)]):
+            pass
+    for _ in reader.end():
+        pass
+    parts = text.count(b'"ph"')
+    assert looked.bytes < 16 * len(text) + 8 * elements._SPARE * parts
+
+
+def test_only_what_is_damaged_is_lost_behind_a_quote_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "LONGEST", 1 << 16)
+    text = COSTLY["one quote missing"]
+    reader = Elements(Notes(), raw_elements)
+    batches = [reader.feed(text[at : at + (1 << 12)]) for at in range(0, len(text), 1 << 12)]
+    names = [
+        json.loads(bytes(raw))["name"] for batch in (*batches, reader.end()) for some in batch for raw in some
+    ]
+    assert names == [f"k{number}" for number in range(20_000) if number != 2]
+
+
+def test_an_array_that_goes_on_without_events_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elements, "LONGEST", 1 << 16)
+    monkeypatch.setattr(elements, "BARREN", 1 << 20)
+    content = (HEAD + event(0) + ",").encode() + b" " * (3 << 20) + (event(1) + "]}").encode()
+    names, notes = read(tmp_path / "t.json", content)
+    assert names == first(1)
+    assert any("without an event" in what for what in notes)
+
+
+def test_gzip_that_inflates_without_measure_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepscope.timeline.readers.blocks._SMALL", 1 << 20)
+    bomb = gzip.compress((HEAD + event(0) + ",").encode() + b" " * (20 << 20) + (event(1) + "]}").encode(), 9)
+    names, notes = read(tmp_path / "t.json.gz", bomb)
+    assert names == first(1)
+    assert any("inflates to over 250 times" in what for what in notes)
 
 
 @given(st.binary(max_size=300))

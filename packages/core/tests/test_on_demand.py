@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 import stepscope
 from stepscope import ProfileConfig, capture, request_capture
 from stepscope.cli.app import run
-from stepscope.errors import ConfigError, RecordError
+from stepscope.config import RoleConfig
+from stepscope.errors import CaptureError, ConfigError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.requests import (
@@ -70,8 +71,8 @@ def answer(request: str) -> Answer:
     return listener._said.answers[request]
 
 
-def ask(config: ProfileConfig, steps: str = "next", **other: object) -> str:
-    return request_capture(steps, save_path=config.save_path, **other)  # type: ignore[arg-type]  # as tests give it
+def ask(config: ProfileConfig, steps: str = "next", *, next_run: bool = True, **other: object) -> str:
+    return request_capture(steps, save_path=config.save_path, next_run=next_run, **other)  # type: ignore[arg-type]  # as tests give it
 
 
 # Asking -----------------------------------------------------------------------------------------------------
@@ -153,7 +154,10 @@ def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
         ({"tool": "nsys"}, "nsys did not start this process"),
         ({"tool": "cuda_memory"}, "cuda_memory trace: failed|torch is not imported"),
         ({"ranks": [7]}, r"no profiler ran: rank 0 is not in roles\.\*\.ranks \[7\]"),
-        ({"roles": "nobody"}, "no profiler ran: no pattern in roles matches role 'trainer'"),
+        (
+            {"roles": "nobody"},
+            "roles.nobody matched nothing|no pattern in roles matches role 'trainer'",
+        ),
     ],
     ids=["nsys", "cuda_memory", "ranks", "roles"],
 )
@@ -166,6 +170,16 @@ def test_a_capture_that_failed_or_recorded_nothing_says_why(
             pass
     assert answer(request).steps == [0]
     assert re.search(rf"^step 0: .*({why})", str(answer(request).reason))
+
+
+def test_a_capture_that_was_to_hold_spans_alone_is_answered_without_a_reason(
+    config: ProfileConfig,
+) -> None:
+    spans_alone = msgspec.structs.replace(config, roles={"*": RoleConfig(profiler=False)})
+    request = ask(spans_alone)
+    train(spans_alone, range(2))
+    assert answer(request).steps == [0]
+    assert answer(request).reason is None
 
 
 def test_a_capture_that_cannot_be_opened_says_why(
@@ -420,7 +434,7 @@ def test_without_a_listener_it_says_so_and_exits_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["trigger", str(tmp_path), "--wait", "0"]) == 3
-    assert "no process listens in" in capsys.readouterr().err
+    assert "nobody listens in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--status"], ["--cancel", "all"]], ids=["ask", "status", "cancel"])
@@ -438,7 +452,7 @@ def test_a_run_that_has_just_begun_is_waited_for(tmp_path: Path, capsys: pytest.
     begun.start()
     assert run(["trigger", str(tmp_path / "run"), "--wait", "1"]) == 3
     begun.join()
-    assert "no process listens in" in capsys.readouterr().err
+    assert "nobody listens in" in capsys.readouterr().err
 
 
 def test_a_request_that_is_missed_exits_with_3_and_says_why(
@@ -549,3 +563,60 @@ def test_a_wrong_request_is_a_usage_error(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_public_name_is_the_hook() -> None:
     assert stepscope.request_capture is request_capture
+
+
+# A run that has ended ---------------------------------------------------------------------------------------
+
+
+def end_a_run(config: ProfileConfig, *, killed: bool = False) -> None:
+    """A run in another process that listened, and is over."""
+    program = f"""
+import glob, os, sys, time, stepscope
+config = stepscope.configure(save_path=sys.argv[1], control={{"poll_seconds": 0.01}})
+with stepscope.capture(0): pass
+while not glob.glob(sys.argv[1] + "/control/*.json"): time.sleep(0.001)
+{"os._exit(0)" if killed else ""}
+"""
+    subprocess.run([sys.executable, "-c", program, config.save_path], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["exited", "killed"])
+def test_a_request_to_a_run_that_has_ended_is_refused_and_the_next_run_hears_nothing(
+    killed: bool, config: ProfileConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end_a_run(config, killed=killed)
+    assert run(["trigger", config.save_path, "--wait", "0"]) == 3
+    shown = capsys.readouterr()
+    assert "nothing was asked. The run has ended (trainer," in shown.err
+    assert "stepscope trigger --next-run" in shown.err
+    assert "Listening" not in shown.out
+    train(config, range(2))
+    assert steps_of(config) == []
+
+
+def test_the_next_run_hears_what_is_asked_of_it(config: ProfileConfig) -> None:
+    end_a_run(config)
+    assert run(["trigger", config.save_path, "--wait", "0", "--next-run"]) == 0
+    train(config, range(2))
+    assert steps_of(config) == [0]
+
+
+def test_a_request_in_python_to_a_run_that_has_ended_is_refused(config: ProfileConfig) -> None:
+    end_a_run(config)
+    with pytest.raises(CaptureError, match=r"nobody listens in .*next_run=True"):
+        ask(config, next_run=False)
+    assert not RunLayout(config.save_path).control.exists()
+    ask(config)
+    train(config, range(2))
+    assert steps_of(config) == [0]
+
+
+def test_what_a_run_left_unanswered_is_not_the_next_ones(config: ProfileConfig) -> None:
+    """A request for a later step, and the run ends before it."""
+    layout = RunLayout(config.save_path)
+    listening = Listening(host="elsewhere", pid=1, role="t", rank=0, since_ns=1, step=3, run_id="0a0b0c0d")
+    layout.listeners.mkdir(parents=True)
+    layout.listener("elsewhere", 1).write_bytes(msgspec.json.encode(listening))
+    ask(config, "1")
+    train(config, range(3))
+    assert steps_of(config) == []

@@ -20,7 +20,7 @@ from stepscope import ProfileConfig, capture, flush, request_capture, span
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest import Ending, Manifest
 from stepscope.files.parts import read_parts
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
@@ -35,7 +35,9 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
     return ProfileConfig(
-        save_path=str(tmp_path / "run"), steps="every:1", roles={"rollout": {"ranks": "all"}}
+        save_path=str(tmp_path / "run"),
+        steps="every:1",
+        roles={"rollout": {"ranks": "all", "profiler": "off"}},
     )
 
 
@@ -145,8 +147,8 @@ def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_t
 ) -> None:
     engine, close = FakeEngine(), Session.close
 
-    def interrupted(session: Session, **how: str | None) -> None:
-        close(session, **how)
+    def interrupted(session: Session, *, ending: Ending | None = None, discard: str | None = None) -> None:
+        close(session, ending=ending, discard=discard)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Session, "close", interrupted)
@@ -276,7 +278,7 @@ def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.replace(steps=[])
-    request_capture("7", save_path=config.save_path)
+    request_capture("7", save_path=config.save_path, next_run=True)
     monkeypatch.setattr(
         "stepscope.recording.run.check", fail(ConfigError("save_path", "x", "a folder", "mend it"))
     )

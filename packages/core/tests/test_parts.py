@@ -24,7 +24,9 @@ def part(
         opened=ClockAnchor(wall_ns=0, mono_ns=0),
         recorded=True,
         why="every rank",
-        expected=tuple(Expectation(name=f"file {n}", state=s, reason="why") for n, s in enumerate(states)),
+        expected=tuple(
+            Expectation(name=f"file {n}", kind="trace", state=s, reason="why") for n, s in enumerate(states)
+        ),
     )
     return msgspec.structs.replace(made, **fields)
 

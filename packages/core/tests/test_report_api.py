@@ -54,4 +54,5 @@ def test_with_it_a_frame_has_a_row_for_each_row(
     table = time_stages(load_step(rl_step(tmp_path).write()))
     rows = getattr(table, f"to_{library}")()
     assert [row["stage"] for row in rows] == [stage.stage for stage in table]
-    assert rows[0]["processes"][0].keys() == {"process", "rank", "calls", "busy_ns"}
+    stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "profiled"}
+    assert rows[0]["processes"][0].keys() == stated

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepscope.files.manifest import Absent, Expectation, OwnCost
+from stepscope.files.spans import PROFILING
 from stepscope.report import Breakdown, break_down, check_health, time_stages
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step
@@ -19,7 +20,7 @@ def close(folder: StepFolder, at_ns: int) -> None:
 
 def wall(breakdown: Breakdown) -> dict[str, int]:
     """ms of each line; the lines add up to the total in every test that asks."""
-    assert sum(line.wall_ns for line in breakdown.lines) == breakdown.total_ns
+    assert sum(line.wall_ns for line in breakdown.lines) == breakdown.window_ns
     named = {
         f"{line.role} {line.stage}" if line.kind == "stage" else line.kind: line for line in breakdown.lines
     }
@@ -119,7 +120,7 @@ def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
         folder.process(role, 0).span("forward", 0, 10)
     close(folder, 10)
     breakdown = break_down(load_step(folder.write()))
-    assert [line.wall_ns for line in breakdown.lines] == [4, 3, 3, 0, 0]
+    assert [line.wall_ns for line in breakdown.lines] == [4, 3, 3, 0]
 
 
 def test_a_queue_is_billed_only_while_nothing_works(tmp_path: Path) -> None:
@@ -132,13 +133,28 @@ def test_a_queue_is_billed_only_while_nothing_works(tmp_path: Path) -> None:
     assert account(folder) == {"rollout queue": 2, "rollout decode": 8}
 
 
-def test_what_the_capture_cost_its_owner_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = driver_of(folder, OwnCost(start_ns=2 * MS, stop_ns=3 * MS, export_ns=500 * MS))
     folder.process("actor", 0, cost=OwnCost(start_ns=9 * MS))
     driver.span("rollout", 0, 10 * MS)
     close(folder, 10 * MS)
-    assert account(folder) == {"trainer rollout": 10, "profiler": 5}
+    assert account(folder) == {"trainer rollout": 10}
+    found = break_down(load_step(folder.write()))
+    assert (found.opening_ns, found.window_ns, found.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
+    assert found.total_ns == 15 * MS
+
+
+def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver, actor = driver_of(folder), folder.process("actor", 0)
+    update = driver.span("update", 0, 10 * MS)
+    actor.span(PROFILING, MS, 3 * MS, link=driver.link(update))
+    actor.span("update_policy", 3 * MS, 7 * MS, link=driver.link(update))
+    actor.span(PROFILING, 7 * MS, 8 * MS, link=driver.link(update))
+    close(folder, 10 * MS)
+    assert account(folder) == {"actor update_policy": 4, "profiler": 3, "trainer update": 3}
+    assert [stage.stage for stage in time_stages(load_step(folder.write()))] == ["update", "update_policy"]
 
 
 def test_what_reaches_beyond_the_window_is_clipped_to_it(tmp_path: Path) -> None:
@@ -240,7 +256,7 @@ def test_a_whole_step_is_complete_and_errors_of_the_user_do_not_change_that(tmp_
     driver = driver_of(folder)
     driver.span("tool", 0, MS, role="env", error="ValueError: no such tool")
     driver.expected.append(
-        Expectation(name="torch trace", state="skipped", reason="role trainer is not selected")
+        Expectation(name="torch trace", kind="trace", state="skipped", reason="role trainer is not selected")
     )
     close(folder, 10 * MS)
     health = check_health(load_step(folder.write()))

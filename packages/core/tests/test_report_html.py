@@ -97,7 +97,7 @@ def test_the_account_on_the_page_adds_up_to_100(tmp_path: Path) -> None:
     page = page_of(rl_step(tmp_path))
     account = Page(page).text["account"]
     assert "100.0" in account
-    for line in ("rollout decode", "actor update_policy", "profiler", "unaccounted", "total"):
+    for line in ("rollout decode", "actor update_policy", "unaccounted", "step", "+ opening, closing"):
         assert line in account
 
 

@@ -84,6 +84,17 @@ def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     assert causes(found["rollout 0"]) == [("slowest rank", "decode", 800)]
 
 
+def test_a_caller_of_replicas_is_no_slower_replica(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    folder.process("trainer", owner=True)
+    loop, replica = folder.process("agent_loop", 0), folder.process("rollout", 0)
+    loop.span("generate", 0, 100 * MS, role="rollout")
+    replica.span("generate", 0, 40 * MS)
+    for process in folder.processes:
+        process.close(100 * MS)
+    assert causes(rows(folder)["rollout 0"]) == [("rollout", "generate", 60)]
+
+
 def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(100 * MS)

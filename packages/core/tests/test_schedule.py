@@ -9,7 +9,12 @@ from stepscope.recording.schedule import Decision, decide, decide_process, unrea
 
 CONFIG = ProfileConfig(
     steps=[2, "10:50:10"],
-    roles={"actor": {"ranks": [0, 8]}, "rollout": {"ranks": "all"}, "re*": {"ranks": "first"}},
+    roles={
+        "actor": {"ranks": [0, 8]},
+        "rollout": {"ranks": "all"},
+        "re*": {"ranks": "first"},
+        "judge": {"ranks": [0, 8], "profiler": "off"},
+    },
 )
 STAR = ProfileConfig(steps=[2], roles={"*": {"ranks": "first"}})
 
@@ -25,6 +30,8 @@ STAR = ProfileConfig(steps=[2], roles={"*": {"ranks": "first"}})
         ("ref", 0, True, "roles.re* selects the first rank and this is rank 0"),
         ("reward", 1, False, "roles.re* selects the first rank and this is rank 1"),
         ("ref", None, True, "roles.re* selects the first rank; the rank is unknown, so this may be it"),
+        ("judge", 0, False, "roles.judge.profiler is off"),
+        ("judge", None, False, "roles.judge.profiler is off"),
         ("env", 0, False, "no pattern in roles matches role 'env'"),
     ],
 )
@@ -111,6 +118,7 @@ def test_a_process_at_a_step_that_is_not_selected_does_nothing() -> None:
         ("rollout", 1, ()),
         ("ref", 1, ()),
         ("env", 1, ()),
+        ("judge", 1, ()),
     ],
 )
 def test_ranks_that_the_world_does_not_have_are_named(

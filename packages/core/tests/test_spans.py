@@ -34,7 +34,8 @@ ACTOR = ProcessInfo(role="actor", rank=0, world_size=2, host="h", pid=7)
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[SpanLog]:
     log = SpanLog(tmp_path / "spans.jsonl", process=ACTOR, step=3, run_id="r", limit=1000)
-    log.open(read_anchor())
+    log.open()
+    log.start(read_anchor())
     yield log
     log.close(read_anchor())
 
@@ -223,7 +224,8 @@ def test_a_long_text_is_cut(log: SpanLog) -> None:
 
 def test_spans_over_the_budget_are_dropped_and_counted(tmp_path: Path) -> None:
     log = SpanLog(tmp_path / "s.jsonl", process=ACTOR, step=3, run_id="r", limit=10)
-    log.open(read_anchor())
+    log.open()
+    log.start(read_anchor())
     for _ in range(25):
         with log.new("many"):
             pass
@@ -363,7 +365,8 @@ def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_k
     tmp_path: Path,
 ) -> None:
     mine = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
-    mine.open(read_anchor())
+    mine.open()
+    mine.start(read_anchor())
     with context.trajectory("t9"):
         early = carrier()
     with mine.new("collect"), attach(early), mine.new("score"):
@@ -422,7 +425,8 @@ def test_after_a_method_that_attached_nothing_is_current(log: SpanLog) -> None:
 
 def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:
     later = SpanLog(tmp_path / "later.jsonl", process=ACTOR, step=4, run_id="r", limit=10)
-    later.open(read_anchor())
+    later.open()
+    later.start(read_anchor())
     with log.new("long rollout") as old, later.new("update"):
         pass
     (span,) = closed(later)

@@ -32,7 +32,7 @@ def tried_again(root: Path) -> Path:
         path=trace.relative_to(first.layout.root).as_posix(), kind="torch_trace", tool="torch",
         role="trainer", host="host-a", size_bytes=1,
     )  # fmt: skip
-    driver.expected.append(Expectation(name="torch trace", state="ok", artifacts=(made,)))
+    driver.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(made,)))
     for process in first.processes:
         process.close(10 * MS)
     first.write()

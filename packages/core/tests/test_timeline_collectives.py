@@ -19,6 +19,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import ProcessClock, load_step, merge_step
 from stepscope.timeline.clocks import refine
+from stepscope.timeline.rows import offset_at
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -133,7 +134,7 @@ def test_collectives_of_an_earlier_capture_of_the_step_do_not_count(
     first.process("trainer", owner=True).close(10 * MS)
     before = first.process("actor", 0, host="host-a")
     made = put(first, before, ahead(recorded[0], -60 * S), name="earlier_")
-    before.expected.append(Expectation(name="torch trace", state="ok", artifacts=(made,)))
+    before.expected.append(Expectation(name="torch trace", kind="trace", state="ok", artifacts=(made,)))
     before.close(10 * MS)
     first.write()
     clock = Step(tmp_path, recorded, 5 * MS, capture=2).clock()
@@ -195,7 +196,11 @@ def test_a_sample_that_knows_more_stays(tmp_path: Path, recorded: list[bytes]) -
     for at_ns in (0, step.lasted_ns):
         step.driver.measures(step.ranks[2], at_ns, uncertainty_ns=500)
     clock = step.clock()
-    assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == ("measured", 5 * MS, 500)
+    assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == (
+        "measured",
+        5 * MS,
+        502,
+    )  # and rounding
 
 
 def test_one_ranks_sample_serves_its_host(tmp_path: Path, recorded: list[bytes]) -> None:
@@ -216,6 +221,36 @@ def test_a_drift_of_200_ppm_is_found(tmp_path: Path, recorded: list[bytes]) -> N
     assert abs(clock.offset_ns - 11_560 * MS) <= clock.uncertainty_ns
     gained_ns = step.ranks[2].wall_ns(step.lasted_ns) - step.driver.wall_ns(step.lasted_ns)
     assert abs(clock.closing_offset_ns - gained_ns) <= clock.uncertainty_ns
+
+
+@pytest.mark.parametrize(
+    "collectives", [slice(None, 20), slice(80, None), slice(0)], ids=["early", "late", "all"]
+)
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled at the start", "never sampled"])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("ppm", [14, -200, 200])
+def test_collectives_that_do_not_bracket_a_step_leave_room_for_drift(
+    tmp_path: Path, recorded: list[bytes], collectives: slice, sampled: bool, closed: bool, ppm: int
+) -> None:
+    kept = [without(trace, collectives) for trace in recorded]
+    step = Step(tmp_path, kept, 5 * MS, ppm=ppm)
+    if sampled:
+        step.driver.measures(step.ranks[2], 0, uncertainty_ns=100_000, error_ns=90_000)
+    until_ns = 3 * step.lasted_ns  # the step goes on behind the last collective
+    for process in (step.driver, *step.ranks):
+        process.close(until_ns)
+    if not closed:
+        step.ranks[2].closed_ns = step.ranks[3].closed_ns = None
+    timeline = load_step(step.folder.write())
+    (rank,) = (each for each in timeline.processes if each.info.rank == 2)
+    within_ns = rank.clock.uncertainty_ns
+    if within_ns is None:
+        assert not sampled
+        return
+    for at_ns in range(0, until_ns + 1, until_ns // 10):
+        wall_ns = step.ranks[2].wall_ns(at_ns)
+        placed_ns = wall_ns - offset_at(rank, wall_ns)
+        assert abs(placed_ns - step.driver.wall_ns(at_ns)) <= within_ns + 2
 
 
 def test_a_sample_that_collectives_contradict_is_kept_and_it_is_said(

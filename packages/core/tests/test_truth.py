@@ -81,7 +81,7 @@ def test_every_percentage_is_that_of_a_perfect_clock(tmp_path: Path, seed: int) 
     found = break_down(load_step(step.write(tmp_path / "skewed")))
     true = break_down(load_step(step.write(tmp_path / "perfect", perfect=True)))
     shares = [
-        {(line.kind, line.role, line.stage): 100 * line.wall_ns / account.total_ns for line in account.lines}
+        {(line.kind, line.role, line.stage): 100 * line.wall_ns / account.window_ns for line in account.lines}
         for account in (found, true)
     ]
     assert shares[0] == pytest.approx(shares[1], abs=0.1)

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from stepscope import ProfileConfig, capture, flush
 from stepscope.cli import run
+from stepscope.cli.ls import rows_of
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording import capture as capture_module
 from stepscope.recording import uncaptured
@@ -70,7 +71,7 @@ def test_what_a_run_still_knows_at_its_end_is_written(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[2])
     loop(config, range(5))
     assert [each.step for each in written(config)] == [0, 1]
-    capture_module.close_everything("the process exited", 10)
+    capture_module.close_everything(Ending("exit", "the process exited"), 10)
     assert [each.step for each in written(config)] == [0, 1, 3, 4]
 
 
@@ -132,7 +133,9 @@ def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = No
     driver.span("update", 0, step_ms * MS)
     driver.close(step_ms * MS)
     if error is not None:
-        driver.expected.append(Expectation(name="spans", state="partial", reason=error, truncated=error))
+        driver.expected.append(
+            Expectation(name="spans", kind="spans", state="partial", reason=error, truncated=error)
+        )
     folder.write()
     file = RunLayout(path).uncaptured(driver.info, folder.run_id)
     file.parent.mkdir()
@@ -178,7 +181,7 @@ def test_a_step_as_long_as_others_raises_no_alarm(tmp_path: Path) -> None:
 def test_few_uncaptured_steps_are_shown_and_said_to_be_too_few(tmp_path: Path) -> None:
     said = text_of(beside(tmp_path, 100, 200))
     assert "2 uncaptured steps near it (49, 51)" in said
-    assert "too few to say what is usual" in said
+    assert "not enough to say what is usual" in said
 
 
 def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
@@ -201,7 +204,12 @@ def test_a_real_run_is_compared(tmp_path: Path) -> None:
     loop(config, range(20))
     report = report_step(load_step(RunLayout(tmp_path).step(10).root))
     assert report.baseline is not None
-    assert report.baseline.steps == (*range(10), 12, 13, 14)  # 11 came first, the rest is not written yet
+    assert report.baseline.steps == (
+        *range(1, 10),
+        12,
+        13,
+        14,
+    )  # 0 warms up, 11 came first, the rest is not written yet
 
 
 def test_ls_shows_them_beside_the_captured_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,3 +219,18 @@ def test_ls_shows_them_beside_the_captured_step(tmp_path: Path, capsys: pytest.C
     assert row["uncaptured_ns"] > 0
     assert run(["ls", str(tmp_path)]) == 0
     assert "uncaptured" in capsys.readouterr().out
+
+
+def test_the_first_step_of_a_loop_warms_up_and_is_no_neighbour_to_compare_with(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[1])
+    loop(config, range(2))
+    assert [(each.step, each.warm_up) for each in kept(config)] == [(0, True)]
+    step = RunLayout(tmp_path).step(1)
+    assert report_step(load_step(step.root)).baseline is None
+    assert [row.uncaptured_ns for row in rows_of(1, step)] == [None]
+
+
+def test_a_step_after_a_first_one_that_was_captured_is_no_warm_up(tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=str(tmp_path), steps=[0])
+    loop(config, range(3))
+    assert [(each.step, each.warm_up) for each in kept(config)] == [(1, False), (2, False)]

@@ -70,6 +70,37 @@ def test_a_whole_folder_is_read(whole: Path, tmp_path: Path, command: Sequence[s
     assert code in (0, 3), said
 
 
+HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\x07e\u2028f"
+"""A colour, a cleared screen (C1), text from right to left, a bell, a line separator."""
+
+
+def unprintable(text: str) -> set[str]:
+    return {char for char in text if not char.isprintable()} - {"\n"}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ("diff", "{step}", "{step}", "--json")], ids=" ".join)
+def test_no_command_hands_control_characters_to_the_terminal(tmp_path: Path, command: Sequence[str]) -> None:
+    run_folder = tmp_path / HOSTILE
+    folder = StepFolder(run_folder)
+    driver = folder.process("trainer", owner=True)
+    turn = driver.span(HOSTILE, 0, MS, trajectory=HOSTILE, turn=1, attrs={"request_id": HOSTILE})
+    driver.span(HOSTILE, 0, None, parent=turn)
+    driver.close(MS)
+    step = folder.write()
+    (run_folder / "config.yaml").write_text(f"steps: '{HOSTILE!r}'\n")
+    _, output = say([word.format(run=run_folder, step=step) for word in command])
+    assert output
+    assert unprintable(output) == set()
+
+
+@pytest.mark.parametrize("command", ["report", "merge", "ls", "validate"])
+def test_a_message_about_a_missing_path_shows_its_control_characters(tmp_path: Path, command: str) -> None:
+    code, output = say([command, str(tmp_path / HOSTILE)])
+    assert code != 0
+    assert unprintable(output) == set()
+    assert r"a\x1b[31mb\x9b2Jc\u202ed" in output.replace("\n", "")
+
+
 @given(random=st.randoms(use_true_random=False))
 @settings(max_examples=FOLDERS)
 def test_a_damaged_folder_ends_no_command_and_leads_none_outside(whole: Path, random: Random) -> None:
@@ -165,5 +196,5 @@ def test_the_lock_beside_the_requests_is_not_written_through_a_link(tmp_path: Pa
     outside.write_text("mine")
     root.mkdir()
     (root / ".control.json.lock").symlink_to(outside)
-    assert run(["trigger", str(root), "--wait", "0"]) == 1
+    assert run(["trigger", str(root), "--wait", "0", "--next-run"]) == 1
     assert outside.read_text() == "mine"

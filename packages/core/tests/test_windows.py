@@ -1,4 +1,7 @@
-"""The profiler's windows in a capture: continuous and discrete, and what becomes of a profiler's failures."""
+"""The profiler's windows in a capture: continuous and discrete, and what becomes of a profiler's failures.
+
+One file above 400 lines: all of it drives one fake backend through whole captures.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ import msgspec
 import pytest
 
 import stepscope
-from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope import ProfileConfig, capture, prepare, profile_step, span
+from stepscope.backends import Window
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
-from stepscope.errors import BackendError
+from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording import context, session
+from stepscope.recording import context, runtime, session, worker
 from stepscope.testing.fake_backend import FakeBackend
 
 Configure: TypeAlias = "Callable[..., ProfileConfig]"
@@ -61,6 +65,10 @@ class Trainer:
     @profile_step(role="ref", stage="log_prob")
     async def log_prob(self) -> None:
         await asyncio.sleep(0)
+
+    @profile_step
+    def helper(self) -> None:
+        pass
 
     @profile_step(role="actor")
     def items(self) -> Iterator[int]:
@@ -197,6 +205,31 @@ def test_a_profiler_that_cannot_start_costs_its_trace_and_nothing_else(
     assert outcome(config, "fake trace").state == "failed"
     assert outcome(config, "fake trace").reason == "BackendError: the fake profiler cannot start"
     assert outcome(config, "spans").state == "ok"
+
+
+def test_a_stage_without_a_role_is_selected_by_the_role_of_the_enclosing_span(configure: Configure) -> None:
+    config = configure(mode="discrete", roles={"actor": {"ranks": "all"}})
+    with capture(2, config=config) as cap, span("epoch", role="actor"):
+        Trainer().helper()
+    cap.result.raise_for_missing()
+    (trace,) = traces(config)
+    assert (trace["stage"], trace["events"]) == ("helper", ["actor.helper"])
+
+
+def test_where_every_role_asks_for_spans_alone_discrete_mode_prepares_no_profiler(
+    configure: Configure, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("a profiler was prepared")
+
+    monkeypatch.setattr(backend, "prepare", refuse)
+    monkeypatch.setattr(worker, "load_backend", lambda name, config: backend)
+    config = configure(mode="discrete", roles={"*": {"profiler": "off"}})
+    prepare(config=config)
+    with capture(2, config=config) as cap:
+        Trainer().update()
+    cap.result.raise_for_missing()
+    assert outcome(config, "torch trace").state == "skipped"
 
 
 def test_a_profiler_that_failed_at_one_step_records_the_next(
@@ -395,3 +428,46 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
     found = outcome(config, "fake trace")
     assert (found.state, found.reason) == ("partial", "no device data: the driver said no")
     assert len(found.artifacts) == 1
+
+
+def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBackend) -> None:
+    config = configure(budget={"seconds": 60})
+    with capture(2, config=config) as cap:
+        session = runtime.active
+        assert session is not None
+        session.truncate("other code started torch.profiler")
+    cap.result.wait()
+    found = outcome(config, "fake trace")
+    assert (found.state, found.reason) == ("partial", "other code started torch.profiler")
+    assert len(found.artifacts) == 1
+
+
+def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
+    configure: Configure, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, start = configure(mode="discrete"), backend.start
+
+    def busy(window: Window) -> None:
+        raise ProfilerBusyError("a session that is not stepscope's is open")
+
+    with capture(2, config=config) as cap:
+        monkeypatch.setattr(backend, "start", busy)
+        Trainer().inner()
+        monkeypatch.setattr(backend, "start", start)
+        Trainer().inner()
+    cap.result.wait()
+    found = outcome(config, "fake trace of inner")
+    assert (found.state, len(found.artifacts)) == ("partial", 1)
+    assert "a session that is not stepscope's is open" in str(found.reason)
+
+
+def test_a_file_that_fails_after_the_capture_is_logged(
+    configure: Configure, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configure(export={"when": "deferred"})
+    backend.lacks = "no device data"
+    with capture(2, config=config):
+        pass
+    assert "no device data" not in caplog.text
+    stepscope.flush()
+    assert "stepscope: step 2: fake trace: partial: no device data" in caplog.text

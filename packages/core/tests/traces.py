@@ -65,7 +65,8 @@ def write_trace(path: Path, events: list[Any], **fields: Any) -> Path:
 
 def add_trace(
     folder: StepFolder, process: FakeProcess, events: list[Any], *, options: dict[str, Any] | None = None,
-    ignored: dict[str, str] | None = None, name: str = "trace", stage: str | None = None, **fields: Any,
+    ignored: dict[str, str] | None = None, name: str = "trace", stage: str | None = None,
+    replica: int | None = None, topology: dict[str, int] | None = None, **fields: Any,
 ) -> Path:  # fmt: skip
     """Puts a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
     for each in events:
@@ -75,8 +76,8 @@ def add_trace(
     write_trace(path, events, **fields)
     artifact = Artifact(
         path=path.relative_to(folder.layout.root).as_posix(), kind="torch_trace", tool="torch",
-        role=info.role, rank=info.rank, host=info.host, pid=info.pid, stage=stage,
-        size_bytes=path.stat().st_size, ignored=ignored or {},
+        role=info.role, rank=info.rank, host=info.host, pid=info.pid, stage=stage, replica=replica,
+        topology=topology, size_bytes=path.stat().st_size, ignored=ignored or {},
     )  # fmt: skip
     sidecar = Sidecar(
         step=folder.step, run_id=folder.run_id, artifact=artifact, process=info.key, opened=None, closed=None,

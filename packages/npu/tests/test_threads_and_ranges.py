@@ -121,10 +121,11 @@ def test_a_thread_stays_while_anything_records_since_its_leaving_would_end_that(
     _operators.join(torch_npu, FLAGS)
     with monkeypatch.context() as busy:
         if whose == "ours":
-            busy.setattr(PROCESS_LOCK, "_holder", "the NPU recording in step 7")
+            PROCESS_LOCK.acquire("the NPU recording in step 7")
         else:
             busy.setattr(_recordings, "_theirs_open", True)
         _operators.leave(torch_npu)
+        PROCESS_LOCK.release()
         assert torch_npu.stops == 0
     _operators.leave(torch_npu)
     assert torch_npu.stops == 1

@@ -65,6 +65,8 @@ class Scheduler:
     stop_at: int | None = None
     seen: dict[str, int] = field(default_factory=dict)
     recording: list[str] | None = None
+    stamps: list[dict[str, object]] = field(default_factory=list)
+    """As our plugin keeps them."""
 
     def start(self, request: ProfileReq) -> str | None:
         """What is wrong, or None."""
@@ -116,22 +118,42 @@ class Scheduler:
         if self.seen[mode] > self.request.num_steps and self.recording is not None:
             self.stop(mode)
 
+    def shown(self) -> dict[str, object]:
+        """What our plugin shows of it."""
+        stages = {"prefill": self.seen.get("EXTEND", 0), "decode": self.seen.get("DECODE", 0)}
+        by_stage = self.request.profile_by_stage
+        shown = {_plugin.RECORDINGS: list(self.stamps), _plugin.STAGES: stages if by_stage else None}
+        return plugin_state(self.forward_ct, **shown)
+
     def _write(self, modes: list[str], stage: str) -> None:
-        request = self.request
+        request, began_ns = self.request, time.time_ns()
         folder = Path(request.output_dir or "/tmp")
         folder.mkdir(parents=True, exist_ok=True)
         prefix = f"{request.profile_prefix}-" if request.profile_prefix else ""
         name = f"{prefix}{request.profile_id or time.time()}{self.suffix}{stage}.trace.json.gz"
-        now, at = time.time_ns() / 1000, {"pid": 4711 + self.rank, "tid": 4711}
+        now, at = began_ns / 1000, {"pid": 4711 + self.rank, "tid": 4711}
         meta = {"ph": "M", "name": "process_name", "ts": now, **at, "args": {"name": "sglang"}}
         step = {"ph": "X", "cat": "user_annotation", **at, "ts": now, "dur": 1}
         steps = [{**step, "name": f"step[{mode} bs=1]"} for mode in modes]
         distributed = {"backend": "gloo", "rank": self.rank, "world_size": self.world_size}
-        trace = {"distributedInfo": distributed, "baseTimeNanoseconds": 0, "traceEvents": [meta, *steps]}
+        edge = {"ph": "i", "s": "g", "pid": "Traces", "tid": "Trace", "ts": now}
+        marks = ("Iteration Start: PyTorch Profiler", "Record Window End")
+        edges = [{"name": name, **edge} for name in marks]
+        events = [meta, *steps, *edges]
+        trace = {"distributedInfo": distributed, "baseTimeNanoseconds": 0, "traceEvents": events}
         (folder / name).write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
         if request.merge_profiles and self.rank == 0:
             merged = folder / f"merged-{request.profile_id}.trace.json.gz"
             merged.write_bytes((folder / name).read_bytes())
+        stamp = _plugin.Stamp(
+            folder=str(folder),
+            pid=4711 + self.rank,
+            doing="writing",
+            start_ns=began_ns,
+            end_ns=time.time_ns(),
+            passes=self.forward_ct,
+        )
+        self.stamps.append(msgspec.structs.asdict(stamp))
 
 
 class FakeManager:
@@ -182,7 +204,7 @@ class FakeManager:
 
     async def get_internal_state(self) -> list[dict[str, object]]:
         self._bind()
-        return [plugin_state(each.forward_ct) if self.has_plugin else {} for each in self.schedulers]
+        return [each.shown() if self.has_plugin else {} for each in self.schedulers]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
         """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""

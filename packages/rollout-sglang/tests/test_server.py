@@ -18,7 +18,7 @@ from stepscope.engines import Iterations
 from stepscope.errors import EngineError
 from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import LATE
+from stepscope.files.manifest import IDLE, LATE
 from stepscope.files.sidecar import Sidecar
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope_sglang import SglangServer, _session
@@ -350,13 +350,11 @@ async def test_a_later_start_is_counted_from_what_the_server_shows(
     assert artifact.truncated is None
 
 
-async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(
-    server: FakeServer, tmp_path: Path
-) -> None:
+async def test_an_idle_server_is_whole_and_nothing_is_left_armed(server: FakeServer, tmp_path: Path) -> None:
     profiler = SglangServer(server.url)
     await profiler.start(a_capture(tmp_path))
-    with pytest.raises(EngineError, match="no forward pass"):
-        await profiler.stop()
+    assert await profiler.stop() == []
+    assert IDLE in profiler.ignored
     server.scheduler.forward("EXTEND")
     assert server.scheduler.recording is None
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -158,6 +159,8 @@ class Ascend:
     """An engine with two workers of vllm-ascend, as far as its folders go."""
 
     version = "0.32.0"
+    settings: ClassVar[Mapping[str, object]] = {}
+    told: ClassVar[Sequence[Mapping[str, object]]] = ()
     layout = Layout(tp=2, pp=1, dp=1, external=False)
 
     def __init__(self, folder: Path) -> None:

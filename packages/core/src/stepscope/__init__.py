@@ -23,11 +23,13 @@ from stepscope.recording.hooks import (
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
+    from stepscope.recording.asking import request_capture
     from stepscope.recording.capture import Capture, capture
     from stepscope.recording.patch import instrument
     from stepscope.recording.prepare import aprepare, prepare
-    from stepscope.recording.requests import request_capture
     from stepscope.recording.run import configure
+
+    __version__: str
 
 __all__ = [
     "Capture",
@@ -61,17 +63,23 @@ _LATER = {
     "configure": "stepscope.recording.run",
     "instrument": "stepscope.recording.patch",
     "prepare": "stepscope.recording.prepare",
-    "request_capture": "stepscope.recording.requests",
+    "request_capture": "stepscope.recording.asking",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    value: object
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("stepscope")
+    elif name in _LATER:
+        value = getattr(import_module(_LATER[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_LATER[name]), name)
     globals()[name] = value  # the next look finds it without coming here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, "__version__"})

@@ -29,7 +29,7 @@ from truth import Gone, findings, temporary_files
 
 from stepscope import Capture, ProfileConfig, capture, prepare
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import NOT_RUN, Manifest
+from stepscope.files.manifest import Manifest
 from stepscope.recording import runtime
 from stepscope.recording.result import CaptureResult
 
@@ -225,7 +225,8 @@ def _settled(result: CaptureResult) -> Manifest | None:
     manifest = result.wait(20)
     until = time.monotonic() + 8
     while manifest is not None and time.monotonic() < until:
-        if NOT_RUN not in str(manifest.problems()) and _on_disk(result) == manifest.state:
+        running = any(item.pending == "running" for part in manifest.processes for item in part.expected)
+        if not running and _on_disk(result) == manifest.state:
             break
         time.sleep(0.05)
         manifest = result.manifest()

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import NOT_RUN, Expectation, Manifest, ProcessPart
+from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import End, Header, Line
 from stepscope.timeline import load_step
@@ -145,7 +145,7 @@ def _collateral(manifest: Manifest, took_part: dict[str, str], harmed: Collectio
                 or (owner and not item.name.startswith("replica"))
                 or item.name in well
             )
-            waits = item.reason == NOT_RUN and harmed  # the command waits for others' files
+            waits = item.pending == "running" and harmed  # the command waits for others' files
             if mine and not waits and item.state not in ("ok", "skipped"):
                 yield f"nothing was done to {part.process.key}: {item.name} is {item.state}: {item.reason}"
         for absent in part.absent:

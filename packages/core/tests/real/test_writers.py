@@ -48,7 +48,7 @@ def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> 
         {
             "save_path": str(folder / "run"),
             "steps": ["every:1"],
-            "roles": {"nobody": {"ranks": "all"}},
+            "roles": {"*": {"profiler": "off"}},
             "finish": {"report_to": report_to, "timeout_s": 300},
         }
     )

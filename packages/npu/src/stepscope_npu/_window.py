@@ -115,9 +115,11 @@ class NpuWindow:
         """
         global current
         refuse_msprof()
-        PROCESS_LOCK.acquire(self.name)
-        current = self
         try:
+            if self.over:
+                raise BackendError(f"{self.name} was stopped before it began")
+            PROCESS_LOCK.acquire(self.name, by=self)
+            current = self
             self._go_to(place(self._schedule, 0))
         except BaseException as error:
             self.over = True
@@ -165,8 +167,8 @@ class NpuWindow:
 
     def _give_back(self) -> None:
         global current
+        PROCESS_LOCK.release(by=self)
         if current is self:
-            PROCESS_LOCK.release()
             current = None
 
     def _go_to(self, to: Place) -> None:

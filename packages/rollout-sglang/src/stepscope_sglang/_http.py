@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -61,17 +62,17 @@ class ServerLine:
         answer = self._server.request_now("POST", "/stop_profile", timeout_s=_REPLY_S)
         self._expect_done("/stop_profile", answer, "it is not recording")
 
-    def states(self) -> Sequence[object]:
-        answer = self._ask().get("internal_states")
+    def states(self, patience_s: float = math.inf) -> Sequence[object]:
+        answer = self._ask(min(patience_s, _ASK_S)).get("internal_states")
         return answer if isinstance(answer, list) else ()
 
-    def _ask(self) -> dict[str, object]:
+    def _ask(self, timeout_s: float = _ASK_S) -> dict[str, object]:
         path = "/server_info"
-        answer = self._server.request_now("GET", path, timeout_s=_ASK_S)
+        answer = self._server.request_now("GET", path, timeout_s=timeout_s)
         if answer.status == 404:  # 0.5.5 and older, or a router
             self._refuse_router()
             path = "/get_server_info"
-            answer = self._server.request_now("GET", path, timeout_s=_ASK_S)
+            answer = self._server.request_now("GET", path, timeout_s=timeout_s)
         self._expect_ok(path, answer)
         try:
             return msgspec.json.decode(answer.body, type=dict[str, object])

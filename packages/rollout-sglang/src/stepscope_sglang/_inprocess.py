@@ -8,6 +8,7 @@ the wrong answers (later). So calls are handed to that loop from a thread that w
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -111,9 +112,9 @@ class InProcess:
     def stop(self) -> None:
         self._call(self.manager.stop_profile)
 
-    def states(self) -> Sequence[object]:
+    def states(self, patience_s: float = math.inf) -> Sequence[object]:
         ask = getattr(self.manager, "get_internal_state", None)
-        answer = None if ask is None else self._call(ask)
+        answer = None if ask is None else self._call(ask, patience_s)
         return answer if isinstance(answer, list) else ()
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
@@ -132,14 +133,16 @@ class InProcess:
     def reachable(self) -> bool:
         return self._loop is not None and self._loop.is_running()
 
-    def _call(self, ask: Callable[[], Coroutine[Any, Any, object]]) -> object:
+    def _call(self, ask: Callable[[], Coroutine[Any, Any, object]], patience_s: float = math.inf) -> object:
         loop = self._loop
         if loop is None or loop.is_closed():
             raise EngineError(
                 "the event loop of this engine is closed: the engine cannot be reached any more"
             )
         try:
-            return self._wait(loop, asyncio.run_coroutine_threadsafe(ask(), loop))
+            if patience_s < math.inf and time.monotonic() > self.waited_until and not loop.is_running():
+                raise EngineError("the event loop of this engine does not run now")
+            return self._wait(loop, asyncio.run_coroutine_threadsafe(ask(), loop), patience_s)
         except CancelledError as error:
             raise EngineError("the event loop of this engine ended while the engine was asked") from error
         except RuntimeError as error:
@@ -147,9 +150,12 @@ class InProcess:
                 raise
             raise RefusedError(str(error)) from error
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object]) -> object:
+    def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object], patience_s: float) -> object:
         schedulers = self._processes()
+        until = time.monotonic() + patience_s
         while not answer.done():
+            if time.monotonic() > until:  # it is answered later, and nobody listens: it is not cancelled
+                raise EngineError("the engine does not answer now")
             if time.monotonic() > self.waited_until or not _driven(loop, answer):
                 wait([answer], _LOOK_S)
             dead = [pid for pid in schedulers if not _lives(pid)]

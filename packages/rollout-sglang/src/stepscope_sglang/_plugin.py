@@ -4,7 +4,7 @@ and survive captures by stage.
 SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of what is installed beside it, in each
 of its processes, and has hooks for what they change (`sglang/srt/plugins/hook_registry.py`). Two are used:
 the making of a scheduler, and its answer to a question for the internal state. Nothing is added to a forward
-pass that is not recorded.
+pass that is not recorded. What starts and stops its profiler is timed: nothing is served meanwhile.
 
 By stage, SGLang stops one profile and starts the next inside of `run_batch`, which is a `record_function`
 since 0.5.14: what `stepscope.backends.open_scopes` is for.
@@ -14,12 +14,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from stepscope import switch
+
+T = TypeVar("T")
+Doing: TypeAlias = Literal["starting", "writing"]
+
 
 RPD_LIBRARY = "rpdTracerControl"
 """The module that the activity RPD takes."""
@@ -35,16 +46,48 @@ PROFILE_V2 = "stepscope_profile_v2"
 """In the internal state: SGLang runs its second profiler there, whose stop kills the scheduler."""
 RPD = "stepscope_rpd"
 """In the internal state: the library that the activity RPD takes is there."""
+RECORDINGS = "stepscope_recordings"
+"""In the internal state: a `Stamp` for each time that the profiler started or wrote, the latest ones."""
+STAGES = "stepscope_stages"
+"""In the internal state: the passes of prefill and of decode since the latest capture by stage began."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_PROFILERS = (
+    ("sglang.srt.managers.scheduler_components.profiler_manager", "SchedulerProfilerManager"),
+    ("sglang.srt.managers.scheduler_profiler_mixin", "SchedulerProfilerMixin"),  # up to 0.5.12
+)
+"""The classes that start and stop the profiler of a scheduler."""
+_METHODS: Mapping[str, Doing] = {
+    "_start_profile": "starting",
+    "start_profile": "starting",
+    "_stop_profile": "writing",
+    "stop_profile": "writing",
+}
+_stamps: deque[dict[str, object]] = deque(maxlen=64)
+"""The value of `RECORDINGS`. One writer: `_timed`."""
+_profiler: weakref.ref[Any] | None = None
+"""The object that started or stopped last. One writer: `_timed`."""
 _quiet = False
 """What is shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """One time that a scheduler's profiler started or wrote; the scheduler served nothing meanwhile."""
+
+    folder: str
+    """The folder of the recording: each capture has its own."""
+    pid: int
+    doing: Doing
+    start_ns: int
+    end_ns: int
+    passes: int
+    """Forward passes that the scheduler had begun by then."""
 
 
 def load() -> None:
     """Called by SGLang, in the processes that have imported the scheduler alone: schedulers, and the one that
     makes the engine. A hook imports what it is set on, which would cost the others seconds.
     """
-    if _SCHEDULER not in sys.modules:
+    if switch.DISABLED or _SCHEDULER not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -61,6 +104,8 @@ def begin(*_: object, **__: object) -> None:
     """
     with suppress(Exception):  # of a torch that has it elsewhere: the scheduler would die of it
         _hide_sends()
+    with suppress(Exception):  # of an SGLang that has it elsewhere
+        _time_profilers()
 
 
 def _hide_sends() -> None:
@@ -76,6 +121,54 @@ def _hide_sends() -> None:
     _quiet = True
 
 
+def _time_profilers() -> None:
+    for module, name in _PROFILERS:
+        profiler = getattr(sys.modules.get(module), name, None)
+        for method, doing in _METHODS.items():
+            original = vars(profiler).get(method) if profiler is not None else None
+            if original is not None and not hasattr(original, "_stepscope_doing"):
+                setattr(profiler, method, _timed(original, doing))
+
+
+def _timed(original: Callable[..., T], doing: Doing) -> Callable[..., T]:
+    @wraps(original)
+    def timed(profiler: Any, *args: Any, **kwargs: Any) -> T:
+        global _profiler
+        _profiler = weakref.ref(profiler)
+        recorded = bool(getattr(profiler, "profile_in_progress", False))
+        began_ns = time.time_ns()
+        try:
+            return original(profiler, *args, **kwargs)
+        finally:
+            with suppress(Exception):  # of a version that keeps it elsewhere
+                if recorded == (doing == "writing"):
+                    _stamps.append(_stamp(profiler, doing, began_ns))
+
+    timed._stepscope_doing = doing  # type: ignore[attr-defined]  # so that it is wrapped once
+    return timed
+
+
+def _stages() -> dict[str, int] | None:
+    profiler = None if _profiler is None else _profiler()
+    counts = {stage: getattr(profiler, f"profiler_{stage}_ct", None) for stage in ("prefill", "decode")}
+    if not getattr(profiler, "profile_by_stage", False):
+        return None
+    return {stage: count for stage, count in counts.items() if isinstance(count, int)}
+
+
+def _stamp(profiler: Any, doing: Doing, began_ns: int) -> dict[str, object]:
+    count = getattr(profiler, "get_forward_ct", None)
+    stamp = Stamp(
+        folder=str(profiler.torch_profiler_output_dir),
+        pid=os.getpid(),
+        doing=doing,
+        start_ns=began_ns,
+        end_ns=time.time_ns(),
+        passes=profiler.forward_ct if count is None else count(),
+    )
+    return msgspec.structs.asdict(stamp)
+
+
 def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
     tensors = args[0] if args else kwargs.get("tensors", ())
     return any(tensor.device.type == "cpu" for tensor in tensors)
@@ -87,6 +180,8 @@ def show(answer: Any, scheduler: Any, *_: object) -> None:
     """
     with suppress(Exception):  # of a version that keeps it elsewhere: the scheduler would die of it
         answer.internal_state.update(_of_this_process())
+        answer.internal_state[RECORDINGS] = list(_stamps)
+        answer.internal_state[STAGES] = _stages()
         answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
 
 
@@ -110,6 +205,21 @@ def counts_in(states: Sequence[object]) -> tuple[int, ...]:
     """Of each data-parallel scheduler. Empty where one does not show it."""
     found = _shown(states, COUNT)
     return tuple(count for count in found if isinstance(count, int)) if None not in found else ()
+
+
+def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
+    """Those of one capture, of all schedulers that show them."""
+    stamps = []
+    for shown in _shown(states, RECORDINGS):
+        for stamp in shown if isinstance(shown, list) else ():
+            with suppress(msgspec.ValidationError):  # of another version of ours
+                stamps.append(msgspec.convert(stamp, Stamp))
+    return [stamp for stamp in stamps if stamp.folder == folder]
+
+
+def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
+    """Passes by stage, of each data-parallel scheduler. None: it does not show them."""
+    return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
 
 def scopes_end_in(states: Sequence[object]) -> bool:

@@ -4,7 +4,8 @@
     armed       SGLang records from the next forward pass   end(): to one of the others
     stopped     our stop ended the recording
     by itself   SGLang had reached the count before
-    unused      no forward pass came: nothing was recorded
+    by others   somebody else had stopped it before
+    unused      no forward pass came: nothing was recorded, and nothing is missing
 
 SGLang does not say which it is: a stop after it has stopped, and one before it has begun, get the same
 answer. The files tell. It has no way to disarm either: what is left armed would begin with a later forward
@@ -21,22 +22,25 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import shutil
 import threading
 import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from stepscope.engines import EngineCapture
-from stepscope.engines.artifacts import Option, publish, read_anchor
+from stepscope.engines.artifacts import Option, publish, read_anchor, stalls_of
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
-from stepscope.files.manifest import LATE
-from stepscope.files.sidecar import Artifact
+from stepscope.files.manifest import IDLE, LATE
+from stepscope.files.sidecar import Artifact, Ended, Stall
+from stepscope_sglang import _versions
 from stepscope_sglang._controls import (
     UNBOUNDED,
     Plan,
@@ -46,7 +50,7 @@ from stepscope_sglang._controls import (
     stages_end_in_scopes,
 )
 from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._plugin import counts_in
+from stepscope_sglang._plugin import Stamp, counts_in, stages_in, stamps_in
 from stepscope_sglang._traces import (
     Content,
     Stage,
@@ -57,7 +61,7 @@ from stepscope_sglang._traces import (
     read,
 )
 
-State: TypeAlias = Literal["armed", "stopped", "by itself", "unused"]
+State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 
 _PATIENCE_S = (5.0, 30.0)
 """How long a file may take to be complete once SGLang says it is: here, and on a disk that is shared."""
@@ -65,6 +69,8 @@ _PIPELINE_S = 300.0
 """How long the later ranks of a pipeline may write after the first one's answer."""
 _LOOK_S = 0.05
 _MEMORY = "cuda_memory_snapshot"
+_ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"
+_ENDED: dict[State, Ended] = {"stopped": "capture", "by itself": "count", "by others": "others"}
 log = logging.getLogger("stepscope")
 _owed: deque[Session] = deque(maxlen=16)
 """Those whose files may still come: of stops that failed, and of pipelines that did not write in time.
@@ -101,8 +107,12 @@ class Line(Protocol):
         """Returns when the files are written. Raises `RefusedError` when nothing is being recorded."""
         ...
 
-    def states(self) -> Sequence[object]:
-        """What each data-parallel scheduler shows of itself; empty where none does."""
+    def states(self, patience_s: float = math.inf) -> Sequence[object]:
+        """Return the state of each data-parallel scheduler; empty where none shows it.
+
+        Raises:
+            EngineError: the engine cannot be reached, or not within `patience_s`.
+        """
         ...
 
 
@@ -132,6 +142,10 @@ class Session:
         self._facts: EngineFacts | None = None
         self._plan: Plan | None = None
         self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
+        self._begun: tuple[int, ...] = ()
+        """Forward passes that its schedulers had begun before, where they were asked."""
+        self._states: Sequence[object] = ()
+        """The states of its schedulers once it was over."""
         self._left = False
         """A rank may still write, and dies if it finds no folder."""
         self._came: list[TraceName] = []
@@ -156,6 +170,7 @@ class Session:
                 if later:  # else, one that does not answer is one that shows no plugin
                     raise
         self._plan = plan(self._capture, self._facts, states)
+        self._begun = counts_in(states)
         self.ignored = dict(self._plan.ignored)
         if lacks_plugin(self._facts, states):
             _warn(risk_of_whole_captures(self._facts, states))
@@ -246,7 +261,7 @@ class Session:
             if not self._all_there():
                 self._settle()
         else:
-            self._state = "by itself"
+            self._state = self._without_us()
 
     def close(self) -> list[Artifact]:
         """The artifacts, once complete. Of an engine that fails at its stop, those that are.
@@ -259,6 +274,7 @@ class Session:
                 self.end()
                 if self._failed is None:
                     self._wait()
+                    self._ask_schedulers()
             except EngineError as error:
                 self._fail(error)
             return self._publish()
@@ -268,6 +284,12 @@ class Session:
                 why = self._failed or f"not all ranks had written within {_PIPELINE_S:g} s"
                 self.ignored[LATE] = f"{why}. {self._folder.name} is left for a scheduler that writes later"
                 _owe(self)
+
+    def _ask_schedulers(self) -> None:
+        """Ask for their times and counts. Without our plugin they show neither."""
+        if not _versions.older(self._known.version, _versions.PLUGINS_SINCE):
+            with suppress(Exception):  # of any library: what it does not tell is derived from its files
+                self._states = self._line.states(self.patience_s)
 
     def hand_in(self) -> bool:
         """Files that have come since it was closed, with their sidecars. Whether more may still come."""
@@ -361,10 +383,22 @@ class Session:
         return all(self._content(path).complete for path, name in files if name.kind != _MEMORY)
 
     def _without_us(self) -> State:
-        if not self._files():
+        """Return what ended it before our stop. Of several data-parallel schedulers only the first answer is
+        heard, and the others may have run fewer passes.
+        """
+        files = self._files()
+        if not files:
             return "unused"
-        # Of several data-parallel schedulers only the first one's answer is heard.
-        return "by itself" if self._bounded else "stopped"
+        if self._known.dp > 1:
+            return "by itself" if self._bounded else "stopped"
+        if not self._bounded:
+            return "by others"
+        counts = [self._content(path).passes for path, name in files if name.kind == "torch_trace"]
+        if self._planned.by_stage:
+            cut = any(name.stage is None for _, name in files if name.kind == "torch_trace")
+        else:
+            cut = 0 < max(counts, default=0) < (self._planned.count or 0)
+        return "by others" if cut else "by itself"
 
     def _cleared(self) -> bool:
         """Whether what has happened leaves nothing armed."""
@@ -436,6 +470,9 @@ class Session:
 
     def _publish(self) -> list[Artifact]:
         files = [each for each in self._files() if not self._left or self._whole(*each)]
+        if not files and self._is_idle():
+            self.ignored[IDLE] = "the engine ran no forward pass during the capture"
+            return []
         if not files:
             raise EngineError(self._nothing())
         self._came = [name for _, name in files]
@@ -449,19 +486,19 @@ class Session:
         stages = {path: self._stage(path, name, contents[path], files) for path, name in wanted}
         return [self._take(path, name, contents[path], stages[path]) for path, name in wanted]
 
+    def _is_idle(self) -> bool:
+        if self._state != "unused" or self._failed is not None:
+            return False
+        return self._capture.iterations.start == 0 or counts_in(self._states) == self._begun
+
     def _nothing(self) -> str:
         if self._failed is not None:
             return self._failed
         if self._state == "unused":
             start = self._capture.iterations.start
-            if start > 0:
-                return (
-                    f"nothing was recorded: the engine ran no more than the first {start} forward passes of "
-                    "the capture. Fix: a smaller iterations.start"
-                )
             return (
-                "nothing was recorded: the engine ran no forward pass during the capture. Fix: generate "
-                "inside it"
+                f"nothing was recorded: the engine ran no more than the first {start} "
+                "forward passes of the capture. Fix: a smaller iterations.start"
             )
         where = (
             " Does the server see this folder? Fix: a save_path on a disk that both share"
@@ -517,6 +554,7 @@ class Session:
     def _take(self, path: Path, name: TraceName, content: Content, stage: Stage | None) -> Artifact:
         final = self._final(path.name)
         path.rename(final)
+        note = self._note(content, stage)  # it may add to what is ignored
         facts, merged = self._known, name.kind == "merged_trace"
         return publish(
             final,
@@ -528,13 +566,22 @@ class Session:
             world_size=facts.world_size,
             topology=None if merged else name.topology,
             pid=content.pid if not merged else None,
-            truncated=self._why_short(content, stage),
+            truncated=self._why_short(content),
             ignored=self.ignored,
             opened=self._opened,
             closed=self._closed,
             versions={} if facts.version is None else {"sglang": facts.version},
             options=self._options(content),
+            stalls=() if merged else self._stalls(final, content),
+            iterations=content.passes if self._names_passes and name.kind == "torch_trace" else None,
+            iterations_asked=self._planned.count,
+            ended=self._ended(),
+            note=note if name.kind == "torch_trace" else None,
         )
+
+    @property
+    def _names_passes(self) -> bool:
+        return not _versions.older(self._known.version, _versions.STEPS_NAMED_SINCE)
 
     def _final(self, name: str) -> Path:
         """A path in the capture's folder that no earlier capture has taken."""
@@ -546,16 +593,81 @@ class Session:
             path, number = self._folder.with_name(f"{number}_{name}"), number + 1
         return path
 
-    def _why_short(self, content: Content, stage: Stage | None) -> str | None:
+    # Asked for, and recorded.
+
+    def _why_short(self, content: Content) -> str | None:
+        """Why the file ends before the capture, although the engine went on."""
         if not content.complete:
             return "SGLang did not finish writing it"
-        count = self._planned.count
-        if count is None or self._state == "by itself":
+        if self._state != "by others":
             return self._truncated
-        seen = content.decodes if stage == "decode" else content.prefills + content.decodes
-        if 0 < seen < count or self._truncated:
-            return self._truncated or f"the capture ended after {seen} of {count} engine iterations"
-        return None
+        more = self._run_since(content)
+        if more == 0:
+            return None
+        ran = "how many more it ran is not known" if more is None else f"it ran {more} more"
+        return f"{self._stopped_by_others(content)}; {ran}"
+
+    def _stopped_by_others(self, content: Content) -> str:
+        seen = f"after {content.passes} engine iterations" if content.passes else "early"
+        count = self._planned.count
+        wanted = "" if count is None else f" of the {count} asked for"
+        return f"somebody else stopped the engine's profiler {seen}{wanted}"
+
+    def _note(self, content: Content, stage: Stage | None) -> str | None:
+        """Return a fact about a file that has all that it could have; None: nothing to say."""
+        if self._state == "by others":
+            return (
+                f"{self._stopped_by_others(content)}; it ran no more"
+                if self._run_since(content) == 0
+                else None
+            )
+        count, mixed = self._planned.count, self._planned.by_stage and stage is None
+        if count is None or mixed or self._truncated:
+            return None
+        seen = content.passes if content.passes else None
+        kind = f"{stage} iterations" if stage else "engine iterations"
+        if seen is None:
+            return (
+                None if self._state == "by itself" else f"fewer than {count} {kind}: the engine ran no more"
+            )
+        if seen >= count:
+            return None
+        ran = self._ran(stage)
+        if ran is not None and ran > seen:
+            self.ignored["iterations.count"] = (
+                f"{seen} of {count} {kind} were recorded, and {ran} ran: {_ONE_AT_A_TIME}"
+            )
+            return None
+        if ran is None and stage == "prefill":
+            return f"{seen} of {count} {kind}: {_ONE_AT_A_TIME}"
+        return f"{seen} of {count} {kind}: the engine ran no more"
+
+    def _run_since(self, content: Content) -> int | None:
+        """Forward passes after the file's recording had ended. None: nothing counts them."""
+        counts = counts_in(self._states)
+        stamps = [stamp for stamp in self._stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
+        return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
+
+    def _ran(self, stage: Stage | None) -> int | None:
+        """Passes of a stage in the capture, by the engine's own counter. None: it is not shown."""
+        shown = [stages for stages in stages_in(self._states) if stages is not None]
+        return shown[0].get(stage) if stage is not None and len(shown) == 1 else None
+
+    def _stamps(self) -> list[Stamp]:
+        return stamps_in(self._states, str(self._folder))
+
+    def _stalls(self, path: Path, content: Content) -> tuple[Stall, ...]:
+        stamped = [
+            Stall(start_ns=stamp.start_ns, end_ns=stamp.end_ns, doing=stamp.doing, source="stamps")
+            for stamp in self._stamps()
+            if stamp.pid == content.pid
+        ]
+        return stalls_of(content.window, stamped, path.stat().st_mtime_ns)
+
+    def _ended(self) -> Ended | None:
+        if self._failed is not None or self._state not in _ENDED:
+            return None
+        return "budget" if self._truncated else _ENDED[self._state]
 
     def _options(self, content: Content) -> dict[str, Option]:
         told = {

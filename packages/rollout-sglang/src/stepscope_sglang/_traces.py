@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stepscope.engines.artifacts import recorded_window
 from stepscope.errors import EngineError
 from stepscope_sglang._facts import EngineFacts
 
@@ -35,6 +36,8 @@ _STAGES: dict[str, Stage] = {
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
 """What stands before the events, with the list of process groups in it."""
+_TAIL = 1 << 12
+"""Bytes behind the events, in which torch writes when it began and ended to record."""
 _LONGEST = 64
 """Bytes of the longest text looked for: kept from one chunk for the next."""
 _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (\d+)', re.DOTALL)
@@ -62,6 +65,12 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     prefills: int = 0
     """Forward passes, where the engine names them (0.5.11 and later)."""
     decodes: int = 0
+    window: tuple[int, int] | None = None
+    """When torch began and ended to record it: unix ns of the scheduler's host."""
+
+    @property
+    def passes(self) -> int:
+        return self.prefills + self.decodes
 
 
 def parse_name(name: str) -> TraceName | None:
@@ -81,13 +90,14 @@ def read(path: Path) -> Content:
     """Decompresses the file from end to end (0.3 s for 150 MB of JSON). Never raises for what is in it."""
     from isal import igzip
 
-    head, tail, complete = b"", b"", False
+    head, tail, end, complete = b"", b"", b"", False
     steps: Counter[Stage] = Counter()
     try:
         with igzip.open(path, "rb") as file:  # type: ignore[no-untyped-call]  # isal has no types here
             while chunk := file.read(_CHUNK):
                 if len(head) < _HEAD:
                     head += chunk[:_HEAD]
+                end = (end + chunk)[-_TAIL:]
                 text = tail + chunk
                 # An event's name that ends in the part kept for the next chunk is counted there.
                 limit = max(0, len(text) - _LONGEST)
@@ -104,6 +114,7 @@ def read(path: Path) -> Content:
         pid=int(pid[1]) if pid else None,
         prefills=steps["prefill"],
         decodes=steps["decode"],
+        window=recorded_window(head, end) if complete else None,
     )
 
 

@@ -35,6 +35,8 @@ SINCE = {
 XPU_SINCE = "0.5.10"
 PLUGINS_SINCE = "0.5.11"
 """Schedulers load the entry points `sglang.srt.plugins`."""
+STEPS_NAMED_SINCE = "0.5.11"
+"""Traces name forward passes: `step[EXTEND ...]`, `step[DECODE ...]`."""
 SCOPED_BATCHES_SINCE = "0.5.14"
 """`run_batch`, in which a stage's profile ends and the next one begins, is a `record_function`."""
 DP_ATTENTION_SINCE = "0.5.10"

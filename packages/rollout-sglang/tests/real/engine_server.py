@@ -16,6 +16,7 @@ from live_server import Live, live_router, live_server, post
 from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
+from stepscope.files.manifest import IDLE
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
 from stepscope_sglang import SglangServer, request_facts
 
@@ -62,11 +63,11 @@ async def test_sglang_stops_by_itself_after_the_count(server: str, tmp_path: Pat
     assert artifact.rank == 0
 
 
-async def test_a_capture_without_a_forward_pass_leaves_nothing_armed(server: str, tmp_path: Path) -> None:
+async def test_an_idle_server_is_whole_and_nothing_is_left_armed(server: str, tmp_path: Path) -> None:
     profiler = SglangServer(server)
     await profiler.start(a_capture(tmp_path))
-    with pytest.raises(EngineError, match="no forward pass"):
-        await profiler.stop()
+    assert await profiler.stop() == []
+    assert IDLE in profiler.ignored
     await asyncio.to_thread(post, server, 3)
     await profiler.start(a_capture(tmp_path, step=2))
     await asyncio.to_thread(post, server, 3)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from stepscope import ProfileConfig
+from stepscope import ProfileConfig, switch
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
 from stepscope_vllm import _facts, _versions
@@ -35,11 +35,13 @@ def engine_args(
         installed: vLLM's version; None for the one that is installed here.
 
     Returns:
-        Empty for vLLM 0.12 and older, which read `engine_env` instead.
+        Empty for vLLM 0.12 and older, which read `engine_env` instead, and with STEPSCOPE_DISABLE=1.
 
     Raises:
         ConfigError: `engine.extra` has what this vLLM's `ProfilerConfig` has not.
     """
+    if switch.DISABLED:
+        return {}
     release = installed or _installed()
     extension = extension and config.tool != "nsys"  # there are no files to point anywhere
     if _by_environment(release):
@@ -57,6 +59,8 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
     Raises:
         ConfigError: `tool` is nsys, and this vLLM opens no CUDA profiler ranges.
     """
+    if switch.DISABLED:
+        return {}
     release = installed or _installed()
     if not _by_environment(release) and not (installed is None and _ascend_by_environment()):
         return {}

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,8 @@ class Driver:
         # a torch.profiler that is stopped on another thread than it was started on ends the process.
         self._thread = ThreadPoolExecutor(1, "stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
+        self.told: Sequence[Mapping[str, Any]] = ()
+        """The answer of each worker's `stepscope_release` after the latest stop."""
         self._aimed: Path | None = None
         """The folder of the capture that the workers were told of, until they are told of its end."""
 
@@ -254,10 +256,13 @@ class Driver:
                 await self._end_frontend()
                 raise
         left: dict[str, str] = {}
+        self.told = ()
         if self._aimed is not None:
             folder, self._aimed = self._aimed, None
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
-            left = await _fetch.bring_home(self.call, folder, await self.call("collective_rpc", method))
+            released = await self.call("collective_rpc", method)
+            self.told = [worker for worker in released if worker]
+            left = await _fetch.bring_home(self.call, folder, released)
         return left if lost is None else {**left, "frontend": lost}
 
     def frontend_records(self) -> bool | None:

@@ -51,7 +51,8 @@ class WorkerExtension:
         """After its stop: the profiler is as it was, for those who start it themselves.
 
         Returns:
-            Its host, and the files that it wrote.
+            Its host and process, the files that it wrote, when its profiler started and wrote (it served
+            nothing meanwhile), and how many iterations it ran since `stepscope_aim`.
         """
         return release(self)
 
@@ -118,18 +119,54 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
         undo.set(wrapper, "_delay_iters", spec["delay"])
         undo.set(wrapper, "_max_iters", spec["maximum"])
+    _watch(worker, wrapper, undo)
     worker._stepscope_undo = undo
     return {**who, "written": wanted}
 
 
 def release(worker: Any) -> dict[str, Any]:
-    """Takes back what `aim` has changed. Returns the worker's host and the files that it wrote."""
+    """Takes back what `aim` has changed. Returns what `stepscope_release` does."""
     worker = getattr(worker, "worker", worker)
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
         worker._stepscope_undo = None
         undo.run()
-    return {"host": socket.gethostname(), "wrote": list(getattr(worker, "_stepscope_wrote", ()))}
+    seen = getattr(worker, "_stepscope_seen", None) or {}
+    wrote = list(getattr(worker, "_stepscope_wrote", ()))
+    return {"host": socket.gethostname(), "pid": os.getpid(), "wrote": wrote, **seen}
+
+
+_DOING = {"_start": "starting", "_stop": "writing"}
+"""Methods of a `WorkerProfiler` (0.12 and later) in which its worker serves nothing."""
+
+
+def _watch(worker: Any, wrapper: Any, undo: _Undo) -> None:
+    """From now on the worker keeps when its profiler starts and writes, and counts its iterations."""
+    seen: dict[str, Any] = {"stalls": [], "ran": None}
+    worker._stepscope_seen = seen
+    if not hasattr(wrapper, "step"):
+        return
+    for name, doing in _DOING.items():
+        if hasattr(wrapper, name):
+            undo.shadow(wrapper, name, _timed(getattr(wrapper, name), doing, seen["stalls"]))
+    step, seen["ran"] = wrapper.step, 0
+
+    def counted() -> Any:
+        seen["ran"] += 1
+        return step()
+
+    undo.shadow(wrapper, "step", counted)
+
+
+def _timed(method: Callable[[], Any], doing: str, stalls: list[tuple[str, int, int]]) -> Callable[[], Any]:
+    def timed() -> Any:
+        began_ns = time.time_ns()
+        try:
+            return method()
+        finally:
+            stalls.append((doing, began_ns, time.time_ns()))
+
+    return timed
 
 
 class _Undo:
@@ -137,6 +174,7 @@ class _Undo:
 
     def __init__(self) -> None:
         self._was: list[tuple[Any, str, Any]] = []
+        self._shadows: list[tuple[Any, str]] = []
 
     def set(self, target: Any, name: str, value: Any, *, back_only: bool = False) -> None:
         """Args: back_only: `value` is what it is to be afterwards; now it stays as it is."""
@@ -144,7 +182,14 @@ class _Undo:
         if not back_only:
             setattr(target, name, value)
 
+    def shadow(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        """Puts a method before that of the object's class."""
+        setattr(target, name, method)
+        self._shadows.append((target, name))
+
     def run(self) -> None:
+        for target, name in self._shadows:
+            vars(target).pop(name, None)
         for target, name, value in reversed(self._was):
             setattr(target, name, value)
 

@@ -20,6 +20,7 @@ _METRICS = {
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generation_tokens",
     "vllm:num_preemptions_total": "preemptions",
+    "vllm:iteration_tokens_total_count": "iterations",
 }
 """vLLM's Prometheus names -> ours."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)

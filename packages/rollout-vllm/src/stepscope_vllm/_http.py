@@ -268,6 +268,8 @@ class _There:
         self._name = ""
         self.layout = layout
         self.version = version
+        self.told: Sequence[Mapping[str, object]] = ()
+        self.settings: Mapping[str, object] = {}
         self._frontends: set[str] = set()
         """Traces of its API server from before the start."""
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from stepscope import switch
 from stepscope.backends.open_scopes import is_unrecorded, unrecorded
 
 _STATE = "vllm.distributed.parallel_state"
@@ -34,6 +35,8 @@ OF_A_SERVER = (
 
 def load() -> None:
     """Called by vLLM, in all of its processes, and by our worker extension. More than once does no harm."""
+    if switch.DISABLED:
+        return
     with suppress(Exception):  # of a version that has it elsewhere: vLLM would not start
         hide_sends()
 

@@ -3,6 +3,8 @@
 Life of a capture: begun -> ending -> ended, or given up, which is ending without files. Everything happens on
 the line (`_line`), so a caller that is gone changes nothing: what it started is stopped, and the files of a
 stop that took too long still come to their folder, with their sidecars.
+
+One file above 400 lines: beginning, ending, late files and publishing share the state of one capture.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import contextlib
 import re
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,11 +28,12 @@ from stepscope.errors import EngineError, StepscopeError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.late import take_in, waiting
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import ProcessPart
+from stepscope.files.manifest import IDLE, ProcessPart
 from stepscope.files.parts import read_parts
 from stepscope.files.processes import is_running
 from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces
+from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces, _versions
+from stepscope_vllm._ending import Outcome, is_idle
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
 
@@ -50,6 +54,16 @@ class Target(Protocol):
 
     @property
     def layout(self) -> Layout | None: ...
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The settings that the engine was built with; empty where they are not known."""
+        ...
+
+    @property
+    def told(self) -> Sequence[Mapping[str, Any]]:
+        """Its workers' answers after the latest stop (`WorkerExtension.stepscope_release`)."""
+        ...
 
     def facts(self) -> dict[str, Option]:
         """May block."""
@@ -110,6 +124,12 @@ class Run:
         self._opened: ClockAnchor | None = None
         self._facts: dict[str, Option] = {}
         self._truncated: str | None = None
+        self._asked_ns = 0
+        """When our stop was sent; unix ns."""
+        self._early = False
+        """A trace was there before our stop."""
+        self._changed: Mapping[str, int] = {}
+        """When its files were whole, where the engine wrote them."""
         self._ending: Future[list[Artifact]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.over = threading.Event()
@@ -163,6 +183,8 @@ class Run:
             if self._timer is not None:
                 self._timer.cancel()
             self._desk.owed, late_for = self, self._desk.owed
+            self._early = await asyncio.to_thread(self._ended_early)
+            self._asked_ns = time.time_ns()
             self.ignored |= await self._stop_target()
             closed = read_anchor()
             facts = await asyncio.to_thread(self._target.facts)
@@ -232,6 +254,9 @@ class Run:
         if started.by_others:
             return []
         names = self._names(started, late_for)
+        if not any(map(_traces.is_trace, names)) and is_idle(self._target.told):
+            self.ignored[IDLE] = "the engine ran no iteration during the capture"
+            return []
         paths = [started.folder / name for name in names if _traces.is_trace(name)]
         if not paths:
             raise EngineError(
@@ -244,6 +269,7 @@ class Run:
         except ValueError as error:
             raise EngineError(f"{error}; its worker stopped writing") from error
         target = Path(self.capture.out_dir)
+        self._changed = _traces.changed_ns(started.folder, names)
         if not started.aimed:
             moved = _traces.move(names, started.folder, target, self._name)
             paths = [path for path in moved if _traces.is_trace(path.name)]
@@ -252,6 +278,14 @@ class Run:
             _traces.wait_until_complete(self._target.folder / name for name in own)
             paths += _traces.move(own, self._target.folder, target, self._name)
         return self._publish([_traces.read(path) for path in paths], closed, facts)
+
+    def _ended_early(self) -> bool:
+        started = self._started
+        if started is None or not (started.aimed or started.named):
+            return False  # nothing tells its files from those that are late
+        before, _ = self._seen
+        new = _traces.listed(started.folder) - before
+        return any(_traces.is_trace(name) and name.startswith(f"{self._name}_") for name in new)
 
     def _names(self, started: Started, late_for: Run | None) -> set[str]:
         """The names of this capture's files; late ones of the capture before go where they belong."""
@@ -286,7 +320,7 @@ class Run:
         for trace, _ in aside:
             _traces.remove(trace.path)
         kept = [pair for pair in placed if pair not in aside]
-        recorded = {trace.path: _ascend.of_recording(trace.path) for trace, _ in kept if _recorded(trace)}
+        recorded = {trace.path: _ascend.of_recording(trace.path) for trace, _ in kept if trace.is_recording}
         for one in filter(None, recorded.values()):  # nothing else says that a server is vllm-ascend's
             self.ignored = {**one.unable(self.capture), **self.ignored}
         options: dict[str, Option] = {
@@ -300,6 +334,8 @@ class Run:
         complete = layout is None or layout.external or workers >= self._expected(layout)
         if not complete and layout is not None:
             self.ignored["workers"] = f"{workers} of {self._expected(layout)} workers left a trace"
+        outcome = self._outcome(facts)
+        endings = {trace.path: outcome.ending(trace) for trace, _ in kept}
         return [
             publish(
                 trace.path,
@@ -311,15 +347,37 @@ class Run:
                 topology=_ranks.topology(trace, layout),
                 pid=trace.pid,
                 host=trace.host,
-                truncated=self._truncated,
+                truncated=endings[trace.path].truncated,
                 ignored=self.ignored,
                 opened=self._opened,
                 closed=closed,
                 versions={"vllm": self._target.version},
                 options={**options, **_ascend.options_of(recorded.get(trace.path))},
+                stalls=() if trace.frontend else outcome.stalls(trace, self._changed),
+                iterations=outcome.iterations(trace),
+                iterations_asked=None if trace.frontend else outcome.asked,
+                ended=endings[trace.path].ended,
+                note=endings[trace.path].note,
             )
             for trace, rank in kept
         ]
+
+    def _outcome(self, facts: Mapping[str, Option]) -> Outcome:
+        target, started = self._target, self._started
+        built = {**target.settings, **self.capture.extra}
+        scheduled = any(built.get(name) for name in ("wait_iterations", "warmup_iterations"))
+        return Outcome(
+            start=self.capture.iterations.start,
+            asked=None if "iterations" in self.ignored else self.capture.iterations.count,
+            named=_versions.names_iterations(target.version),
+            told=target.told,
+            before=self._facts,
+            after=facts,
+            stopped_ns=None if started is None else self._asked_ns or None,
+            early=self._early,
+            expired=self._truncated,
+            certain=started is not None and (started.aimed or started.named) and not scheduled,
+        )
 
     def _left_aside(self, removed: set[int], layout: Layout | None) -> list[int]:
         """Global ranks of this engine that nobody asked for, whether they wrote a file or not."""
@@ -345,13 +403,8 @@ class Run:
         return _ranks.local_ranks(self.capture.ranks, self._target.layout, self.capture.replica)
 
 
-def _recorded(trace: _traces.Trace) -> bool:
-    """Whether it is a recording of the Ascend profiler."""
-    return _traces.is_recording(trace.path.name)
-
-
 def _kind(trace: _traces.Trace) -> str:
-    if _recorded(trace):
+    if trace.is_recording:
         return "npu_recording"  # as stepscope-npu names its own
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
 

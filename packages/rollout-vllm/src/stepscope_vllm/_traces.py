@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from stepscope.engines.artifacts import recorded_window
 from stepscope_vllm._extension import TEMPORARY
 
 _TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
@@ -30,6 +32,9 @@ _PREFIX = 100
 """Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
 _HEAD = 1 << 16
 """Bytes of a trace in which everything but its events stands."""
+_TAIL = 1 << 12
+"""Bytes behind the events, in which torch writes when it began and ended to record."""
+_ITERATION = b'"name": "execute_'
 _WAIT_S = 10.0
 """For a file that is still growing although its worker has answered (a slow shared disk)."""
 
@@ -48,6 +53,15 @@ class Trace(NamedTuple):
     pid: int | None
     host: str | None
     """Where it was recorded, which may not be where it is published."""
+    window: tuple[int, int] | None = None
+    """When torch began and ended to record it: unix ns of that host."""
+    iterations: int = 0
+    """Engine iterations that it names."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is a recording of the Ascend profiler."""
+        return is_recording(self.path.name)
 
 
 def listed(folder: Path | None) -> set[str]:
@@ -96,6 +110,30 @@ def step_of(name: str) -> int | None:
 
 def is_output(name: str) -> bool:
     return not name.startswith(TEMPORARY) and bool(is_trace(name) or _TABLE.search(name))
+
+
+def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """When each trace and its table were whole, unix ns, by the stem of their names."""
+    changed: dict[str, int] = {}
+    for name in names:
+        with suppress(OSError):
+            at_ns = (folder / name).stat().st_mtime_ns
+            for stem in _stems(name):
+                changed[stem] = max(changed.get(stem, 0), at_ns)
+    return changed
+
+
+def whole_ns(changed: Mapping[str, int], name: str) -> int | None:
+    """`changed_ns` of one trace, also under the name that it has since it was moved."""
+    (own,) = _stems(name)
+    return max((ns for stem, ns in changed.items() if own.endswith(stem)), default=None)
+
+
+def _stems(name: str) -> tuple[str, ...]:
+    """Return the part that the names of a trace and of its table have in common."""
+    if table := re.fullmatch(r"profiler_out_(\d+)\.txt", name):  # up to 0.30
+        return f"rank-{table[1]}", f"rank{table[1]}"
+    return (re.sub(r"(?:\.\d+)?\.pt\.trace\.json(?:\.gz)?$|\.profiler_out\.txt$", "", name),)
 
 
 def is_trace(name: str) -> bool:
@@ -152,7 +190,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 def read(path: Path) -> Trace:
     """What the file says in its content, and where that is silent, in its name."""
-    head = b"" if path.is_dir() else _head(path)
+    head, tail, iterations = (b"", b"", 0) if path.is_dir() else _scan(path)
     stated, pid = _STATED.search(head), _PID.search(head) or _RECORDING.search(path.name)
     named, dp = _RANK.search(path.name), _DP.search(path.name)
     rank = int(stated[1]) if stated else int(named[1]) if named else None
@@ -165,6 +203,8 @@ def read(path: Path) -> Trace:
         dp=int(dp[1]) if dp else _dp_of_process(number),
         pid=number,
         host=host[1].decode(errors="replace") if (host := _HOST.search(head)) else None,
+        window=recorded_window(head, tail),
+        iterations=iterations,
     )
 
 
@@ -180,14 +220,20 @@ def _dp_of_process(pid: int | None) -> int | None:
     return int(found[1]) if found and "Worker" in title else None
 
 
-def _head(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        with path.open("rb") as file:
-            return file.read(_HEAD)
+def _scan(path: Path) -> tuple[bytes, bytes, int]:
+    """Its head, its end, and how many iterations it names. 0.3 s for 150 MB of JSON."""
     from isal import igzip
 
-    with igzip.open(path, "rb") as file:  # type: ignore[no-untyped-call]
-        return bytes(file.read(_HEAD))
+    head = tail = b""
+    count = 0
+    with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:  # type: ignore[no-untyped-call]
+        while chunk := file.read(1 << 20):
+            if len(head) < _HEAD:
+                head += chunk[:_HEAD]
+            kept = tail[-(len(_ITERATION) - 1) :]  # too short for a whole one, which would count twice
+            count += (kept + chunk).count(_ITERATION)
+            tail = (tail + chunk)[-_TAIL:]
+    return head, tail, count
 
 
 def unfinished(path: Path) -> str | None:

@@ -101,6 +101,11 @@ def untried(version: str) -> str | None:
     return None
 
 
+def names_iterations(version: str) -> bool:
+    """Whether traces of workers name each iteration (`execute_...`)."""
+    return numbers(version) >= (0, 12)
+
+
 def leaves_sends_open(version: str) -> bool:
     """Whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
     return numbers(version) >= (0, 29)

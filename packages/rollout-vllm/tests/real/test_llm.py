@@ -15,12 +15,15 @@ import pytest
 from vllm import LLM, SamplingParams
 
 import stepscope_vllm
-from stepscope import ProfileConfig, capture, span
+from stepscope import Capture, ProfileConfig, capture, span
 from stepscope.engines import EngineCapture, EngineProfiler, Iterations, load_engine, recognise
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
+from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.report import report_step
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
+from stepscope.timeline import load_step
 from stepscope_vllm import VllmProfiler, _line, _versions
 from stepscope_vllm._recording import Desk
 
@@ -92,6 +95,63 @@ def test_a_plain_llm_is_recognised_and_found_by_name(llm: LLM) -> None:
     assert isinstance(profiler, VllmProfiler)
     assert (profiler.replica, profiler.world_size) == (3, 1)
     assert llm in load_engine("vllm").owned()
+
+
+def replica_of(cap: Capture) -> Expectation:
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    (replica,) = (item for part in manifest.processes for item in part.expected if item.kind == "engine")
+    return replica
+
+
+def rollout(config: ProfileConfig, count: int | None) -> ProfileConfig:
+    engine = {"iterations": {"count": count}}
+    return ProfileConfig(
+        save_path=config.save_path, steps="0:1000", roles={"rollout": {"ranks": "all", "engine": engine}}
+    )
+
+
+def test_fewer_iterations_than_asked_for_are_noted(llm: LLM, config: ProfileConfig) -> None:
+    with capture(901, engines=[llm], config=rollout(config, 50)) as cap:
+        generate(llm, 9, requests=1)
+    replica = replica_of(cap)
+    (artifact,) = replica.artifacts
+    assert (replica.state, artifact.iterations, artifact.iterations_asked) == ("ok", 9, 50)
+    assert replica.notes == ("9 of 50 engine iterations: the engine ran no more",)
+
+
+@pytest.mark.parametrize("count", [None, 16])
+def test_a_recording_that_somebody_else_stops_is_partial_with_numbers(
+    llm: LLM, config: ProfileConfig, count: int | None
+) -> None:
+    with capture(902 if count else 903, engines=[llm], config=rollout(config, count)) as cap:
+        generate(llm, 8, requests=1)
+        llm.stop_profile()
+        generate(llm, 5, requests=1)
+    replica = replica_of(cap)
+    (artifact,) = replica.artifacts
+    assert (replica.state, artifact.iterations, artifact.ended) == ("partial", 8, "others")
+    assert (replica.reason or "").endswith("it ran 5 more")
+
+
+def test_an_idle_engine_is_whole_and_idle(llm: LLM, config: ProfileConfig) -> None:
+    with capture(904, engines=[llm], config=rollout(config, None)) as cap:
+        pass
+    replica = replica_of(cap)
+    assert (replica.state, replica.idle) == ("ok", True)
+
+
+def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
+    llm: LLM, config: ProfileConfig, run_folder: Path
+) -> None:
+    with capture(905, engines=[llm], config=rollout(config, 4)) as cap, span("generate", role="rollout"):
+        generate(llm, 40, requests=1)
+    (artifact,) = replica_of(cap).artifacts
+    assert artifact.ended == "count"
+    (wrote_ns,) = (each.end_ns - each.start_ns for each in artifact.stalls if each.doing == "writing")
+    breakdown = report_step(load_step(RunLayout(run_folder).step(905).root)).breakdown
+    assert wrote_ns > 0
+    assert abs(breakdown.stalled_ns - wrote_ns) < 50_000_000
 
 
 def test_two_steps_of_a_loop_have_their_own_files_with_what_the_engine_did(

@@ -39,6 +39,8 @@ class CudaMemoryBackend:
     def __init__(self, config: ProfileConfig) -> None:
         self._config = config.cuda_memory
         self._window: Window | None = None
+        self._has_begun = False
+        """Whether the history of the window is recorded, or was about to be."""
         self._ignored: dict[str, str] = {}
         self._at_oom: object | None = None
         self._ooms = 0
@@ -69,8 +71,9 @@ class CudaMemoryBackend:
         self.check()
         import torch
 
-        _HISTORY.acquire(f"the CUDA memory history of step {window.step}")
+        self._window, self._has_begun = window, False  # first: interrupted from here on, stop() undoes it
         try:
+            _HISTORY.acquire(f"the CUDA memory history of step {window.step}", by=self)
             cuda_oom.suspend()
             if torch._C._cuda_isHistoryEnabled():
                 raise ProfilerBusyError(
@@ -78,14 +81,13 @@ class CudaMemoryBackend:
                     "torch.cuda.memory._record_memory_history(None) before the capture"
                 )
             options: Any = history_options(self._config)
+            self._at_oom, self._ooms, self._ignored, self._has_begun = None, 0, {}, True
             torch.cuda.memory._record_memory_history(**options)
-        except BaseException as error:
-            _HISTORY.release()
-            cuda_oom.resume()
-            if isinstance(error, Exception) and not isinstance(error, BackendError):
+        except Exception as error:
+            self._give_back()
+            if not isinstance(error, BackendError):
                 raise BackendError(f"the CUDA memory history did not start: {error}") from error
             raise
-        self._window, self._at_oom, self._ooms, self._ignored = window, None, 0, {}
         if self._config.on_oom:
             cuda_oom.in_window(self.on_oom)
             reason = cuda_oom.attach()
@@ -99,10 +101,13 @@ class CudaMemoryBackend:
 
     def stop(self) -> list[PendingArtifact]:
         """The snapshot is taken here, since ending the history drops it; files are written later."""
-        window, self._window = self._window, None
-        if window is None or _HISTORY.holder is None:
+        if self._window is None or _HISTORY.holder is None:
+            self._window = None
             return []  # not started; or the child of a fork, where the history is the parent's
         cuda_oom.in_window(None)
+        if not self._has_begun:
+            self._give_back()
+            return []
         import torch
 
         try:
@@ -111,8 +116,8 @@ class CudaMemoryBackend:
             raise BackendError(f"the CUDA memory snapshot failed: {error}") from error
         finally:
             torch.cuda.memory._record_memory_history(None)
-            _HISTORY.release()
-            cuda_oom.resume()
+            self._has_begun = False
+            self._give_back()
         at_oom, self._at_oom = self._at_oom, None
         if at_oom is not None:
             taken.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
@@ -122,6 +127,11 @@ class CudaMemoryBackend:
                 made.append(self._summary(snapshot, truncated))
             made.append(self._artifact(snapshot, truncated))
         return made
+
+    def _give_back(self) -> None:
+        cuda_oom.resume()
+        _HISTORY.release(by=self)
+        self._window = None  # last: interrupted before, a second stop() does all of it
 
     def on_oom(self, snapshot: object) -> None:
         """CUDA is out of memory. The first time tells most; later ones are counted."""

@@ -80,6 +80,8 @@ class HeldWindow(Generic[WindowT]):
             begin_on_thread(made)
             self._when_dropped = weakref.finalize(self, _dropped, made, self._backend)
             self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
+            if self.window is not made:  # a signal's handler has stopped it
+                self._when_dropped.detach()
         except BaseException as error:
             if not isinstance(error, Exception):  # a Ctrl-C: it has begun, or is in the line of its thread
                 end_on_thread(made)

@@ -105,16 +105,16 @@ class NsysBackend:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
         api, output = _profiler_api(), self._where()
-        PROCESS_LOCK.acquire(f"the nsys range of step {window.step}")
+        self._window = window  # first: interrupted from here on, stop() ends what has begun
         try:
+            PROCESS_LOCK.acquire(f"the nsys range of step {window.step}", by=self)
             self._output, self._before = output, set(_reports(output))
             _call(api.cudaProfilerStart, "cudaProfilerStart")
-        except BaseException as error:
-            PROCESS_LOCK.release()
-            if isinstance(error, Exception) and not isinstance(error, BackendError):
+        except Exception as error:
+            self._give_back()
+            if not isinstance(error, BackendError):
                 raise BackendError(f"the nsys range did not start: {error}") from error
             raise
-        self._window = window
 
     def advance(self) -> None:
         pass
@@ -159,8 +159,8 @@ class NsysBackend:
         ]
 
     def _give_back(self) -> None:
-        self._window = None
-        PROCESS_LOCK.release()
+        PROCESS_LOCK.release(by=self)
+        self._window = None  # last: interrupted before, a second stop() does all of it
 
     def _await_report(self, output: Path, before: set[Path]) -> Path:
         """The report that was not there before the window, once nsys has written all of it."""

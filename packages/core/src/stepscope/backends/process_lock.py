@@ -7,45 +7,52 @@ there, so whoever starts a profiler says so here.
 from __future__ import annotations
 
 import os
-import threading
 
 from stepscope.errors import ProfilerBusyError
+
+_KEY = "this process"
 
 
 class ProcessLock:
     """Held from the start of a profiler session to its end. Never waits, so a signal handler may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: str | None = None
+        # `dict.setdefault` is atomic, and says who came first. A lock beside a name could be interrupted
+        # between the two, and stay locked by nobody.
+        self._held: dict[str, tuple[str, object]] = {}
 
     @property
     def holder(self) -> str | None:
         """Who records this process now, in words; None when nobody of ours does."""
-        return self._holder
+        held = self._held.get(_KEY)
+        return None if held is None else held[0]
 
-    def acquire(self, holder: str) -> None:
+    def acquire(self, holder: str, by: object = None) -> None:
         """Takes the process for `holder`, such as "the torch trace of step 2".
+
+        Args:
+            by: Who may `release` it. An interrupted caller releases it without knowing whether it got it.
 
         Raises:
             ProfilerBusyError: names who has it.
         """
-        if not self._lock.acquire(blocking=False):
+        wanted = (holder, by)
+        held = self._held.setdefault(_KEY, wanted)
+        if held is not wanted:
             raise ProfilerBusyError(
-                f"{holder} cannot start: {self._holder or 'another profiler session'} is being recorded in "
+                f"{holder} cannot start: {held[0]} is being recorded in "
                 "this process, which holds one profiler session at a time. Fix: stop that one first"
             )
-        self._holder = holder
 
-    def release(self) -> None:
-        """Gives the process back, from any thread. The caller must hold it; a second time nothing happens."""
-        held, self._holder = self._holder, None
-        if held is not None:
-            self._lock.release()
+    def release(self, by: object = None) -> None:
+        """Gives the process back, from any thread. Nothing happens if it is free, or another's than `by`."""
+        held = self._held.get(_KEY)
+        if held is not None and held[1] is by:
+            self._held.pop(_KEY, None)
 
     def forget(self) -> None:
         """In the child of a fork: the session is the parent's, and so is the lock."""
-        self.__init__()  # type: ignore[misc]  # a fresh lock: the old one may be in any state
+        self._held.clear()
 
 
 PROCESS_LOCK = ProcessLock()

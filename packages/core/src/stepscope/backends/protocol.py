@@ -88,6 +88,7 @@ class Backend(Protocol):
             ProfilerBusyError: this backend was not stopped, or another profiler, the user's own included, has
                 this process.
             BackendError: it does not start. Nothing is left running.
+            KeyboardInterrupt: and the like, at any moment. `stop()` then ends whatever has started.
         """
         ...
 

@@ -11,6 +11,7 @@ truncated, and the other session runs as if alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,6 +34,8 @@ from stepscope.backends.window_thread import in_backward, thread_for_window
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
+_LITTLE_MB = 256
+"""A disk with less room than this is called full once torch could not write: traces are seldom larger."""
 _NOTHING = nullcontext()
 
 
@@ -175,14 +178,26 @@ def _write(recorded: Recorded, path: Path) -> None:
 
 
 def _verify(path: Path) -> None:
-    """torch prints, and raises nothing, when it cannot write."""
+    """torch prints, and raises nothing, when it cannot write; what a full disk took of a trace it removes."""
     size = path.stat().st_size if path.exists() else None
     if size is None:
-        raise BackendError(f"torch wrote no trace to {path}: its message is on stderr")
+        raise BackendError(f"torch wrote no trace{_full(path.parent)}. Its message is on stderr")
     with path.open("rb") as file:
         file.seek(max(0, size - 16))
         if not file.read().rstrip().endswith(b"}"):
-            raise BackendError(f"torch's trace {path} ends early, after {size} bytes. Is the disk full?")
+            raise BackendError(f"torch's trace ends early, after {size} bytes{_full(path.parent)}")
+
+
+def _full(folder: Path) -> str:
+    """Return what is to be said of the room in `folder`, in which torch could not write."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        return f" to {folder}: {error.strerror}"
+    free_mb = disk.f_bavail * disk.f_frsize / (1 << 20)
+    if free_mb < _LITTLE_MB:
+        return f": no space left on device ({free_mb:.1f} MB are free, and the trace is larger)"
+    return f" ({free_mb:.0f} MB are free on its disk; a quota may be smaller)"
 
 
 def _trace_id(window: Window) -> str:

@@ -103,9 +103,11 @@ class TorchWindow:
             BackendError: torch does not start. Nothing is left running.
         """
         global current
-        PROCESS_LOCK.acquire(self.name)
-        current = self
         try:
+            if self.over:
+                raise BackendError(f"{self.name} was stopped before it began")
+            PROCESS_LOCK.acquire(self.name, by=self)
+            current = self
             self._go_to(place(self._schedule, 0).phase)
         except BaseException as error:
             self.over = True
@@ -159,8 +161,8 @@ class TorchWindow:
 
     def _give_back(self) -> None:
         global current
+        PROCESS_LOCK.release(by=self)
         if current is self:
-            PROCESS_LOCK.release()
             current = None
 
     def _go_to(self, phase: Phase) -> None:

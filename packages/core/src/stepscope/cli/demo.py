@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from stepscope import switch
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps
@@ -40,6 +41,8 @@ def demo(
             f"the demo trains a real model, and {' and '.join(missing)} cannot be imported here. "
             "Fix: pip install torch 'stepscope[ray]'"
         )
+    if switch.DISABLED:
+        raise CommandError(f"{switch.VARIABLE} is set, so nothing would be recorded. Fix: unset it")
     from stepscope.demo.run import run_demo
 
     result = run_demo(path, steps=steps, seed=seed, engine=engine, on_progress=screen.say)

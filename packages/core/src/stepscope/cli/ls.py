@@ -44,6 +44,14 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """On disk, of all runs in the step's folder."""
     problems: tuple[str, ...]
     """What is missing, partial, failed or unreadable, with the reason."""
+    error: str | None = None
+    """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
+    warnings: tuple[str, ...] = ()
+    """A line for each thing that was probably meant to take part and did not."""
+    notes: tuple[str, ...] = ()
+    """Facts about recordings that are no trouble, such as fewer engine iterations than asked for."""
+    pending: tuple[str, ...] = ()
+    """A line for each thing that is promised and not there yet."""
 
 
 def ls(
@@ -136,12 +144,17 @@ def _row(
         artifacts=sum(len(item.artifacts) for part in parts for item in part.expected),
         bytes=size_bytes,
         problems=(*broken, *(() if manifest is None else manifest.problems())),
+        error=next((part.error for part in parts if part.error is not None), None),
+        warnings=() if manifest is None else tuple(manifest.warnings()),
+        notes=() if manifest is None else tuple(manifest.notes()),
+        pending=() if manifest is None else tuple(manifest.awaited()),
     )
 
 
 def _usual_ns(layout: StepLayout, owner: ProcessPart) -> int | None:
     near = uncaptured_near(layout, owner.process, owner.run_id, owner.opened.wall_ns)
-    return middle(each.dur_ns for each in comparable(near)) if near else None
+    used = comparable(near)
+    return middle(each.dur_ns for each in used) if used else None
 
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
@@ -157,9 +170,16 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
         ">size",
     )
     yield table(str(run), columns, map(_cells, rows))
-    problems = [f"step {row.step}: {problem}" for row in rows for problem in row.problems]
-    if problems:
-        yield listing("Problems", problems)
+    lists = {
+        "Ended early, by": [(row, row.error) for row in rows if row.error is not None],
+        "Problems": [(row, line) for row in rows for line in row.problems],
+        "Not there yet": [(row, line) for row in rows for line in row.pending],
+        "Warnings": [(row, line) for row in rows for line in row.warnings],
+        "Notes": [(row, line) for row in rows for line in row.notes],
+    }
+    for title, lines in lists.items():
+        if lines:
+            yield listing(title, [f"step {row.step}: {line}" for row, line in lines])
 
 
 def unreached(run: Path) -> Iterator[RenderableType]:
@@ -191,7 +211,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
     return (
         str(row.step),
         row.run_id or "-",
-        row.state or "-",
+        (row.state or "-") + ("" if row.error is None else ", ended early"),
         "-" if row.opened_ns is None else moment(row.opened_ns),
         duration(row.wall_ns),
         duration(row.uncaptured_ns),

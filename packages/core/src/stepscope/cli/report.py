@@ -18,7 +18,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, report_step
 from stepscope.report.diff_text import render_changes
-from stepscope.report.text import render, render_overview
+from stepscope.report.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
 
 
@@ -47,6 +47,13 @@ def report(
             help="Write report.html into each step's folder and into the run's. Default: unless --json.",
         ),
     ] = None,
+    short: Annotated[
+        bool | None,
+        typer.Option(
+            "--short/--full",
+            help="The time, the first advice and where it went, or all tables. Default: full for one step.",
+        ),
+    ] = None,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
@@ -59,7 +66,7 @@ def report(
     if json:
         screen.show_json(reports)
     else:
-        show_reports(reports)
+        show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
         screen.show(*unreached(path))
     failed = False if pages is None else say_pages(pages)
     complete = all(found.health.complete and not trouble(found) for found in reports.steps)
@@ -119,10 +126,12 @@ def say_pages(pages: Pages) -> bool:
     return bool(pages.failed)
 
 
-def show_reports(reports: Reports) -> None:
-    """All tables; of several steps also one with a line for each."""
-    screen.show(*(render(found) for found in reports.steps))
+def show_reports(reports: Reports, *, short: bool = False) -> None:
+    """All tables, or those that matter most; of several steps also one with a line for each."""
+    screen.show(*((render_short if short else render)(found) for found in reports.steps))
     if len(reports.steps) > 1:
         screen.show(render_overview(reports.steps), render_changes(reports.steps))
     for step, why in reports.unreadable.items():
         screen.say(f"{step}: {why}")
+    if short:
+        screen.say(f"All tables: --full{', or --step N for those of one step' * (len(reports.steps) > 1)}")

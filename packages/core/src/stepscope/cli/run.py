@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from stepscope import switch
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.config import ProfileConfig, check_save_path, check_tool, resolve
+from stepscope.config import ProfileConfig, check_program, check_save_path, check_tool, resolve
 
 STARTUP = Path(__file__).parent.parent / "startup"
 RUN_PID = "STEPSCOPE_RUN_PID"
@@ -38,21 +40,29 @@ def run(
     Every Python process that it starts, and that those start, is instrumented as the configuration's
     `instrument` list and the presets say. The program keeps its exit code.
     """
+    if switch.DISABLED and command:
+        screen.say(f"{switch.VARIABLE} is set: the program runs as if stepscope were not installed")
+        _become(command, os.environ)
     resolved, variables = _resolve(config, preset or [], steps, save_path)
     if print_env:
         screen.show_json(variables)
         raise typer.Exit(Exit.OK)
     if not command:
         raise CommandError("there is no program to run. Fix: stepscope run --preset trl train.py", Exit.USAGE)
+    check_program(resolved, command)
     if not resolved.steps:
         screen.say(
             "`steps` selects nothing: steps are captured once they are asked for (`stepscope trigger`)"
         )
+    _become(command, {**os.environ, **variables, RUN_PID: str(os.getpid())})
+
+
+def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
     sys.stdout.flush()
     try:
-        os.execvpe(command[0], command, {**os.environ, **variables, RUN_PID: str(os.getpid())})
+        os.execvpe(command[0], command, environ)
     except OSError as error:
         raise CommandError(f"cannot run {command[0]!r}: {error.strerror}", Exit.USAGE) from None
 

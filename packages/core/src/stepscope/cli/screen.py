@@ -1,18 +1,28 @@
-"""Where commands write: tables and JSON on stdout, everything else on stderr."""
+"""Terminal output of the commands: tables and JSON on stdout, everything else on stderr.
+
+Names come from files and folders. Their control characters never reach the terminal, whether the name stands
+in a table, in a title or in a message.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+
+from stepscope.report.figures import visible
 
 WIDTH = 100
 """Columns where nothing says how many there are: a pipe, a file."""
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 def show(*parts: RenderableType) -> None:
@@ -23,8 +33,14 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_json(data: object) -> None:
-    """Prints one JSON document on stdout."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
+    """Prints one JSON document on stdout, with the control characters of its strings as `\\u` escapes."""
+    document = msgspec.json.format(msgspec.json.encode(data)).decode()
+    sys.stdout.write(_BEYOND_ASCII.sub(_escaped_in_json, document) + "\n")
+
+
+def _escaped_in_json(match: re.Match[str]) -> str:
+    character = match[0]
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def say(message: str) -> None:
@@ -54,8 +70,16 @@ def waiting(title: str) -> Iterator[None]:
         yield
 
 
+class _SafeConsole(Console):
+    """A console that shows control characters of the text as escapes. Colours are rich's own and pass."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH
-    # Names come from files: nothing in them is markup, an emoji code, or to be coloured by its looks.
-    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+    # Nothing in a name is markup, an emoji code, or to be coloured by its looks.
+    return _SafeConsole(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +13,18 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from stepscope import request_capture
+from stepscope import request_capture, switch
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
+from stepscope.errors import CaptureError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import (
     Listening,
     Request,
     answers_by_now,
     change_requests,
+    has_ended,
     read_listening,
     read_requests,
 )
@@ -37,7 +40,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     requests: list[Request]
     listening: list[Listening]
-    """Processes that listen, or did, with their answers."""
+    """Processes that listen, or did (`ended_ns`, or none such on its host), with their answers."""
 
 
 def trigger(
@@ -52,6 +55,9 @@ def trigger(
     tool: Annotated[str | None, typer.Option(help="Instead of the configured one.")] = None,
     seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
     expires: Annotated[float, typer.Option(metavar="S", help="Forget it if no step began by then.")] = 3600,
+    next_run: Annotated[
+        bool, typer.Option("--next-run", help="Ask also if nobody listens: the next run here hears it.")
+    ] = False,
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 5.0,
     status: Annotated[
         bool, typer.Option("--status", help="Show requests and answers; ask for nothing.")
@@ -75,15 +81,19 @@ def trigger(
     if cancel is not None:
         _cancel(layout, cancel)
     elif not status:
-        request = request_capture(
-            steps, roles=roles, ranks=ranks, tool=tool, seconds=seconds, expires_s=expires, save_path=run
+        if switch.DISABLED:
+            raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
+        ask = partial(
+            request_capture,
+            steps,
+            roles=roles,
+            ranks=ranks,
+            tool=tool,
+            seconds=seconds,
+            expires_s=expires,
+            save_path=run,
         )
-        screen.say(f"asked: request {request}")
-        with screen.waiting("waiting for answers"):
-            heard = _wait(layout, request, wait)
-        if not heard:
-            code = Exit.INCOMPLETE
-            screen.say(_nobody(layout, wait))
+        code, request = _ask(layout, ask, wait, next_run=next_run)
     found = _status(layout)
     if any(_came_to_nothing(found, each) for each in found.requests if status or each.id == request):
         code = Exit.INCOMPLETE
@@ -92,6 +102,27 @@ def trigger(
     else:
         screen.show(*_render(found))
     raise typer.Exit(code)
+
+
+def _ask(
+    layout: RunLayout, ask: Callable[..., str], wait: float, *, next_run: bool
+) -> tuple[Exit, str | None]:
+    """Ask those who listen, or the next run; return the exit code and the request's id, if it was made."""
+    with screen.waiting("waiting for a process that listens"):
+        listens = _comes(lambda: not all(map(has_ended, read_listening(layout))), wait)
+    try:
+        request = ask(next_run=next_run)
+    except CaptureError as error:
+        screen.say(str(error))
+        return Exit.INCOMPLETE, None
+    screen.say(f"asked: request {request}" + ("" if listens else ", for the next run in this folder"))
+    if not listens:
+        return Exit.OK, request
+    with screen.waiting("waiting for answers"):
+        heard = _wait(layout, request, wait)
+    if not heard:
+        screen.say(_unheard(wait))
+    return Exit.OK if heard else Exit.INCOMPLETE, request
 
 
 def _status(layout: RunLayout) -> Status:
@@ -153,15 +184,10 @@ def _comes(holds: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _nobody(layout: RunLayout, waited_s: float) -> str:
-    if read_listening(layout):
-        return (
-            f"no answer within {waited_s:g} s. The request stands until it expires, and a step that begins "
-            "before that hears it; `--status` shows the answers"
-        )
+def _unheard(waited_s: float) -> str:
     return (
-        f"no process listens in {layout.root}. Is it the run's save_path? A run listens from its first "
-        "capture() on, unless control.requests is false. The request stands until it expires"
+        f"no answer within {waited_s:g} s. The request stands until it expires, and a step that begins "
+        "before that hears it; `--status` shows the answers"
     )
 
 
@@ -199,12 +225,16 @@ def _render(found: Status) -> Sequence[RenderableType]:
 
 
 def _who(listening: Sequence[Listening]) -> list[RenderableType]:
-    lines = [
-        f"{process.role} {process.host} pid {process.pid}, "
-        + ("before its first step" if process.step is None else f"at step {process.step}")
-        for process in listening
-    ]
-    return [listing("Listening, or did", lines)] if lines else []
+    parts: list[RenderableType] = []
+    for title, ended in (("Listening", False), ("Ended", True)):
+        lines = [
+            f"{process.role} {process.host} pid {process.pid}, "
+            + ("before its first step" if process.step is None else f"at step {process.step}")
+            for process in listening
+            if has_ended(process) == ended
+        ]
+        parts += [listing(title, lines)] if lines else []
+    return parts or [Text("nobody listens")]
 
 
 def _different(request: Request) -> str:

@@ -11,7 +11,14 @@ import typer
 from rich.text import Text
 
 from stepscope.cli import screen
-from stepscope.config import RESERVED_VARIABLES, check_finish, check_recorder, check_tool, resolve
+from stepscope.config import (
+    RESERVED_VARIABLES,
+    check_finish,
+    check_program,
+    check_recorder,
+    check_tool,
+    resolve,
+)
 from stepscope.report.tables import listing
 
 
@@ -30,6 +37,9 @@ class Validated(msgspec.Struct, frozen=True, kw_only=True):
 
 def validate(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML or JSON file.")],
+    program: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROGRAM]", help="As for `stepscope run`: train.py.")
+    ] = None,
     below: Annotated[int, typer.Option(help="List the selected steps below this one.", min=1)] = 100,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -38,6 +48,7 @@ def validate(
     check_tool(resolved)
     check_recorder(resolved)
     check_finish(resolved)
+    check_program(resolved, program or ())
     found = Validated(
         config=resolved.to_mapping(),
         environment=sorted(

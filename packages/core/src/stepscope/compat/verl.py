@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.recording import decorator, guard, runtime
 from stepscope.recording.capture import Capture, capture
@@ -53,7 +54,7 @@ class DistProfiler:
         self.tool_config = _get(config, "tool_config") if tool_config is None else tool_config
         self.save_file_prefix = save_file_prefix
         self.role = save_file_prefix or "worker"
-        self._enabled = bool(_get(config, "enable"))
+        self._enabled = bool(_get(config, "enable")) and not switch.DISABLED
         self._opened: Capture | None = None
         self._profile = self._read() if self._enabled else None
 
@@ -64,7 +65,7 @@ class DistProfiler:
     def check_this_rank(self) -> bool:
         """Whether a profiler runs on this rank. Spans are recorded on all."""
         decided = None if self._profile is None else self._profile.role(self.role)
-        if decided is None:
+        if decided is None or not decided[1].profiler:
             return False
         ranks = decided[1].ranks
         return ranks == "all" or (self.rank == 0 if ranks == "first" else self.rank in ranks)
@@ -129,6 +130,8 @@ class DistProfiler:
         named = kwargs.get("role") or message
 
         def decorate(fn: F) -> F:
+            if switch.DISABLED:
+                return fn
             return cast(F, _annotated(fn, str(named) if named else fn.__name__))
 
         return decorate

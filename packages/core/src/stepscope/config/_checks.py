@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from stepscope.config._instrument import own_program
 from stepscope.config._profile import ProfileConfig
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
@@ -47,6 +49,23 @@ def check_tool(config: ProfileConfig) -> None:
             "stepscope" if config.tool in ("torch", "cuda_memory", "nsys") else f"'stepscope[{config.tool}]'"
         )
         raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
+
+
+def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
+    """Whether no `instrument` entry names the program that `command` starts: it is not imported, but run.
+
+    Raises:
+        ConfigError: one does.
+    """
+    words = list(command)
+    script = next((word for word in words if word.endswith(".py")), None)
+    named = {} if script is None else {Path(script).stem: Path(script).name}
+    if "-m" in words[:-1]:
+        module = words[words.index("-m") + 1]
+        named[module] = f"python -m {module}"
+    for entry in config.instrument:
+        if entry.module in named:
+            raise own_program(entry.module, named[entry.module])
 
 
 def check_recorder(config: ProfileConfig) -> None:

@@ -76,6 +76,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             if not _DOTTED.fullmatch(getattr(self, field) or ""):
                 fix = "write {module: package.module, name: Class.method, role: rollout}, or {preset: trl}"
                 raise ConfigError(f"instrument.{field}", getattr(self, field), "a dotted name", fix)
+        if self.module == "__main__":
+            raise own_program(self.module)
         if self.step is None and not (self.role or "").strip():
             fix = "say who does the work (role: actor), or what it has to do with steps (step: around)"
             raise ConfigError("instrument.role", self.role, "text that is not empty", fix)
@@ -101,6 +103,13 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
         if self.number is not None and not _NUMBER.fullmatch(self.number):
             fix = "write it like self.state.global_step or step+1"
             raise ConfigError("instrument.number", self.number, "a dotted path from an argument", fix)
+
+
+def own_program(module: str, file: str = "the program") -> ConfigError:
+    """Return the error of an entry for the program's own module."""
+    fix = "move the function into a module that the program imports, or mark it with profile_step"
+    allowed = f"a module that the program imports; {file} runs as `__main__` and defines its functions later"
+    return ConfigError("instrument.module", module, allowed, fix)
 
 
 def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:

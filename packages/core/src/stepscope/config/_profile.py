@@ -53,6 +53,14 @@ def _parse_patterns(value: object, field: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str, items)))
 
 
+_DEFAULT_ROLES: Mapping[str, RoleConfig] = {
+    # Equal replicas stay equal: a profiler in one of them makes it the slowest.
+    "rollout": RoleConfig(ranks="all", profiler=False),
+    "*": RoleConfig(),
+}
+"""The roles of a configuration that names none."""
+
+
 class ProfileConfig(Section, frozen=True, kw_only=True):
     """How a run is profiled. Checked when it is made; a wrong value is a `ConfigError`.
 
@@ -77,7 +85,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """The profiler that runs in each selected process."""
     mode: Mode = "continuous"
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
-    roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: {"*": RoleConfig()})
+    roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(_DEFAULT_ROLES))
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     redact: tuple[str, ...] = ()
     """Names or globs of span attributes whose values are not written; `error` is the text of an exception."""
@@ -179,14 +187,15 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
 
 def resolve(
-    file: ProfileConfig | str | os.PathLike[str] | None = None,
+    file: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
     **python: object,
 ) -> ProfileConfig:
     """The run's config: defaults < file (this one, else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
 
     Mappings are merged key by key, everything else is replaced. A role that a higher layer adds goes before
-    the first pattern that would hide it. A `ProfileConfig` in place of the file is returned as it is.
+    the first pattern that would hide it. A mapping may take the place of the file. A `ProfileConfig` is
+    returned as it is.
 
     Args:
         environ: None for `os.environ`.
@@ -205,11 +214,21 @@ def resolve(
     environ = os.environ if environ is None else environ
     layer: Mapping[str, object] = {}
     if file is not None:
-        layer = file_layer(ProfileConfig, file)
+        layer = _given_layer(file)
     elif environ.get("STEPSCOPE_CONFIG"):
         layer = file_layer(ProfileConfig, environ["STEPSCOPE_CONFIG"], named_by="STEPSCOPE_CONFIG")
     layer = overlay(layer, environment_layer(ProfileConfig, environ))
     return build(ProfileConfig, overlay(layer, python), "")
+
+
+def _given_layer(source: object) -> Mapping[str, object]:
+    if isinstance(source, Mapping):
+        build(ProfileConfig, source, "")  # right by itself, as a file is
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return file_layer(ProfileConfig, source)
+    allowed = "a file's path, a mapping of settings, or a ProfileConfig"
+    raise ConfigError("configure(source)", source, allowed, 'write configure("stepscope.yaml")')
 
 
 def _plain(value: object) -> object:

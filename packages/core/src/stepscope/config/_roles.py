@@ -31,12 +31,26 @@ def parse_ranks(value: object, field: str) -> Ranks:
     items = items_of(value)
     ranks = tuple(_rank(item, field) for item in ([value] if items is None else items))
     if not ranks:
-        fix = "an empty list selects nothing; write ranks: all, ranks: first or leave the role out"
+        fix = "an empty list selects nothing; write ranks: all or first, or profiler: off for spans alone"
         raise ConfigError(field, value, _RANKS, fix)
     for at, rank in enumerate(ranks):
         if rank in ranks[:at]:
             raise ConfigError(field, value, "each rank once", f"take the second {rank} out")
     return ranks
+
+
+def parse_profiler(value: object, field: str) -> bool:
+    """Whether a profiler is to run: `on` or `off`, which YAML reads as true and false.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    word = value.lower() if isinstance(value, str) else value
+    if isinstance(word, bool):
+        return word
+    if word in ("on", "off", "true", "false", "1", "0"):
+        return word in ("on", "true", "1")
+    raise ConfigError(field, value, "on or off", "write profiler: off for spans alone, or leave it out")
 
 
 def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
@@ -55,10 +69,25 @@ def parse_roles(value: object, field: str) -> dict[str, RoleConfig]:
         with mistakes.noted():
             if not isinstance(pattern, str) or not pattern.strip():
                 raise ConfigError(field, pattern, "role names and globs, as text", "put the name in quotes")
+            if given is not None and not isinstance(given, Mapping | RoleConfig):
+                raise _short_form(pattern, given, dotted(field, pattern))
             roles[pattern] = take(RoleConfig, given, dotted(field, pattern))  # type: ignore[assignment]  # by kind
     mistakes.raise_any()
     _check_reachable(list(roles), field)
     return roles
+
+
+def _short_form(pattern: str, given: object, field: str) -> ConfigError:
+    """Return the error of a role whose value is one of its settings, as in `actor: all`."""
+    key = "profiler" if isinstance(given, bool) or given in ("on", "off") else "ranks"
+    value = ("off", "on")[given] if isinstance(given, bool) else given
+    try:
+        (parse_profiler if key == "profiler" else parse_ranks)(value, field)
+    except ConfigError:
+        key, value = "ranks", "all"
+    name = pattern if pattern.isidentifier() else f'"{pattern}"'
+    allowed = "a mapping with the keys " + ", ".join(RoleConfig.__struct_fields__)
+    return ConfigError(field, given, allowed, f"write {name}: {{{key}: {value}}}")
 
 
 def hides(earlier: str, later: str) -> bool:
@@ -139,10 +168,12 @@ class RoleConfig(Section, frozen=True, kw_only=True):
     """Where the profiler runs, for the roles that a pattern matches. Spans are recorded in every process."""
 
     _at: ClassVar[str] = "roles.<role>"
-    _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks}
+    _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks, "profiler": parse_profiler}
 
     ranks: Ranks = "first"
     """`all`, `first` (rank 0), or global ranks."""
+    profiler: bool = True
+    """`off`: spans alone in the role's processes. Engines given to `capture` are recorded all the same."""
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """For a role whose work is done by inference engines."""
 
@@ -152,5 +183,6 @@ class RoleConfig(Section, frozen=True, kw_only=True):
             self,
             *,
             ranks: Literal["all", "first"] | Sequence[int] = ...,
+            profiler: bool | Literal["on", "off"] = ...,
             engine: EngineConfig | Mapping[str, object] = ...,
         ) -> None: ...

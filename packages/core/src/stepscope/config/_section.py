@@ -164,7 +164,7 @@ def _unknown_key(section: type[Section], key: object, value: object, at: str) ->
     """The error for a key that `section` lacks; knows near misses here and the same name elsewhere."""
     known = kinds(section)
     elsewhere = (dotted(other._at, key) for other in Section.__subclasses__() if key in kinds(other))
-    near = next(elsewhere, None) or closest(key, known)
+    near = closest(key, known, cutoff=0.85) or next(elsewhere, None) or closest(key, known)
     meant = f"did you mean {near!r}?" if near else "leave it out"
     allowed = f"the keys {', '.join(known)}" + (f" in {at}" if at else "")
     return ConfigError(dotted(at, key), value, allowed, f"there is no {dotted(at, key)!r}; {meant}")

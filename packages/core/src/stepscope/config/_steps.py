@@ -1,9 +1,8 @@
-"""Which steps: numbers, ranges, and whether two ranges meet. Pure arithmetic, open ends included."""
+"""Steps that are captured: numbers and ranges, open ends included."""
 
 from __future__ import annotations
 
 import re
-from math import gcd
 from operator import index
 from typing import SupportsIndex, TypeAlias
 
@@ -49,33 +48,18 @@ class StepRange(msgspec.Struct, frozen=True):
             return self.start if self.stop == self.start + 1 else f"{self.start}:{self.stop}"
         return f"{self.start}:{self.stop}:{self.stride}"
 
-    def first_common(self, other: StepRange) -> int | None:
-        """The lowest step that both hold, or None (Chinese remainder theorem; no step is enumerated)."""
-        divisor = gcd(self.stride, other.stride)
-        apart = other.start - self.start
-        if apart % divisor:
-            return None
-        cycle = other.stride // divisor
-        turns = apart // divisor * pow(self.stride // divisor, -1, cycle) % cycle
-        common = self.start + self.stride * turns  # the lowest one from self.start on
-        period = self.stride * cycle
-        common += max(0, -((common - other.start) // period)) * period
-        return common if common in self and common in other else None
-
 
 StepSpec: TypeAlias = SupportsIndex | str | StepRange
 """One step (7), a range ("10:50:10"), or "every:50"; a text may hold several, with commas."""
 
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
-    """Steps in any of their spellings, as ranges in written order.
+    """Return steps in any of their spellings as ranges, in written order; a step may be in several.
 
     Raises:
-        ConfigError: a spelling is wrong, or two ranges hold a common step.
+        ConfigError: a spelling is wrong.
     """
-    ranges = tuple(_parse(item, field) for item in _items(value, field))
-    _check_overlaps(ranges, field)
-    return ranges
+    return tuple(dict.fromkeys(_parse(item, field) for item in _items(value, field)))
 
 
 def _items(value: object, field: str) -> list[object]:
@@ -122,29 +106,3 @@ def _check(start: int, stop: int | None, stride: int, shown: object, field: str)
     if stride < 1:
         fix = f"write {start} for that step alone, or a stride"
         raise ConfigError(field, shown, "strides of 1 or more", fix)
-
-
-def _check_overlaps(ranges: tuple[StepRange, ...], field: str) -> None:
-    singles: dict[int, StepRange] = {}  # looked up, not compared: a list of 10,000 steps stays fast
-    wide: list[StepRange] = []
-    for this in ranges:
-        single = this.stop == this.start + 1
-        if single and this.start in singles:
-            raise _overlap(singles[this.start], this, this.start, field)
-        for other in wide if single else (*wide, *singles.values()):
-            common = other.first_common(this)
-            if common is not None:
-                raise _overlap(other, this, common, field)
-        if single:
-            singles[this.start] = this
-        else:
-            wide.append(this)
-
-
-def _overlap(one: StepRange, other: StepRange, common: int, field: str) -> ConfigError:
-    return ConfigError(
-        field,
-        f"{one}, {other}",
-        "ranges that have no step in common",
-        f"{one} and {other} both hold step {common}; take it out of one of them",
-    )

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from stepscope.config._verl_keys import plain, unknown, window
 from stepscope.errors import ConfigError
 
 Block = Mapping[str, Any]
@@ -54,6 +55,9 @@ def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
         discrete = any(block.get("discrete") for block in blocks.values())
         overall = {"tool": "nsys", "steps": steps_0_5, "global_tool_config": {"nsys": {"discrete": discrete}}}
         return reading.settings(overall, blocks), reading.differences
+    block, interval = tree.block("profiler"), tree.get("trainer.profile_interval")
+    if block is not None and interval is not None:
+        return reading.supervised(block, interval), reading.differences
     fix = "pass verl's whole configuration (what its trainer gets), or a mapping with that block"
     raise ConfigError("global_profiler", None, "verl's block of that name (v0.6 and later)", fix)
 
@@ -67,8 +71,11 @@ class _Reading:
     def settings(self, overall: Block, enabled: Mapping[str, Block]) -> dict[str, object]:
         tool = self.tool(overall, enabled)
         tools: dict[str, Block] = {
-            role: (block.get("tool_config") or {}).get(tool) or {} for role, block in enabled.items()
+            role: plain((block.get("tool_config") or {}).get(tool) or {}, tool, self.at(role, tool))
+            for role, block in enabled.items()
         }
+        for name in unknown(overall, enabled, _BLOCKS, tool):
+            self.differ(f"{name} is no setting of verl's v0.5 to v0.9, and is left out")
         shared: Block = (overall.get("global_tool_config") or {}).get(tool) or {}
         steps = list(overall.get("steps") or ())
         if steps and not enabled:
@@ -80,16 +87,36 @@ class _Reading:
         ranks: object = "first"
         if enabled:
             settings["mode"] = self.mode(tools, shared)
-            roles = {role: self.role(role, block, tools[role]) for role, block in enabled.items()}
+            roles = {role: self.role(role, block, tools, tool) for role, block in enabled.items()}
             settings["roles"] = roles
             ranks = next(iter(roles.values()))["ranks"]
             lead = next((tools[role] for role in _TRAINING if role in tools), next(iter(tools.values())))
+            if not any(role in tools for role in (*_TRAINING, "*")):
+                lead = {key: value for key, value in lead.items() if not key.startswith("step_")}
             settings |= self.options(tool, lead, shared, str(settings["mode"]))
             self.one_section_for_all(tools, lead)
         if overall.get("finish_hook_cmd"):
             settings["finish"] = self.finish(overall, tool, ranks)
         self.left_behind(overall)
         return settings
+
+    def supervised(self, block: Block, interval: Any) -> dict[str, object]:
+        """The settings of verl's SFT trainer: one block on top, and an interval with its end in it."""
+        if not isinstance(interval, list | tuple) or len(interval) != 2 or interval[1] < interval[0]:
+            fix = "write [start, end], or [-1, -1] for none; verl refuses it too"
+            raise ConfigError("trainer.profile_interval", interval, "two step numbers in order", fix)
+        first, last = interval
+        if last > first >= 0:
+            self.differ(
+                f"trainer.profile_interval: verl records steps {first} to {last} in one trace; each captured "
+                "step has traces of its own here"
+            )
+        steps = [] if first < 0 else [f"{first}:{last + 1}"]
+        return self.settings({**block, "steps": steps}, {"*": block} if block.get("enable") else {})
+
+    @staticmethod
+    def at(role: str, tool: str | None) -> str:
+        return f"{_BLOCKS.get(role, 'profiler')}.tool_config.{tool}"
 
     def differ(self, text: str) -> None:
         self.differences.append(f"verl's configuration: {text}")
@@ -100,7 +127,9 @@ class _Reading:
         for role, other in named.items():
             if other != tool:
                 fix = "give all roles one tool, and make a run per tool"
-                raise ConfigError(f"{_BLOCKS[role]}.tool", other, f"{tool!r}, as of the other roles", fix)
+                raise ConfigError(
+                    f"{_BLOCKS.get(role, 'profiler')}.tool", other, f"{tool!r}, as of the other roles", fix
+                )
         if named and overall.get("tool") not in (None, tool):
             said = f"global_profiler.tool is {overall['tool']}, and that of the roles is {tool}"
             self.differ(f"{said}, which holds in verl and here")
@@ -125,20 +154,38 @@ class _Reading:
             )
         return "discrete" if discrete else "continuous"
 
-    def role(self, role: str, block: Block, tool: Block) -> dict[str, object]:
+    def role(
+        self, role: str, block: Block, tools: Mapping[str, Block], tool: str | None
+    ) -> dict[str, object]:
         ranks = list(block.get("ranks") or ())
         if not block.get("all_ranks") and not ranks:
             self.differ(f"{role}: ranks is empty, which verl reads as rank 0; it is `ranks: first` here")
         settings: dict[str, object] = {"ranks": "all" if block.get("all_ranks") else ranks or "first"}
-        start, end = tool.get("profile_token_start"), tool.get("profile_token_end")
-        if role == "rollout" and (start is not None or end is not None):
-            self.differ(
-                "rollout: profile_token_start and profile_token_end count engine iterations in verl too "
-                "(forward passes from the start of the capture), not tokens; they are engine.iterations here"
-            )
-            count = None if end is None else end - (start or 0)
-            settings["engine"] = {"iterations": {"start": start or 0, "count": count}}
+        if role == "rollout" and not _counts_mini_batches(tools):
+            engine = self.engine(tools[role], tool)
+            settings |= {"engine": engine} if engine else {}
         return settings
+
+    def engine(self, options: Block, tool: str | None) -> dict[str, object]:
+        """The options of the rollout's engine."""
+        engine: dict[str, object] = {}
+        iterations = window(options, self.at("rollout", tool))
+        if iterations is not None:
+            tokens = any(
+                options.get(name) is not None for name in ("profile_token_start", "profile_token_end")
+            )
+            names = "profile_token_start and profile_token_end" if tokens else "step_start and step_end"
+            self.differ(
+                f"rollout: {names} count engine iterations in verl too (forward passes), not "
+                f"{'tokens' if tokens else 'steps'}; they are engine.iterations here, from the start of the "
+                "capture"
+            )
+            engine["iterations"] = {"start": iterations[0], "count": iterations[1]}
+        if options.get("profile_by_stage"):
+            engine["by_stage"] = True
+        if options.get("merge_profiles"):
+            engine["merge"] = True
+        return engine
 
     def options(self, tool: str | None, lead: Block, shared: Block, mode: str) -> dict[str, object]:
         contents = lead.get("contents")
@@ -149,7 +196,7 @@ class _Reading:
                 "it is the default here: CPU and device, without stacks, shapes or memory"
             )
         if tool == "torch":
-            return {"torch": _torch(list(contents or ()), lead.get("schedule") or {}, mode)}
+            return {"torch": _torch(list(contents or ()), _schedule(lead), mode)}
         if tool == "npu":
             taken = {name: lead[name] for name in ("level", "analysis") if name in lead}
             return {"npu": taken | ({"contents": list(contents)} if contents else {})}
@@ -207,6 +254,23 @@ def _save_path(given: object) -> str:
     if not isinstance(path, str):
         raise ConfigError("global_profiler.save_path", given, "the path of a folder", "write a path")
     return os.path.abspath(os.path.expanduser(path))  # verl's is relative to each worker's own folder
+
+
+def _counts_mini_batches(tools: Mapping[str, Block]) -> bool:
+    """Whether the rollout's block is the actor's, in which `step_start` means mini-batches (v0.6, v0.7.0)."""
+    rollout = tools.get("rollout")
+    return rollout is not None and rollout == tools.get("actor") and "contents" not in rollout
+
+
+def _schedule(lead: Block) -> Block:
+    """The schedule over mini-batches; up to v0.7.0 `step_start` and `step_end` bound one in the update."""
+    start, end = lead.get("step_start"), lead.get("step_end")
+    given: Block = lead.get("schedule") or {}
+    if given or "contents" in lead or not isinstance(start, int) or not isinstance(end, int):
+        return given
+    if not 0 <= start < end:
+        return given
+    return {"wait": max(start - 1, 0), "warmup": min(start, 1), "active": end - start}
 
 
 def _torch(contents: list[str], schedule: Block, mode: str) -> dict[str, object]:

@@ -39,12 +39,14 @@ def either(choices: list[str]) -> str:
     return ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
 
 
-def closest(word: object, known: Iterable[str]) -> str | None:
-    """The one of `known` that `word` is most likely meant to be, if any is near."""
+def closest(word: object, known: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """Return the one of `known` that `word` is most likely meant to be, if any is near."""
     from difflib import get_close_matches  # 6 ms, for a message
 
     by_lower = {name.lower(): name for name in known}
-    near = get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.7)  # below: 'gpu' is near 'xpu'
+    near = get_close_matches(
+        str(word).lower(), by_lower, n=1, cutoff=cutoff
+    )  # below 0.7: 'gpu' is near 'xpu'
     return by_lower[near[0]] if near else None
 
 

@@ -12,6 +12,8 @@ from stepscope.errors import ConfigError
 
 _INT = "tag:yaml.org,2002:int"
 _MOST_BYTES = 1 << 20
+_SHOWN = 120
+"""Characters of a line that an error quotes."""
 _MOST_VALUES = 100_000
 """Of a whole file, aliases written out: a few lines of them stand for more than any memory holds."""
 
@@ -46,7 +48,7 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds something else.
     """
-    name = os.fspath(path)
+    name, text = os.fspath(path), b""
     try:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -63,10 +65,29 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
         raise
     # PyYAML lets through what int() and date() raise, and an end of the stack.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(named_by, name, "a YAML file", f"correct it: {error}") from None
+        raise ConfigError(named_by, name, "a YAML file", _correction(error, text)) from None
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(named_by, name, "a YAML file that holds a mapping", "write lines like `steps: [2]`")
     return data or {}
+
+
+def _correction(error: Exception, text: bytes) -> str:
+    """Return the line that is wrong, the reason, and the way to write it."""
+    lines = text.decode(errors="replace").splitlines()
+    mark, begun = (getattr(error, name, None) for name in ("problem_mark", "context_mark"))
+    if mark is not None and mark.line >= len(lines):
+        mark = begun  # at the end of the file
+    if mark is None or mark.line >= len(lines):
+        return f"correct it: {error}"
+    problem = getattr(error, "problem", None) or "it cannot be read"
+    advice = f"line {mark.line + 1} is `{lines[mark.line].strip()[:_SHOWN]}`: {problem}"
+    if begun is not None and begun.line != mark.line:
+        advice += f" ({getattr(error, 'context', '')} in line {begun.line + 1})"
+    if re.search("alias|anchor|'[%@`]'", f"{getattr(error, 'context', '')} {problem}"):
+        advice += '. Put names that begin with *, &, %, @ or ` in quotes: "*"'
+    elif "\t" in lines[mark.line]:
+        advice += ". Indent with spaces, not tabs"
+    return advice
 
 
 def _values(data: object, known: dict[int, int]) -> int:

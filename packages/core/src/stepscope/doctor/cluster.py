@@ -75,7 +75,7 @@ def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
     if versions != ours:
         fix = "the same versions on all nodes: captures are sent there by pickle"
         return Row(subject=name, state="red", found=f"{versions}, and {ours} here", fix=fix)
-    return _clock(name, found)
+    return _clock(name, None if found is None else (found.offset_ns, found.within_ns))
 
 
 def _clock(name: str, found: tuple[int, int] | None) -> Row:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from stepscope import switch
 from stepscope.config import ProfileConfig, check_save_path
 from stepscope.doctor.rows import Row
 from stepscope.errors import ConfigError
@@ -38,6 +39,9 @@ def own_packages() -> Row:
     if len(set(found.values())) > 1:
         names = " ".join(f"{name}=={found.get('stepscope') or max(found.values())}" for name in found)
         return Row(subject="stepscope", state="red", found=said, fix=f"pip install {names}")
+    if switch.DISABLED:
+        found_off = f"{said}; {switch.VARIABLE} is set, so nothing is recorded"
+        return Row(subject="stepscope", state="amber", found=found_off, fix=f"unset {switch.VARIABLE}")
     return Row(subject="stepscope", state="green", found=said)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,8 +16,13 @@ from stepscope.errors import EngineError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import sidecar_of
-from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.sidecar import Artifact, Ended, Sidecar, Stall
 
+_BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
+_BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
+_ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
+_SLACK_NS = 50_000_000
+"""By which the edge of a recording may lie outside of the call that made it: the clocks are not one."""
 Option: TypeAlias = str | int | float | bool | None
 
 
@@ -38,6 +44,11 @@ def publish(
     closed: ClockAnchor | None = None,
     versions: Mapping[str, str] | None = None,
     options: Mapping[str, Option] | None = None,
+    stalls: Sequence[Stall] = (),
+    iterations: int | None = None,
+    iterations_asked: int | None = None,
+    ended: Ended | None = None,
+    note: str | None = None,
 ) -> Artifact:
     """The artifact for the complete file or folder at `path`, with its sidecar beside it. Blocks on the disk.
 
@@ -63,6 +74,11 @@ def publish(
         size_bytes=_size(path),
         truncated=truncated,
         ignored=dict(ignored or {}),
+        stalls=tuple(stalls),
+        iterations=iterations,
+        iterations_asked=iterations_asked,
+        ended=ended,
+        note=note,
     )
     sidecar = Sidecar(
         step=capture.step,
@@ -76,6 +92,49 @@ def publish(
     )
     write_atomic(sidecar_of(path), msgspec.json.encode(sidecar))
     return artifact
+
+
+def recorded_window(head: bytes, tail: bytes) -> tuple[int, int] | None:
+    """Return when torch began and ended to record a trace, in unix ns of its host. None: it does not say.
+
+    Args:
+        head: The trace as far as its first event, or more.
+        tail: Its end, some KB of it: torch writes its own marks last.
+    """
+    base = _BASE.search(head)
+    began, ended = (mark.search(tail) for mark in (_BEGAN, _ENDED))
+    if base is None or began is None or ended is None:
+        return None
+    start_ns, end_ns = (int(base[1]) + round(float(mark[1]) * 1000) for mark in (began, ended))
+    return (start_ns, end_ns) if start_ns <= end_ns else None
+
+
+def stalls_of(
+    window: tuple[int, int] | None, stamped: Sequence[Stall] = (), whole_ns: int | None = None
+) -> tuple[Stall, ...]:
+    """Return the stalls of an engine for one trace.
+
+    Args:
+        window: `recorded_window` of the trace.
+        stamped: Those that our code in the engine's process timed, for this trace and others.
+        whole_ns: When the last of its files was whole, unix ns of the same host.
+    """
+    if window is None:
+        return ()
+    edges = {"starting": window[0], "writing": window[1]}
+    nearest = [
+        min((_distance_ns(stall, edge_ns), at) for at, stall in enumerate(stamped) if stall.doing == doing)
+        for doing, edge_ns in edges.items()
+        if any(stall.doing == doing for stall in stamped)
+    ]
+    stalls = [stamped[at] for distance_ns, at in nearest if distance_ns <= _SLACK_NS]
+    if whole_ns is not None and whole_ns > window[1] and all(stall.doing != "writing" for stall in stalls):
+        stalls.append(Stall(start_ns=window[1], end_ns=whole_ns, doing="writing", source="file"))
+    return tuple(stalls)
+
+
+def _distance_ns(stall: Stall, at_ns: int) -> int:
+    return max(stall.start_ns - at_ns, at_ns - stall.end_ns, 0)
 
 
 def read_anchor() -> ClockAnchor:

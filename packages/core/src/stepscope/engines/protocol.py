@@ -110,7 +110,7 @@ class EngineProfiler(Protocol):
     def ignored(self) -> Mapping[str, str]:
         """Options of the latest capture that the engine could not honour: {option: reason}. `artifacts` among
         them says why there are no files although all went well (a tool above the engine writes them); `late`,
-        why some may still come after the stop has returned, or failed.
+        why some may still come after the stop has returned, or failed; `idle`, that the engine ran nothing.
         """
         ...
 

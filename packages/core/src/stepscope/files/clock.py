@@ -9,6 +9,11 @@ import msgspec
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 """What is read back as an integer: beyond, it is none that we wrote, nor one that a clock or a page holds."""
 
+DRIFT_PPM = 200
+"""The largest assumed drift between the wall clocks of two hosts: two oscillators, each within 100
+ppm of its nominal rate, as data sheets say. A clock that is slewed faster than that is outside the model.
+"""
+
 
 class ClockAnchor(msgspec.Struct, frozen=True, kw_only=True):
     """One simultaneous reading of a process' clocks; turns its monotonic times into wall-clock times.
@@ -34,6 +39,6 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
     """`ProcessInfo.key` of the other process."""
     offset_ns: Int
     uncertainty_ns: Int
-    """Half the round trip of the best exchange: the true offset lies within +- this."""
+    """Half the round trip of the best exchange: the true offset lies within +- this, at that moment."""
     at_mono_ns: Int
-    """When it was measured, on the owner's monotonic clock."""
+    """The middle of that exchange, on the owner's monotonic clock."""

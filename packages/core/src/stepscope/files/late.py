@@ -10,15 +10,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import (
-    LATE,
-    NOT_CLOSED,
-    NOT_EXPORTED,
-    NOT_RUN,
-    STILL_AWAITED,
-    Expectation,
-    ProcessPart,
-)
+from stepscope.files.manifest import LATE, Expectation, ProcessPart, of_engine
 from stepscope.files.parts import fold, part_files, write_manifest
 from stepscope.files.processes import is_running
 from stepscope.files.reading import read_record
@@ -42,7 +34,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 def waiting(layout: StepLayout) -> list[Waiting]:
     """All that the processes of a step's captures wait for, of all runs."""
-    parts = list(part_files(layout)[0].values())
+    parts = list(part_files(layout, as_written=True)[0].values())
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
     late = [sidecar for sidecar in _sidecars(layout) if sidecar.artifact.path not in known]
     found = [
@@ -61,7 +53,8 @@ def waiting(layout: StepLayout) -> list[Waiting]:
             came=came,
         )
         for part, item, came in found
-        if is_awaited(item) or (came and item.state == "ok")  # an engine's files come one after another
+        if item.pending is not None
+        or (came and item.state == "ok")  # an engine's files come one after another
     ]
 
 
@@ -75,7 +68,7 @@ def take_in(layout: StepLayout, found: Sequence[Waiting]) -> list[Waiting]:
         OSError: the disk or the folder does not let us.
     """
     mine = [each for each in found if each.came and not each.alive]
-    parts = part_files(layout)[0]
+    parts = part_files(layout, as_written=True)[0]
     for path, part in parts.items():
         came = {e.name: e.came for e in mine if (e.process, e.run_id) == (part.process.key, part.run_id)}
         expected = tuple(_entered(item, came.get(item.name, ())) for item in part.expected)
@@ -85,14 +78,6 @@ def take_in(layout: StepLayout, found: Sequence[Waiting]) -> list[Waiting]:
     for run_id in {each.run_id for each in mine}:
         write_manifest(layout, fold([part for part in parts.values() if part.run_id == run_id]))
     return mine
-
-
-def is_awaited(item: Expectation) -> bool:
-    """Whether a thing that is not there may still come."""
-    reason = item.reason or ""
-    return item.state != "ok" and (
-        reason in (NOT_CLOSED, NOT_EXPORTED, NOT_RUN) or reason.endswith(STILL_AWAITED)
-    )
 
 
 def _sidecars(layout: StepLayout) -> list[Sidecar]:
@@ -111,7 +96,7 @@ def _belongs(sidecar: Sidecar, part: ProcessPart, item: Expectation) -> bool:
     return (
         (sidecar.step, sidecar.run_id) == (part.step, part.run_id)
         and replica is not None
-        and item.name == f"replica {replica}"
+        and (item.kind, item.name) == ("engine", f"replica {replica}")
     )
 
 
@@ -120,7 +105,7 @@ def _entered(item: Expectation, came: tuple[Artifact, ...]) -> Expectation:
         return item
     ignored = {option: why for artifact in came for option, why in artifact.ignored.items()}
     ignored = {option: why for option, why in {**item.ignored, **ignored}.items() if option != LATE}
-    return Expectation(name=item.name, state="ok", artifacts=(*item.artifacts, *came), ignored=ignored)
+    return of_engine(item.name, (*item.artifacts, *came), ignored)
 
 
 def _alive(process: ProcessInfo) -> bool | None:

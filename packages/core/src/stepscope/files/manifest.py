@@ -7,6 +7,7 @@ the parts again and do not need it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -14,18 +15,40 @@ import msgspec
 from stepscope.files.clock import ClockAnchor, ClockOffset, Int
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
-State: TypeAlias = Literal["ok", "partial", "missing", "failed", "skipped"]
+FORMAT = 2
+"""Of the manifest and of its parts. `format_1` maps what earlier versions wrote."""
+
+State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
+"""`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` says
+that files may still come.
+"""
+Kind: TypeAlias = Literal["spans", "trace", "engine", "fetch", "after", "selection", "memory"]
+"""The sort of thing that is expected: the span file, a recording of this process' profiler, a recording of an
+inference engine, files fetched from another host, work after the capture (hooks, `finish`), something that
+the configuration selects, a CUDA out-of-memory snapshot.
+"""
+Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
+"""The event that a thing waits for: its process closes the capture, the file is written, it is fetched from
+its host, the program ends, the engine writes after the deadline of its stop.
+"""
+EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
+"""The cause of an early end: an exception of the user's, SIGTERM, the end of the process, a capture whose
+opening failed.
+"""
+OpenedBy: TypeAlias = Literal["program", "instrument"]
+"""The opener of captures: the program's code, or an `instrument` entry in a program that nobody edits."""
 _TROUBLE = ("missing", "partial", "failed")
 
-NOT_CLOSED = "the process has not closed its capture"
-NOT_EXPORTED = "not exported yet"
-NOT_RUN = "it has not run yet"
-NOT_FETCHED = "on its own host, which shares no folder with this one; not fetched yet"
-STILL_AWAITED = "its files may still come"
-"""How the reason ends of an engine whose stop took longer than its deadline, or failed and may yet write."""
-TERMINATED = "the process was terminated (SIGTERM)"
-EXITED = "the process exited"
-"""What stands for an exception (`ProcessPart.error`) where the end of its process ended a capture."""
+AWAITED: dict[Pending, str] = {
+    "closing": "nothing says that its process closed the capture",
+    "exporting": "not exported yet",
+    "fetching": "on its own host, which shares no folder with this one; not fetched yet",
+    "running": "it has not run yet",
+    "late": "its files may still come",
+}
+"""The reason, for people. Logic reads `Expectation.pending`."""
+IDLE = "idle"
+"""Among what an engine ignored: why it has no files although nothing failed. It ran nothing to record."""
 LATE = "late"
 """Among what an engine ignored: why files may come after its stop. Who brings them writes their sidecars."""
 
@@ -35,23 +58,84 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """`torch trace`, `torch trace of update_policy`, `spans`, `replica 1`..."""
+    kind: Kind
     state: State
+    pending: Pending | None = None
+    """Set while `state` is pending; with another state, files may still come all the same."""
     reason: str | None = None
-    """Always set unless `state` is ok."""
+    """For people alone: no logic reads it. Always set unless `state` is ok."""
     artifacts: tuple[Artifact, ...] = ()
     truncated: str | None = None
     ignored: dict[str, str] = {}
+    idle: bool = False
+    """An engine that ran no iteration while it was recorded. Nothing is missing."""
+    notes: tuple[str, ...] = ()
+    """Facts that are no trouble, such as fewer engine iterations than asked for."""
+
+
+def _ignored_by_engine(item: Expectation) -> list[str]:
+    if item.kind != "engine":
+        return []
+    return [f"{option} is ignored: {reason}" for option, reason in item.ignored.items() if option != LATE]
+
+
+def of_engine(
+    name: str,
+    artifacts: tuple[Artifact, ...],
+    ignored: dict[str, str],
+    trouble: str | None = None,
+    pending: Pending | None = None,
+) -> Expectation:
+    """Return the outcome of a replica that left files.
+
+    Args:
+        trouble: Why they are not all that was to come; None: they are.
+    """
+    counts = [artifact.iterations for artifact in artifacts if artifact.iterations is not None]
+    reason = trouble or cut_short(artifacts)
+    return Expectation(
+        name=name,
+        kind="engine",
+        state="partial" if reason else "ok",
+        pending=pending,
+        reason=reason,
+        artifacts=artifacts,
+        ignored=ignored,
+        idle=bool(counts) and not any(counts),
+        notes=tuple(dict.fromkeys(artifact.note for artifact in artifacts if artifact.note)),
+    )
+
+
+def cut_short(artifacts: tuple[Artifact, ...]) -> str | None:
+    """Return why a recording ended although its engine served on and nobody of ours ended it."""
+    return next((each.truncated for each in artifacts if each.ended == "others" and each.truncated), None)
+
+
+def awaited(name: str, kind: Kind, pending: Pending, *, truncated: str | None = None) -> Expectation:
+    """Return the expectation of a thing that is promised and not there yet."""
+    reason = AWAITED[pending]
+    return Expectation(
+        name=name, kind=kind, state="pending", pending=pending, reason=reason, truncated=truncated
+    )
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Cause of a capture's early end."""
+
+    by: EndedBy
+    error: str
+    """For people: `ExceptionType: message`, or what ended the process."""
 
 
 class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """What profiling itself cost this process, measured, in ns."""
 
     start_ns: Int = 0
-    """Opening the capture here: backends started."""
+    """Opening the capture here, from the call of `capture` to `opened`; the wait for others is in it."""
     stop_ns: Int = 0
-    """Closing it: backends stopped."""
+    """Closing it, from `closed` to the moment in which the caller goes on."""
     inside_ns: Int = 0
-    """The part of the two above between `opened` and `closed`: the windows of stages (discrete mode)."""
+    """Between `opened` and `closed`: profilers started and stopped around stages (discrete mode)."""
     export_ns: Int = 0
     """Writing traces (in the background unless said otherwise)."""
     spans_ns: Int = 0
@@ -61,7 +145,7 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """One process' part of the manifest."""
 
-    format: Int = 1
+    format: Int = FORMAT
     run_id: str
     step: Int
     process: ProcessInfo
@@ -76,6 +160,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a backend records this process (rank and role selection)."""
     why: str
     """The reason of that decision."""
+    profiled: bool = False
+    """Whether a profiler did run in this process, which slows it. An engine's own is not counted here."""
     roles: tuple[str, ...] = ()
     """All roles whose work this process does: its own, its decorated methods', its spans'."""
     expected: tuple[Expectation, ...] = ()
@@ -84,12 +170,16 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     cost: OwnCost = OwnCost()
     clocks: tuple[ClockOffset, ...] = ()
     """Owner only: the other processes' clocks against this one's."""
+    opened_by: OpenedBy = "program"
+    """Owner only."""
     absent: tuple[Absent, ...] = ()
     """Owner only: who was to take part and wrote no part of their own."""
     began: dict[str, str] = {}
     """Owner only: {`ProcessInfo.key`: name} of the workers that began, each of which writes a part."""
+    ended_by: EndedBy | None = None
+    """None: the capture ended normally, or has not ended."""
     error: str | None = None
-    """`ExceptionType: message` of the user's exception that ended the capture."""
+    """For people: `ExceptionType: message` of the user's exception, or what ended the process."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
 
@@ -107,18 +197,50 @@ class Absent(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """`manifest.json`: the fold of all parts of one step."""
 
-    format: Int = 1
+    format: Int = FORMAT
     run_id: str
     step: Int
     state: State
     """The worst of all states; `skipped` does not count against a step."""
     processes: tuple[ProcessPart, ...]
 
+    @property
+    def opened_by(self) -> OpenedBy:
+        """The opener of the capture. If several opened it, an entry counts."""
+        owners = [part.opened_by for part in self.processes if part.owner]
+        return "instrument" if "instrument" in owners else "program"
+
     def problems(self) -> list[str]:
-        """One line for each expectation that is missing, partial or failed, with its reason."""
-        lines: list[str] = []
-        for part in self.processes:
-            key = part.process.key
-            lines += [f"{key}: {i.name}: {i.state}: {i.reason}" for i in part.expected if i.state in _TROUBLE]
-            lines += [f"{a.name}: {a.state}: {a.reason}" for a in part.absent if a.state in _TROUBLE]
-        return lines
+        """Return a line for each expectation that is missing, partial or failed, with its reason."""
+        lines = self._lines(lambda item: item.state in _TROUBLE)
+        absent = [item for part in self.processes for item in part.absent if item.state in _TROUBLE]
+        return lines + [f"{item.name}: {item.state}: {item.reason}" for item in absent]
+
+    def awaited(self, *, but: Pending | None = None) -> list[str]:
+        """Return a line for each expectation that is not there yet, with its reason.
+
+        Args:
+            but: Those that wait for this are left out.
+        """
+        return self._lines(lambda item: item.state == "pending" and item.pending != but)
+
+    def warnings(self) -> list[str]:
+        """Return a line for each thing that the configuration may have meant and that did not take part."""
+        return self._lines(lambda item: (item.kind, item.state) == ("selection", "skipped"))
+
+    def notes(self) -> list[str]:
+        """Return a line for each note on a recording, and for each option that an engine ignored."""
+        return [
+            f"{part.process.key}: {item.name}: {note}"
+            for part in self.processes
+            for item in part.expected
+            for note in (*item.notes, *_ignored_by_engine(item))
+        ]
+
+    def _lines(self, wanted: Callable[[Expectation], bool]) -> list[str]:
+        return [
+            f"{part.process.key}: {item.name}: {item.state}: {item.reason}"
+            for part in self.processes
+            for item in part.expected
+            if wanted(item)
+        ]

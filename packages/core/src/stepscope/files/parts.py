@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.atomic import write_atomic
+from stepscope.files.format_1 import from_format_1
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Absent, Manifest, ProcessPart, State
-from stepscope.files.reading import read_record
+from stepscope.files.manifest import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
+from stepscope.files.processes import is_running
+from stepscope.files.reading import read_file
 
-_WORSE: tuple[State, ...] = ("skipped", "ok", "partial", "missing", "failed")
+_WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
 """From what does not count to the worst."""
 _LOST = (
     "it began, and its part of the manifest is not in this folder, or cannot be read: a disk that is full or "
@@ -28,23 +31,72 @@ def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
 
 
 def part_files(
-    step: StepLayout, *, but: Path | None = None
+    step: StepLayout, *, but: Path | None = None, as_written: bool = False
 ) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
     """As `read_parts`, and where each part stands.
 
     Args:
         but: Not read: who asks has that one in memory.
+        as_written: What a process that is gone still owed stays pending. Otherwise it is missing.
     """
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json")) if path != but}
+    if not as_written:
+        read = {path: _settled(path, part) for path, part in read.items()}
     parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
 
 
 def _part(path: Path) -> ProcessPart | str:
     try:
-        return read_record(path, ProcessPart)
+        return _decoded(read_file(path))
     except (OSError, RecordError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+class _Head(msgspec.Struct):
+    format: int
+
+
+def _decoded(data: bytes) -> ProcessPart:
+    """Raises RecordError: it is no part of a manifest."""
+    try:
+        version = msgspec.json.decode(data, type=_Head).format
+        if version == FORMAT:
+            return msgspec.json.decode(data, type=ProcessPart)
+        if version == 1:
+            return msgspec.convert(from_format_1(msgspec.json.decode(data)), ProcessPart)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise RecordError(str(error)) from None
+    raise RecordError(
+        f"format {version}: a later version of stepscope wrote it, this one reads up to {FORMAT}"
+    )
+
+
+def _settled(path: Path, part: ProcessPart | str) -> ProcessPart | str:
+    """As `settled`, of the part as it is now."""
+    if isinstance(part, str) or not _is_abandoned(part):
+        return part
+    last = _part(path)  # again: it may have written its last word just before it went
+    return last if isinstance(last, str) else settled(last)
+
+
+def settled(part: ProcessPart) -> ProcessPart:
+    """Return the part, in which a process that is gone owes nothing: what did not come is missing."""
+    if not _is_abandoned(part):
+        return part
+    return msgspec.structs.replace(part, expected=tuple(map(_lost, part.expected)))
+
+
+def _is_abandoned(part: ProcessPart) -> bool:
+    owes = any(item.state == "pending" for item in part.expected)
+    return owes and part.process.host == socket.gethostname() and not is_running(part.process.pid)
+
+
+def _lost(item: Expectation) -> Expectation:
+    if item.state != "pending":
+        return item
+    reason = f"the process is gone: {item.reason}"
+    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 
 def fold(parts: Sequence[ProcessPart]) -> Manifest:

@@ -39,7 +39,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         RecordError: it is larger than `max_bytes`.
     """
     with open_file(path) as file:
-        data = file.read(max_bytes + 1)
+        size = os.fstat(file.fileno()).st_size  # else each small file gets a buffer of the most it may hold
+        data = file.read(min(size, max_bytes) + 1)
     if len(data) > max_bytes:
         raise RecordError(f"{path} holds more than {max_bytes} bytes")
     return data

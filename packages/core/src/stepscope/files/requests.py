@@ -46,6 +46,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     created_ns: Int
     expires_ns: Int
     """Unix ns. Who has not begun by then does not begin."""
+    runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
+    """Ids of the runs that it is for: those that listened when it was asked. None: whichever comes."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +88,9 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The last step it passed; None before the first."""
     answers: dict[str, Answer] = {}
     """By the request's id."""
+    run_id: str = ""
+    ended_ns: Int | None = None
+    """Unix ns. None: it listens, or could not say that it ended."""
 
 
 def read_requests(path: Path) -> list[Request]:
@@ -146,6 +151,12 @@ def read_listening(layout: RunLayout) -> list[Listening]:
     return found
 
 
+def has_ended(listening: Listening) -> bool:
+    """Whether a process listens no more. Of a process on another host that was killed, nobody knows."""
+    here = listening.host == socket.gethostname()
+    return listening.ended_ns is not None or (here and not is_running(listening.pid))
+
+
 def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
     """`answer` as it is by now: one that was `heard` comes to nothing with its time or its process.
 
@@ -162,7 +173,7 @@ def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
     """As `settled`, for what a process has left. Whether one runs is known on its own host alone."""
     gone = None
-    if listening.host == socket.gethostname() and not is_running(listening.pid):
+    if has_ended(listening):
         gone = "its process ended before such a step began, and could not say so"
     standing = {request.id: request for request in requests}
     answers = {

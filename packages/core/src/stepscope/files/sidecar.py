@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from stepscope.files.clock import ClockAnchor, Int
@@ -32,6 +34,23 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role}{rank}_{self.host}_pid{self.pid}"
 
 
+Ended: TypeAlias = Literal["capture", "count", "budget", "others"]
+"""`capture`: ours, with the capture. `count`: the engine, after the iterations that were asked for. `budget`:
+ours, before. `others`: somebody else stopped the engine's profiler."""
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch in which an engine served nothing, because its own profiler started or wrote its file."""
+
+    start_ns: Int
+    """Unix ns by the clock of the artifact's host, as `end_ns`."""
+    end_ns: Int
+    doing: Literal["starting", "writing"]
+    source: Literal["stamps", "file"]
+    """`stamps`: our code in the engine's process timed it. `file`: from the end of what is recorded until the
+    last of its files was whole; what the engine did after that is not in it."""
+
+
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     """One complete file that a backend or an engine wrote. Its sidecar stands beside it as
     `<path>.meta.json`.
@@ -58,6 +77,16 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     """Why the artifact ends before its window did; None when it does not."""
     ignored: dict[str, str] = {}
     """Options that could not be honoured: {option: reason}."""
+    iterations: Int | None = None
+    """Engine iterations in it. None: it does not name them."""
+    iterations_asked: Int | None = None
+    """The number to record. None: all until the end of the capture."""
+    ended: Ended | None = None
+    """The cause of its end. None: not known."""
+    note: str | None = None
+    """A fact about it that is no trouble."""
+    stalls: tuple[Stall, ...] = ()
+    """When the engine served nothing for the sake of this file."""
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,16 @@ CONSUME = "consume"
 """The stage of a span without length that says: this step trains on the trajectory that the span names. Its
 attributes `begun` and `begun_version`: the step and the policy version that the trajectory began under."""
 
+WAIT = "wait"
+"""The attribute of a span, `true`, that says: it waits, and does no work."""
+WAITING = frozenset({"queue", "wait"})
+"""Stages that wait without saying so."""
+
+
+PROFILING = "stepscope profiler"
+"""The stage of a span in which a profiler was started or stopped inside the step: the windows of stages in
+discrete mode. Its attribute `window` names the stage."""
+
 
 class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A span in another process or another step."""

@@ -27,6 +27,8 @@ class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """By its monotonic clock."""
     first: bool = False
     """The first one after a capture: traces may still have been written meanwhile."""
+    warm_up: bool = False
+    """The first of its loop: it pays for compiling, allocating and connecting, and compares with no other."""
 
 
 COMPARED = 40

@@ -28,12 +28,18 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True):
     unasked: bool = False
     """Whether Ray was there and had ended when it was to say what hosts with folders of their own did."""
 
+    error: str | None = None
+    """`ExceptionType: message` of the exception that ended the program before its first step."""
+
     def __str__(self) -> str:
+        if self.error is not None:
+            return f"no step began, and none was captured: the program ended before, with {self.error}"
         where = " that is known here (Ray could not be asked what its hosts did)" if self.unasked else ""
         return (
             f"no step began{where}, and none was captured: {'; '.join(self.boundaries)}. "
-            "Fix: under `instrument` name a function that the loop calls once a step ({module, name, step: "
-            "around}), or the preset of the framework that it is; docs/frameworks.md"
+            "Fix: if the program failed, that first; else under `instrument` name a function that the loop "
+            "calls once a step ({module, name, step: around}), or the preset of the framework that it is; "
+            "docs/frameworks.md"
         )
 
 

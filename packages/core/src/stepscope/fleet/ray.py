@@ -29,9 +29,9 @@ from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
 from stepscope.files.processes import boot_id
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import gather, guard
-from stepscope.recording.clock import Exchange, estimate_offset
-from stepscope.recording.fleet_port import WorkerOutcome
+from stepscope.recording import gather, guard, wrappers
+from stepscope.recording.clock import Estimate, Exchange, estimate_offset
+from stepscope.recording.fleet_port import WorkerOutcome, not_workers
 from stepscope.recording.gather import Home, Remote
 from stepscope.recording.worker import (
     GatherRequest,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _LISTS = ("workers", "_workers", "actors", "_actors")
-"""Where worker groups keep their handles (verl's RayWorkerGroup: `workers`)."""
+"""Attributes in which worker groups keep their handles: `workers` in verl, `_actors` in RLlib's manager."""
 _BY_ITS_ENGINE = "the profiler of the engine in it records this process"
 _EXCHANGES = 3
 """Small exchanges after a start or stop, for the clocks: of a few, one is short."""
@@ -59,33 +59,45 @@ _CLOCK_S = 0.1
 """For all of them: a worker that is busy again has said enough."""
 
 
-def fleet_of(workers: object, engine_workers: Sequence[object] = ()) -> RayFleet | None:
+def fleet_of(
+    workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
+) -> RayFleet | None:
     """The fleet of `workers` and `engine_workers`; None when they are not Ray's.
 
     Args:
-        workers: An actor handle, a sequence of them in rank order, an object that keeps one in `workers`, or
-            {role: any of these}; None for nothing. An actor that is given twice takes part once, in its first
-            place.
-        engine_workers: Actors that an engine's own profiler records: they record spans only, under the role
-            they have in `workers`, or else `rollout`.
+        workers: An actor handle, a sequence of them in rank order, a {number: handle}, an object that keeps
+            one of these in `workers`, or {role: any of these}; None for nothing. An actor that is given twice
+            takes part once, in its first place.
+        engine_workers: By replica, the actors that the engine's own profiler records: they record spans only,
+            under the role they have in `workers`, or else `rollout`.
 
     Raises:
         ConfigError: only some of a sequence are actor handles, or one is the actor that asks.
     """
     if "ray" not in sys.modules:
         return None
-    groups = dict(workers) if isinstance(workers, Mapping) else {} if workers is None else {None: workers}
+    groups: dict[object, object] = {} if workers is None else {None: workers}
+    if isinstance(workers, Mapping) and not all(isinstance(key, int) for key in workers):
+        groups = dict(workers)
+    found = {role: _handles(group) for role, group in groups.items()}
+    if not any(found.values()) and groups:
+        return None
     members: dict[str, Worker] = {}
-    for role, group in groups.items():
-        handles = _handles(group)
+    for role, handles in found.items():
         if not handles:
-            return None
+            raise not_workers(groups[role], role)
         for position, handle in enumerate(handles):
             worker = Worker(handle, None if role is None else str(role), position, len(handles))
             members.setdefault(worker.actor_id, worker)
-    for position, handle in enumerate(_handles(engine_workers) or ()):
-        worker = Worker(handle, "rollout", position, len(engine_workers))
-        members.setdefault(worker.actor_id, worker).spans_only = _BY_ITS_ENGINE
+    engines = [
+        (replica, handle)
+        for replica, group in (engine_workers or {}).items()
+        for handle in _handles(group) or ()
+    ]
+    for position, (replica, handle) in enumerate(engines):
+        worker = Worker(handle, "rollout", position, len(engines))
+        worker = members.setdefault(worker.actor_id, worker)
+        worker.replica, worker.spans_only = replica, _BY_ITS_ENGINE
     _refuse_oneself(members)
     return RayFleet(list(members.values()))
 
@@ -158,6 +170,8 @@ class Worker:
         self.in_doubt = False
         """Its start was cancelled on the way: whether it began, only a stop will tell."""
         self.spans_only: str | None = None
+        self.replica: int | None = None
+        """Number of the inference replica that it belongs to."""
         self._role = role
         self._position = position
         self._world_size = world_size
@@ -177,12 +191,13 @@ class Worker:
             role=self._role or request.role,
             position=self._position,
             world_size=self._world_size,
+            replica=self.replica,
             spans_only=self.spans_only,
         )
         until_s = time.monotonic() + deadline_s
         outcome = await self._within(deadline_s, "start", self._start(request, until_s))
-        if outcome.reason is not None:
-            self.take_back(request.capture_id, outcome.reason)
+        if outcome.state != "ok":
+            self.take_back(request.capture_id, outcome.reason or outcome.state)
         return await self._with_clock(outcome)
 
     def take_back(self, capture_id: str, reason: str) -> None:
@@ -260,14 +275,14 @@ class Worker:
         expires_ns = self._line.stamps[-1].answered_ns + left_ns
         answer, where = await self._line.call(start_here, request, expires_ns)
         if answer.refused is not None:
-            return self._outcome("failed", answer.refused)
+            return self._outcome("skipped" if answer.off else "failed", answer.refused)
         self.begun = Begun(answer.process, where, answer.apart)
         return dataclasses.replace(self._outcome("ok"), apart=answer.apart)
 
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
         answer = await self._line.call(prepare_here, request)
         outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
-        return dataclasses.replace(outcome, roles=answer.roles)
+        return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings)
 
     async def _stop(self, request: StopRequest) -> WorkerOutcome:
         # Given up here, it goes on there: a late stop still closes.
@@ -299,7 +314,8 @@ class Worker:
         """After the deadline's business: a worker that answered in time is not failed for its clock."""
         if self.begun is None or outcome.state != "ok":
             return outcome
-        found: tuple[int, int] | None = (0, 0)
+        now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
+        found: Estimate | None = Estimate(0, 0, now_ns)
         if self.begun.where.machine is None or self.begun.where.machine != boot_id():
             with suppress(asyncio.TimeoutError, EngineError):
                 await asyncio.wait_for(self._exchange(), _CLOCK_S)
@@ -309,9 +325,9 @@ class Worker:
             return outcome
         clock = ClockOffset(
             process=self.begun.process.key,
-            offset_ns=found[0],
-            uncertainty_ns=found[1],
-            at_mono_ns=time.monotonic_ns(),
+            offset_ns=found.offset_ns,
+            uncertainty_ns=found.within_ns,
+            at_mono_ns=now_mono_ns + found.at_ns - now_ns,
         )
         return dataclasses.replace(outcome, clock=clock)
 
@@ -367,7 +383,7 @@ def renew_methods(instance: object) -> None:
         for info in list(manager._function_execution_info.values()):
             method = getattr(info.function, "method", None)
             now = getattr(type(instance), getattr(info.function, "name", ""), None)
-            if method is now or not hasattr(now, "__stepscope_replaces__"):
+            if method is now or not wrappers.is_replacement(now):
                 continue
             cells = dict(zip(info.function.__code__.co_freevars, info.function.__closure__, strict=True))
             cells["method"].cell_contents = info.function.method = now
@@ -409,9 +425,11 @@ def _handles(group: object) -> list[ActorHandle[Any]] | None:
 
     if isinstance(group, ActorHandle):
         return [group]
+    if isinstance(group, Mapping):  # RLlib: {1: handle, 2: handle}
+        group = list(group.values())
     if isinstance(group, str) or not isinstance(group, Sequence):
         lists = (getattr(group, name, None) for name in _LISTS)
-        return next((_handles(each) for each in lists if isinstance(each, Sequence)), None)
+        return next((_handles(each) for each in lists if isinstance(each, Sequence | Mapping)), None)
     strange = [index for index, each in enumerate(group) if not isinstance(each, ActorHandle)]
     if strange and len(strange) < len(group):
         raise ConfigError(

@@ -7,7 +7,6 @@ also ends where the following one begins, and with the process.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
-from stepscope.recording import capture, guard, runtime
+from stepscope.recording import capture, guard, prepare, runtime, wrappers
 from stepscope.recording.calls import Arguments, Condition
 from stepscope.recording.spans import describe
 
@@ -33,6 +32,8 @@ class Boundary(NamedTuple):
     workers: Mapping[str, str]
     """{role: path to its Ray actors}."""
     condition: Condition
+    counts: bool = True
+    """Whether each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
 
 
 class Step:
@@ -73,14 +74,13 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
     for path in (*([boundary.number] if boundary.number else ()), *boundary.workers.values()):
         arguments.check(path, target)
     made = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
-    return cast(FunctionType, made)
+    return cast(FunctionType, wrappers.wraps(fn, made, wrappers.declared(fn)))
 
 
 # What is closed over travels with a Ray class by value: modules and importable classes alone.
 
 
 def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
-    @functools.wraps(fn)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         call = begin(boundary, arguments, target, args, kwargs)
         switch(call.before)
@@ -96,7 +96,6 @@ def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: st
 
 
 def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
-    @functools.wraps(fn)
     async def stepped(*args: Any, **kwargs: Any) -> Any:
         call = begin(boundary, arguments, target, args, kwargs)
         await aswitch(call.before)
@@ -117,6 +116,9 @@ class Switch(NamedTuple):
     close: capture.Capture | None = None
     error: str | None = None
     open: capture.Capture | None = None
+    workers: object = None
+    """Of `open`, and so is `role`."""
+    role: str = ""
 
 
 _NOTHING = Switch()
@@ -156,30 +158,37 @@ class Call:
         try:
             number = self._number()
             here = _here()
-            if self._kind == "begin" and here is not None and number in (None, here.number):
-                return _NOTHING  # it is that step still
+            if self._kind == "begin" and here is not None and self._is_within(here, number):
+                return _NOTHING
             finished = _finish(None)
             number = _next if number is None else number
             _next = number + 1
-            _step = Step(number, self._capture(number, finished.close))
-            return finished._replace(open=_step.capture)
+            workers = self._workers()
+            _step = Step(number, self._capture(number, workers, finished.close))
+            return finished._replace(open=_step.capture, workers=workers, role=self._boundary.role)
         except Exception as error:
             guard.note("beginning a step of the framework", error)
             return finished
+
+    def _is_within(self, here: Step, number: int | None) -> bool:
+        """Whether a call of a `begin` is a part of the step that one is in."""
+        return not self._boundary.counts if number is None else number == here.number
 
     def _number(self) -> int | None:
         if self._boundary.number is None:
             return None
         return self._arguments.number(self._boundary.number, *self._given)
 
-    def _capture(self, number: int, closing: capture.Capture | None) -> capture.Capture | None:
+    def _capture(
+        self, number: int, workers: object, closing: capture.Capture | None
+    ) -> capture.Capture | None:
         """None while somebody else captures in this process: the user, or the owner of this worker."""
         other = capture.opened()
         if other is None and runtime.active is not None:
             return None
         if other is not None and other is not closing:
             return None
-        return capture.capture(number, workers=self._workers(), role=self._boundary.role)
+        return capture.capture_unedited(number, workers=workers, role=self._boundary.role)
 
     def _workers(self) -> dict[str, object] | None:
         if "ray" not in sys.modules:
@@ -190,7 +199,7 @@ class Call:
                 group = self._arguments.read(path, *self._given)
             except LookupError:
                 continue  # a critic that this run does not have
-            if group is not None and group != []:
+            if group is not None and group not in ([], {}, ()):
                 found[role] = group
         return found or None
 
@@ -213,6 +222,7 @@ def switch(what: Switch) -> None:
         if what.close is not None:
             what.close.close(error=what.error)
         if what.open is not None:
+            prepare.before_first_step(what.open.config, what.workers, what.role)
             what.open.open()
     except Exception as error:
         guard.note("capturing a step of the framework", error)
@@ -224,6 +234,7 @@ async def aswitch(what: Switch) -> None:
         if what.close is not None:
             await what.close.aclose(error=what.error)
         if what.open is not None:
+            await prepare.abefore_first_step(what.open.config, what.workers, what.role)
             await what.open.aopen()
     except Exception as error:
         guard.note("capturing a step of the framework", error)

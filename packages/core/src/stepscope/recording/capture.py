@@ -15,10 +15,24 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout
-from stepscope.recording import export, finish, guard, identity, run, runtime, shutdown, uncaptured, untold
+from stepscope.files.manifest import Ending, Manifest, OpenedBy
+from stepscope.recording import (
+    claims,
+    export,
+    finish,
+    guard,
+    identity,
+    run,
+    runtime,
+    shutdown,
+    uncaptured,
+    untold,
+)
+from stepscope.recording.claims import Claim
 from stepscope.recording.identity import identify
 from stepscope.recording.result import CaptureResult
 from stepscope.recording.session import Session
@@ -32,31 +46,46 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from stepscope.recording.ledger import Ledger
     from stepscope.recording.others import Others
 
 # What needs asyncio or a cluster library is imported where it is used: `import stepscope` is kept light.
 
-_open: Capture | None = None
-"""The capture of this process that is opening, open or closing. One writer: this module."""
 _wanted: Callable[[ProfileConfig, int, str, int | None, bool], ProfileConfig | None] | None = None
 """`requests.wanted` once a configuration listens: to import it anew would cost a step as much as to ask it.
 One writer: `_asked_for`.
 """
+_is_torch_explained = False
+"""Whether this process has explained the lines that torch prints. One writer: `Capture._about_torch`."""
 
 
 def activate(session: Session) -> None:
-    """Switches recording on in this process."""
+    """Switches recording on in this process: the last act of opening."""
     shutdown.install(close_everything)
     uncaptured.captured_here()
-    session.switch_off = deactivate
+    if session.switch_off is None:
+        session.switch_off = deactivate
     runtime.active = session
+    session.begin()
     if session.ended:  # its watchdog was faster
         deactivate(session)
 
 
+def hand_to_worker(claim: Claim, session: Session) -> None:
+    """Gives a worker's session the claim, which is freed when its recording ends."""
+
+    def switch_off(session: Session) -> None:
+        deactivate(session)
+        claim.free()
+
+    session.switch_off = switch_off
+    claim.taker = session
+
+
 def opened() -> Capture | None:
     """The capture of this process that is opening, open or closing."""
-    return _open
+    holder = claims.holder()
+    return holder if isinstance(holder, Capture) else None
 
 
 def deactivate(session: Session) -> None:
@@ -65,12 +94,13 @@ def deactivate(session: Session) -> None:
         runtime.active = None
 
 
-def close_everything(reason: str, deadline_s: float) -> None:
+def close_everything(ending: Ending, deadline_s: float) -> None:
     """The process is about to end: closes what is open here, and writes the files."""
-    if _open is not None:
-        _open._close(reason, deadline_s, None)
-    if runtime.active is not None:
-        runtime.active.close(error=reason)
+    reason, holder = ending.error, claims.holder()
+    if isinstance(holder, Capture):
+        holder._close_here(ending, deadline_s, None)
+    elif holder is not None:
+        holder.close(ending=ending)
     uncaptured.flush()
     until = time.monotonic() + deadline_s
     unwritten = export.exporter().drain(deadline_s)
@@ -110,14 +140,28 @@ def capture(
         ConfigError: at once, for wrong arguments or a wrong configuration.
         CaptureOpenError: on opening, while another capture is open in this process.
         CaptureError: on opening inside a running event loop without `async`, with workers or engines.
+
+    With STEPSCOPE_DISABLE=1 it raises nothing, and records nothing.
     """
+    if switch.DISABLED:
+        return Capture(step, None, None, ProfileConfig(), role, rank)
+    began_ns = time.monotonic_ns()
     if isinstance(step, bool) or not isinstance(step, int):
         raise ConfigError(
             "capture(step)", step, "an integer, 0 or more", "pass the training loop's global step"
         )
     if step < 0:
         raise ConfigError("capture(step)", step, "0 or more", "pass the training loop's global step")
-    return Capture(step, workers, engines, run.current() if config is None else config, role, rank)
+    made = Capture(step, workers, engines, run.current() if config is None else config, role, rank)
+    made.spent_ns = time.monotonic_ns() - began_ns
+    return made
+
+
+def capture_unedited(step: int, *, workers: object, role: str) -> Capture:
+    """As `capture`, for an `instrument` entry in a program that nobody edits."""
+    made = capture(step, workers=workers, role=role)
+    made._opened_by = "instrument"
+    return made
 
 
 def _asked_for(
@@ -125,7 +169,7 @@ def _asked_for(
 ) -> ProfileConfig | None:
     """The configuration with which somebody asked for this step on demand; None when nobody did."""
     global _wanted
-    if not config.control.requests:
+    if switch.DISABLED or not config.control.requests:
         return None
     if _wanted is None:
         from stepscope.recording.requests import wanted
@@ -145,14 +189,13 @@ class Capture:
         self, step: int, workers: object, engines: object, config: ProfileConfig, role: str, rank: int | None
     ) -> None:
         self.step = step
-        if config.instrument:
-            from stepscope.recording import unreached
-
-            unreached.reached(config)
         if config.cuda_memory.oom_any_step != "off":
             from stepscope.recording import out_of_memory
 
             out_of_memory.watch(config, identify(role, rank=rank), run.run_id(), step)
+        self.spent_ns = 0
+        """Time that making it took."""
+        self._opened_by: OpenedBy = "program"
         self._told = workers is not None
         if workers is not None and untold.none_meant(workers):
             workers = None
@@ -160,6 +203,10 @@ class Capture:
         self.config = config if asked is None else asked
         self._asked_for = asked is not None
         self.selected = self.config.selects(step)
+        if config.instrument:
+            from stepscope.recording import unreached
+
+            unreached.reached(config, step, self.selected)
         self._result: CaptureResult | None = None
         self._state: Literal["new", "opening", "open", "closing", "closed"] = "new"
         self._given = (workers, engines)
@@ -167,6 +214,8 @@ class Capture:
         self._rank = rank
         self._session: Session | None = None
         self._others: Others | None = None
+        self._claim: Claim | None = None
+        """With which this has, or had, the process."""
         self._told_to_stop = False
         """Whether the others are being stopped, or were."""
         self._closer: int | None = None
@@ -192,18 +241,24 @@ class Capture:
         if not self.selected:
             self._uncaptured = uncaptured.begin()
             return self
+        began_ns = time.monotonic_ns() - self.spent_ns
         self._refuse_to_block_a_loop()
-        self._refuse_unless_free()
+        claim = Claim(self.step, self)
         try:
-            session = self._claim()
-            with session.ledger.opening():
-                session.open_files()
-                if self._others is not None:
-                    from stepscope.recording import loop
+            session = self._take_process(claim, began_ns)
+            if session is None:
+                return self
+            session.open_files()
+            if self._others is not None:
+                from stepscope.recording import loop
 
-                    loop.run(self._start_others(self._others, session))
-                self._begin(session)
+                loop.run(self._start_others(self._others, session))
+            self._begin(session)
+            self._settle(session)
         except BaseException as error:
+            if self._claim is not claim:  # refused, or interrupted before there was anything to undo
+                claim.free()
+                raise
             self._roll_back(error)
             if self._is_for_the_user(error):
                 raise
@@ -215,20 +270,29 @@ class Capture:
         if not self.selected:
             self._uncaptured = uncaptured.begin()
             return self
+        began_ns = time.monotonic_ns() - self.spent_ns
         from stepscope.engines.own_thread import own_thread
         from stepscope.recording import loop
 
-        self._refuse_unless_free()
+        claim = Claim(self.step, self)
         try:
-            session = self._claim()
-            with session.ledger.opening():
-                await own_thread(session.open_files)
-                if self._others is not None:
-                    await self._start_others(self._others, session)
-                self._begin(session)
+            session = self._take_process(claim, began_ns)
+            if session is None:
+                return self
+            await own_thread(session.open_files)
+            if self._others is not None:
+                await self._start_others(self._others, session)
+            self._begin(session)
+            self._settle(session)
         except BaseException as error:
+            if self._claim is not claim:
+                claim.free()
+                raise
             reason = f"opening failed: {describe(error)}"
-            cancelled = await loop.uninterrupted(self._close_async(reason, discard=reason))
+            self._leave_step()
+            cancelled = await loop.uninterrupted(self._close_async(Ending("rollback", reason), reason))
+            self._hand_back()
+            self._settle(self._session)
             self._tell_asker(reason)
             if self._is_for_the_user(error):
                 raise
@@ -247,9 +311,20 @@ class Capture:
             return False
         return isinstance(error, StepscopeError) or not isinstance(error, Exception)
 
-    def _claim(self) -> Session:
-        """Takes this process for this capture. Raises before anything is written or started."""
-        global _open
+    def _take_process(self, claim: Claim, began_ns: int) -> Session | None:
+        """Claims this process for this capture, or refuses. Raises before anything is written or started.
+
+        Returns:
+            The session to open; None if a signal's handler closed the capture meanwhile.
+        """
+        if self._state != "new":
+            raise CaptureError(
+                f"this capture of step {self.step} is {self._state}; make a new one with capture()"
+            )
+        other = claim.take()
+        if other is not None:
+            raise CaptureOpenError(self._refusal(other))
+        self._claim, self._state = claim, "opening"
         workers, engines = self._given
         if workers is not None or engines is not None:
             from stepscope.recording.others import Others
@@ -267,35 +342,47 @@ class Capture:
             run_id=run.run_id(),
             capture_id=os.urandom(8).hex(),
             owner=True,
+            began_ns=began_ns,
+            opened_by=self._opened_by,
         )
         if self._others is not None:
             self._others.join(session)
         self._say_missing_workers(session)
-        self._state, self._session, _open = "opening", session, self
-        self._result = CaptureResult(step=self.step, session=session, others=self._others)
+        result, self._result = (
+            self._result,
+            CaptureResult(step=self.step, session=session, others=self._others),
+        )
+        self._session = session
+        if not self._is_opening() and not session.ended:  # closed before there was a session
+            self._session, self._result = None, result
+            self._free()
+            return None
         return session
 
-    def _say_missing_workers(self, session: Session) -> None:
-        reason = None if self._told else untold.missing_workers(engines=self._given[1] is not None)
-        if reason is not None:
-            untold.warn_once(reason)
-            session.ledger.skip(untold.WORKERS, reason)
+    def _is_opening(self) -> bool:
+        return self._state == "opening"
 
-    def _refuse_unless_free(self) -> None:
-        if self._state != "new":
-            raise CaptureError(
-                f"this capture of step {self.step} is {self._state}; make a new one with capture()"
-            )
-        if _open is not None:
-            raise CaptureOpenError(
-                f"a capture of step {_open.step} is {_open._state} in this process, and profilers are "
+    def _refusal(self, other: Claim) -> str:
+        if isinstance(other.taker, Capture):
+            return (
+                f"a capture of step {other.step} is {other.taker._state} in this process, and profilers are "
                 f"process-wide. Fix: close it before opening step {self.step}"
             )
-        if runtime.active is not None:
-            raise CaptureOpenError(
-                f"this process is recorded as a worker in a capture of step {runtime.active.step}. "
-                "Fix: open captures in one place, the driver"
-            )
+        return (
+            f"this process is recorded as a worker in a capture of step {other.step}. "
+            "Fix: open captures in one place, the driver"
+        )
+
+    def _say_missing_workers(self, session: Session) -> None:
+        reason = (
+            None
+            if self._told
+            else untold.missing_workers(engines=self._given[1] is not None, opened_by=self._opened_by)
+        )
+        if reason is not None:
+            untold.warn_once(reason)
+            say = session.ledger.lack if untold.were_prepared() else session.ledger.skip
+            say(untold.WORKERS, reason, kind="selection")
 
     async def _start_others(self, others: Others, session: Session) -> None:
         from stepscope.recording.worker import StartRequest
@@ -310,7 +397,9 @@ class Capture:
         await others.start(request, self.config.budget.fanout_seconds)
         if self._state != "opening":
             # A signal's handler closed this, and the process goes on: what has started since is told too.
-            await self._stop_others(others, session, session.ledger.part.error, None, None)
+            part = session.ledger.part
+            ending = None if part.ended_by is None else Ending(part.ended_by, part.error or "")
+            await self._stop_others(others, session, ending, None, None)
             return
         if self._asked_for:
             from stepscope.recording import requests
@@ -328,6 +417,15 @@ class Capture:
         if self._state == "opening":
             self._state = "open"
 
+    def _settle(self, session: Session | None) -> None:
+        """Ends what was opened since this was closed: by a signal's handler, or another thread."""
+        if session is None:
+            self._free()
+            self._state = "new"  # nothing was begun: it may be opened once more
+        elif self._state == "closed":
+            session.settle()
+            self._write_manifest(session)
+
     # Closing.
 
     def close(self, error: str | None = None, deadline_s: float | None = None) -> None:
@@ -339,70 +437,90 @@ class Capture:
             deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
         """
         if self._closing_in is None or not self._closing_in.is_running():
-            self._close(error, deadline_s, None)
+            self._close_here(_raised(error), deadline_s, None)
 
     async def aclose(self, error: str | None = None) -> None:
         """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it: that
         is raised afterwards; with an `error`, which goes up, at the task's next await.
         """
-        cancelled = await self._aclose(error)
+        cancelled = await self._aclose(_raised(error))
         if cancelled is not None:
             _go_on_cancelled(cancelled, instead=error is None)
 
-    async def _aclose(self, error: str | None) -> asyncio.CancelledError | None:
+    async def _aclose(self, ending: Ending | None) -> asyncio.CancelledError | None:
         """The cancellation that came meanwhile."""
         if self._state not in ("opening", "open"):
-            self._say_uncaptured(error)
+            self._say_uncaptured(ending)
             return None
+        self._leave_step()
         from stepscope.recording import loop
 
-        return await loop.uninterrupted(self._close_async(error))
-
-    def _close(self, error: str | None, deadline_s: float | None, discard: str | None) -> None:
         try:
-            self._close_what_is_open(error, deadline_s, discard)
+            return await loop.uninterrupted(self._close_async(ending))
+        finally:
+            self._hand_back()
+
+    def _leave_step(self) -> None:
+        """Reads the clock at which the step ends, before all else that closing does."""
+        if self._session is not None and self._state in ("opening", "open"):
+            self._session.leave()
+
+    def _hand_back(self) -> None:
+        """Reads the clock at which closing ends, after all else that it does."""
+        if self._session is not None and self._state == "closed":
+            self._session.hand_back()
+
+    def _close_here(self, ending: Ending | None, deadline_s: float | None, discard: str | None) -> None:
+        self._leave_step()
+        try:
+            self._close(ending, deadline_s, discard)
+        finally:
+            self._hand_back()
+
+    def _close(self, ending: Ending | None, deadline_s: float | None, discard: str | None) -> None:
+        try:
+            self._close_what_is_open(ending, deadline_s, discard)
         except BaseException:  # a Ctrl-C: what it cut short is done now
             try:
-                self._close_what_is_open(error, deadline_s, discard)
+                self._close_what_is_open(ending, deadline_s, discard)
             finally:  # after a second one, with what is known
                 if self._state == "closing" and self._session is not None:
                     self._finish(self._session, discard)
             raise
 
     def _close_what_is_open(
-        self, error: str | None, deadline_s: float | None, discard: str | None = None
+        self, ending: Ending | None, deadline_s: float | None, discard: str | None = None
     ) -> None:
         """Each part is done once; interrupted anywhere, this is called again and goes on from there."""
         session = self._leave()
         if session is None:
-            self._say_uncaptured(error)
+            self._say_uncaptured(ending)
             return
         try:
-            with session.ledger.closing():
-                try:
-                    session.close(error=error, discard=discard)
-                finally:
-                    self._stop_others_here(session, error, deadline_s, discard)
+            try:
+                session.close(ending=ending, discard=discard)
+            finally:
+                self._stop_others_here(session, ending, deadline_s, discard)
         except Exception as failure:
             guard.note("closing a capture", failure)
         self._finish(session, discard)
 
     def _stop_others_here(
-        self, session: Session, error: str | None, deadline_s: float | None, discard: str | None
+        self, session: Session, ending: Ending | None, deadline_s: float | None, discard: str | None
     ) -> None:
         left = self._closing_in is not None and not self._closing_in.is_running()  # in the middle of it
         if self._others is None or (self._told_to_stop and not left):
             return
         from stepscope.recording import loop
 
-        stop = self._stop_others(self._others, session, error, deadline_s, discard)
+        stop = self._stop_others(self._others, session, ending, deadline_s, discard)
         try:
             loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
         except Exception as failure:
             stop.close()
             guard.note("stopping workers and engines", failure)
 
-    async def _close_async(self, error: str | None, discard: str | None = None) -> None:
+    async def _close_async(self, ending: Ending | None, discard: str | None = None) -> None:
         import asyncio
 
         session = self._leave()
@@ -410,14 +528,13 @@ class Capture:
             return
         stopping: asyncio.Future[None] | None = None
         try:
-            with session.ledger.closing():
-                if self._others is not None:
-                    stop = self._stop_others(self._others, session, error, None, discard)
-                    stopping = asyncio.ensure_future(stop)
-                    self._closing_in = stopping.get_loop()
-                    await asyncio.sleep(0)  # the others are told before this process pays for its own stop
-                    session.close(error=error, discard=discard)
-                    await stopping
+            if self._others is not None:
+                stop = self._stop_others(self._others, session, ending, None, discard)
+                stopping = asyncio.ensure_future(stop)
+                self._closing_in = stopping.get_loop()
+                await asyncio.sleep(0)  # the others are told before this process pays for its own stop
+                session.close(ending=ending, discard=discard)
+                await stopping
         except Exception as failure:
             guard.note("closing a capture", failure)
         except BaseException:
@@ -426,11 +543,12 @@ class Capture:
             raise
         finally:  # what nothing did: no others, or a loop shutting down
             self._closing_in = None
-            self._close(error, None, discard)
+            self._close(ending, None, discard)
 
     def _roll_back(self, error: BaseException) -> None:
         reason = f"opening failed: {describe(error)}"
-        self._close(reason, None, reason)
+        self._close_here(Ending("rollback", reason), None, reason)
+        self._settle(self._session)
         self._tell_asker(reason)
 
     def _tell_asker(self, reason: str | None) -> None:
@@ -439,10 +557,10 @@ class Capture:
 
             requests.tell_outcome(self.step, reason)
 
-    def _say_uncaptured(self, error: str | None) -> None:
+    def _say_uncaptured(self, ending: Ending | None) -> None:
         """How long a step took that was not selected, unless an exception cut it short."""
         began, self._uncaptured = self._uncaptured, None
-        if began is not None and error is None:
+        if began is not None and ending is None:
             uncaptured.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
 
     def _leave(self) -> Session | None:
@@ -450,6 +568,8 @@ class Capture:
         here = threading.get_ident()
         open_here = self._state in ("opening", "open") or (self._state == "closing" and self._closer == here)
         if self._session is None or not open_here:
+            if self._state == "opening":
+                self._state = "closed"  # who opens it sees that
             return None
         self._closer, self._state = here, "closing"
         deactivate(self._session)
@@ -459,14 +579,14 @@ class Capture:
         self,
         others: Others,
         session: Session,
-        error: str | None,
+        ending: Ending | None,
         deadline_s: float | None,
         discard: str | None,
     ) -> None:
         from stepscope.recording.worker import StopRequest
 
         self._told_to_stop = True
-        request = StopRequest(capture_id=session.capture_id, error=error, discard=discard)
+        request = StopRequest(capture_id=session.capture_id, ending=ending, discard=discard)
         try:
             seconds = self.config.budget.fanout_seconds if deadline_s is None else deadline_s
             await others.stop(request, seconds)
@@ -479,20 +599,19 @@ class Capture:
 
     def _finish(self, session: Session, discard: str | None) -> None:
         """The last word in the manifest; then the process is free for the next capture."""
-        global _open
         if self._state == "closed":  # by a signal's handler, on top of this
             self._write_manifest(session)
             return
         self._manifest_is_out = True
         is_kept = discard is None
         try:
-            with session.ledger.closing():  # but for what follows the part's last write
-                if discard is None:
-                    self._say_unmatched_roles(session)
-                else:
-                    finish.withdraw(session, discard)
+            if discard is None:
+                self._say_omissions(session)
+            else:
+                finish.withdraw(session, discard)
             self._write_manifest(session)  # what a disk refuses is noted: hooks are still owed theirs
-            for line in self.result.problems():
+            session.ledger.told = True
+            for line in self.result.problems_to_tell():
                 guard.warn("stepscope: step %d: %s", self.step, line)
             self._tell_asker(self.result.shortfall() if discard is None else discard)
             self._retain(session)
@@ -501,9 +620,15 @@ class Capture:
         except Exception as failure:
             guard.note("ending a capture", failure)
             is_kept = False
-        self._state, _open = "closed", None if _open is self else _open
+        self._free()  # first: interrupted here, this is done once more
+        self._state = "closed"
+        session.write_cost()  # before the chores, which read it
         if is_kept:
             self._hand_over(session)
+
+    def _free(self) -> None:
+        if self._claim is not None:
+            self._claim.free()
 
     def _write_manifest(self, session: Session) -> None:
         session.ledger.write()
@@ -512,10 +637,21 @@ class Capture:
     def _hand_over(self, session: Session) -> None:
         """Says what was captured, and lets hooks and the command have it once the files are there."""
         try:
-            guard.info("stepscope: %s", self.result.summary())
+            summary = self.result.summary_to_tell()
+            if summary is not None:
+                guard.tell("stepscope: %s%s", summary, self._about_torch())
             finish.hand_over(self.result, session)
         except Exception as failure:
             guard.note("handing a capture over", failure)
+
+    def _about_torch(self) -> str:
+        """Words about the lines that torch's profiler has just printed; none after the first time."""
+        global _is_torch_explained
+        torch_window = sys.modules.get("stepscope.backends.torch_window")
+        if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:
+            return ""
+        _is_torch_explained = True
+        return ". Lines with `USDT:` or `External init callback` are torch's own and harmless"
 
     def _retain(self, session: Session) -> None:
         keep = self.config.budget.keep_steps
@@ -530,21 +666,53 @@ class Capture:
                 may_go=partial(finish.is_mirrored, session),
             )
 
-    def _say_unmatched_roles(self, session: Session) -> None:
+    def _say_omissions(self, session: Session) -> None:
+        """Enters what was asked for and did not take part."""
         manifest, mine = self.result.manifest(), session.ledger
-        alone = self._others is None
-        if manifest is None or mine.part.absent or mine.state(untold.WORKERS) is not None:
-            return  # who is not there may have the role
-        if self.result.apart:
-            return  # nor is it known yet what those do
-        if alone and not identity.is_alone():
+        if manifest is None:
             return
+        is_whole = self._knows_all(manifest)
+        if not self._told or self._others is not None:
+            self._say_left_out(mine, manifest)
+        if not is_whole or mine.part.absent or mine.state(untold.WORKERS) is not None:
+            return  # who is not there may have the role
         roles = {role for part in manifest.processes for role in (part.process.role, *part.roles)}
         if self._given[1] is not None:
             roles.add("rollout")
-        for pattern, reason in untold.unmatched_roles(self.config.roles, roles, "in this capture").items():
+        unmatched = untold.unmatched_roles(self.config.roles, roles, "in this capture")
+        for pattern, reason in unmatched.items():
             untold.warn_once(reason)
-            mine.skip(f"roles.{pattern}", reason)
+            mine.lack(f"roles.{pattern}", reason, kind="selection")
+        why_none = None if unmatched else untold.no_profiler(self.config, manifest)
+        if why_none is not None:
+            untold.warn_once(why_none)
+            say = mine.skip if self.config.roles == ProfileConfig().roles else mine.lack
+            say(untold.PROFILER, why_none, kind="selection")
+
+    def _say_left_out(self, ledger: Ledger, manifest: Manifest) -> None:
+        if ledger.part.ended_by is not None:
+            return  # there may be no time to ask
+        actors = {part.process.actor_id for part in manifest.processes if part.process.actor_id is not None}
+        for name, count in untold.left_out(actors).items():
+            reason = (
+                f"{count} actor{'s' * (count != 1)} of this job, and none in workers: calls of its decorated "
+                "methods are not recorded. Fix: add them to capture(workers={role: handles})"
+            )
+            untold.warn_once(f"{name}: {reason}")
+            # Who names workers or engines may mean no others.
+            say = ledger.lack if self._others is None else ledger.skip
+            say(f"actors of {name}", reason, kind="selection")
+
+    def _knows_all(self, manifest: Manifest) -> bool:
+        """Whether the parts of all that take part are here: of the ranks of torchrun, the last one to close
+        has them.
+        """
+        if self.result.apart:
+            return False
+        if self._others is not None or identity.is_alone():
+            return True
+        ranks = {part.process.key for part in manifest.processes if part.owner}
+        return len(ranks) == identity.ranks() and not self.result.is_open_elsewhere(manifest)
 
     # With and async with.
 
@@ -554,7 +722,8 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(None if error is None else describe(error), None, None)
+        self._leave_step()
+        self._close_here(_ending_of(error), None, None)
 
     async def __aenter__(self) -> Self:
         return await self.aopen() if self.selected else self.open()
@@ -562,7 +731,8 @@ class Capture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        cancelled = await self._aclose(None if error is None else describe(error))
+        self._leave_step()
+        cancelled = await self._aclose(_ending_of(error))
         if cancelled is not None and not isinstance(error, type(cancelled)):
             _go_on_cancelled(cancelled, instead=error is None)
 
@@ -573,6 +743,14 @@ class Capture:
             "opening a capture with workers or engines would block the running event loop. "
             "Fix: `async with capture(step, ...)`, or `await` its aopen() and aclose()"
         )
+
+
+def _raised(error: str | None) -> Ending | None:
+    return None if error is None else Ending("exception", error)
+
+
+def _ending_of(error: BaseException | None) -> Ending | None:
+    return _raised(None if error is None else describe(error))
 
 
 def _go_on_cancelled(cancelled: asyncio.CancelledError, *, instead: bool) -> None:
@@ -586,12 +764,12 @@ def _go_on_cancelled(cancelled: asyncio.CancelledError, *, instead: bool) -> Non
 
 def _after_fork_in_child() -> None:
     """The child is not recorded: the span file, the profiler and the capture are its parent's."""
-    global _open
     runtime.active = None
-    if _open is not None:
+    capture = opened()
+    if capture is not None:
         # The child may leave the block too, by exit() say. It must not close its parent's files and engines.
-        _open._state, _open._result = "closed", None
-        _open = None
+        capture._state, capture._result = "closed", None
+    claims.forget()
     loop = sys.modules.get("stepscope.recording.loop")
     if loop is not None:
         loop.forget()

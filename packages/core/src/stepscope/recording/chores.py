@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest import Expectation, State
 from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording import guard
@@ -54,7 +54,7 @@ class Chores:
         self._session = session
         self._over = threading.Event()
         self._files_until = time.monotonic() + session.config.budget.export_seconds
-        self._chores = [chore for chore in self._all() if session.ledger.state(chore.name) == "missing"]
+        self._chores = [chore for chore in self._all() if session.ledger.state(chore.name) == "pending"]
         # Once more at the end, for the manifest that says that the first time went well.
         self._last = self._mirror("--quiet")
 
@@ -112,7 +112,8 @@ class Chores:
 
     def _say(self, name: str, reason: str | None) -> None:
         ledger = self._session.ledger
-        ledger.expect(Expectation(name=name, state="failed" if reason else "ok", reason=reason))
+        state: State = "failed" if reason else "ok"
+        ledger.expect(Expectation(name=name, kind="after", state=state, reason=reason))
         ledger.write()
         if reason:
             guard.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import DRIFT_PPM, ClockAnchor
 
 _HAS_RAW = hasattr(time, "CLOCK_MONOTONIC_RAW")
 
@@ -43,19 +43,33 @@ class Exchange(NamedTuple):
         return (self.received_ns - self.sent_ns) - (self.answered_ns - self.heard_ns)
 
     @property
+    def within_ns(self) -> int:
+        """Half the time on the way. Their clock measured their part of it, and may have drifted meanwhile."""
+        drifted_ns = abs(self.answered_ns - self.heard_ns) * DRIFT_PPM // 1_000_000
+        return (self.round_trip_ns + drifted_ns + 1) // 2
+
+    @property
     def offset_ns(self) -> int:
         return ((self.heard_ns - self.sent_ns) + (self.answered_ns - self.received_ns)) // 2
 
 
-def estimate_offset(exchanges: Iterable[Exchange]) -> tuple[int, int] | None:
-    """(offset, uncertainty) in ns of their clock against ours: theirs = ours + offset, right within +-
-    uncertainty.
+class Estimate(NamedTuple):
+    """Their clock against ours: theirs = ours + `offset_ns`, right within +- `within_ns` at `at_ns`."""
 
-    Takes the exchange with the shortest round trip: the path can hide an asymmetry of at most half of it (RFC
-    5905). None without exchanges, or when every one was spoiled by a clock that was set back meanwhile.
+    offset_ns: int
+    within_ns: int
+    at_ns: int
+    """Our clock, in unix ns."""
+
+
+def estimate_offset(exchanges: Iterable[Exchange]) -> Estimate | None:
+    """Return what the best exchange says of their clock.
+
+    Half of the time on the way is the most that a path can hide by being slower in one direction (RFC 5905).
+    None without exchanges, or if each was spoiled by a clock that was set back meanwhile.
     """
-    usable = [exchange for exchange in exchanges if exchange.round_trip_ns >= 0]
+    usable = [exchange for exchange in exchanges if exchange.within_ns >= 0]
     if not usable:
         return None
-    best = min(usable, key=lambda exchange: exchange.round_trip_ns)
-    return best.offset_ns, (best.round_trip_ns + 1) // 2
+    best = min(usable, key=lambda exchange: exchange.within_ns)
+    return Estimate(best.offset_ns, best.within_ns, (best.sent_ns + best.received_ns) // 2)

@@ -32,6 +32,8 @@ class Watchdog:
         self._until = time.monotonic() + budget.seconds
         self._began_mb = resident_mb()
         self.thread = threading.Thread(target=self._run, name="stepscope-watchdog", daemon=True)
+
+    def start(self) -> None:
         self.thread.start()
 
     def cancel(self) -> None:

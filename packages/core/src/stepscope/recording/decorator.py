@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
+from stepscope import switch
 from stepscope.errors import ConfigError
 from stepscope.recording import wrappers
 from stepscope.recording.wrappers import Attrs
 
 F = TypeVar("F")  # no bound: to the type checker, what @ray.method returns is no Callable
-DISABLED = os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
-"""Read once, at import."""
 
 
-def profile_step(*, role: str, stage: str | None = None, attrs: Attrs | None = None) -> Callable[[F], F]:
+# A text is a role, because the first overload that fits counts.
+@overload
+def profile_step(
+    role: str | None = None, *, stage: str | None = None, attrs: Attrs | None = None
+) -> Callable[[F], F]: ...
+@overload
+def profile_step(role: F, *, stage: str | None = None, attrs: Attrs | None = None) -> F: ...
+def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs | None = None) -> object:
     """Decorates a function: each of its calls is a span of the step that is being captured.
+
+    `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
 
     The result is a plain function of the same kind (sync, `async def`, generator, async generator) with the
     same signature and metadata. On methods, and above or below @classmethod and @staticmethod; below
@@ -29,7 +36,8 @@ def profile_step(*, role: str, stage: str | None = None, attrs: Attrs | None = N
     @torch.compile.
 
     Args:
-        role: Who does the work: `actor`, `rollout`, `env`...
+        role: Who does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing span, else
+            that of the process: what the capture's `workers` calls its actor, or `worker`.
         stage: What is done; the function's name by default.
         attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
             None. It is called only while capturing (for a generator, at each resumption); what it raises is
@@ -39,19 +47,20 @@ def profile_step(*, role: str, stage: str | None = None, attrs: Attrs | None = N
         ConfigError: `role`, `stage` or `attrs` is none of these.
         TypeError: (by the decorator) this is not a Python function; says what to decorate instead.
 
-    With STEPSCOPE_DISABLE=1 in the environment at import, every function is returned unchanged.
+    With STEPSCOPE_DISABLE=1 every function is returned unchanged.
     """
-    check(role, stage, attrs)
+    is_bare = callable(role) or isinstance(role, (classmethod, staticmethod, property))
+    if switch.DISABLED:
+        return role if is_bare else lambda fn: fn
+    named = None if is_bare else role
+    check(named, stage, attrs, needs_role=False)
     if attrs is not None and not callable(attrs):
         attrs = dict(attrs)
-
-    def decorate(fn: F) -> F:
-        return fn if DISABLED else cast(F, timed(fn, role=role, stage=stage, attrs=attrs))
-
-    return decorate
+    decorate = partial(timed, role=cast("str | None", named), stage=stage, attrs=attrs)
+    return decorate(role) if is_bare else decorate
 
 
-def timed(target: object, *, role: str, stage: str | None, attrs: Attrs | None) -> object:
+def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs | None) -> object:
     """What to put in the place of `target`: a function, or a classmethod or staticmethod for one of those."""
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
@@ -66,9 +75,9 @@ def function(target: object) -> FunctionType:
     return target
 
 
-def check(role: object, stage: object, attrs: object) -> None:
-    """Raises `ConfigError` for what `profile_step` was told wrongly."""
-    if not _is_text(role):
+def check(role: object, stage: object, attrs: object, *, needs_role: bool = True) -> None:
+    """Raises `ConfigError` for wrong arguments of `profile_step`, or of `instrument`, which needs a role."""
+    if not _is_text(role) and (needs_role or role is not None):
         fix = 'say who does the work: role="actor"'
         raise ConfigError("profile_step(role)", role, "text that is not empty", fix)
     if stage is not None and not _is_text(stage):
@@ -87,7 +96,7 @@ def _is_text(value: object) -> bool:
 def _refusal(target: object) -> str:
     if isinstance(target, type):
         fix = f"decorate the methods of {target.__name__} that are to be timed"
-    elif isinstance(target, functools.partial):
+    elif isinstance(target, partial):
         fix = "decorate the function inside: functools.partial(profile_step(role=...)(fn), ...)"
     elif isinstance(target, property):
         fix = "put @property above @profile_step"

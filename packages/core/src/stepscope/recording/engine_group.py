@@ -1,4 +1,7 @@
-"""The inference engines of one capture: started and stopped at once, each with its own deadline."""
+"""The inference engines of one capture: started and stopped at once, each with its own deadline.
+
+One file above 400 lines: it holds every outcome of a replica, in time and late.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,30 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
 from stepscope.errors import ConfigError, EngineError
-from stepscope.files.late import is_awaited, waiting
+from stepscope.files.late import waiting
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import LATE, NOT_CLOSED, STILL_AWAITED, Expectation, State
+from stepscope.files.manifest import (
+    AWAITED,
+    IDLE,
+    LATE,
+    Expectation,
+    Pending,
+    State,
+    awaited,
+    cut_short,
+    of_engine,
+)
 from stepscope.files.sidecar import Artifact
-from stepscope.recording import finish, guard, late_stops, untold
+from stepscope.recording import finish, guard, late_stops, schedule, untold
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.loop import within
 from stepscope.recording.spans import describe
 
+_LATE: Pending = "late"
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
 _LONG_STOP_S = 108.0
 """What SGLang's users have reported."""
-_NOT_HERE = "announced and not on disk"
-"""How the reason begins of an engine whose files may yet be fetched."""
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
@@ -140,11 +152,14 @@ class EngineGroup:
         self._step = step
         self._name = name
         self._started: list[EngineProfiler] = []
+        self._elsewhere: set[str] = set()
+        """Labels of engines that announced files which were not here: they may yet be fetched."""
 
     async def start(self, deadline_s: float) -> None:
         """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
         else.
         """
+        self._say_unreachable_ranks()
         selected = [profiler for profiler in self._profilers if self._selects(profiler)]
         if selected:
             warn_of_long_stops(self._config)
@@ -156,7 +171,7 @@ class EngineGroup:
             guard.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
-                self._ledger.fail(_label(profiler), full)
+                self._ledger.fail(_label(profiler), full, kind="engine")
             return
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
         await late_stops.enter_what_came()  # an engine that has started is through with its last stop
@@ -167,10 +182,9 @@ class EngineGroup:
 
     def look_again(self) -> None:
         """Files that were not here may have been fetched since."""
-        labels = {_label(profiler) for profiler in self._profilers}
         for item in self._ledger.part.expected:
-            if item.name in labels and (item.reason or "").startswith(_NOT_HERE):
-                reason = self._not_here(item.artifacts)
+            if item.name in self._elsewhere:
+                reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
                 state: State = "partial" if reason else "ok"
                 kept = {
                     option: why
@@ -179,10 +193,15 @@ class EngineGroup:
                 }
                 self._ledger.expect(msgspec.structs.replace(item, state=state, reason=reason, ignored=kept))
 
+    def _say_unreachable_ranks(self) -> None:
+        sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
+        for rank, reason in schedule.unreachable_in_engines(self._config, ROLE, sizes).items():
+            self._ledger.lack(f"{ROLE} rank {rank}", reason, kind="selection")
+
     def _selects(self, profiler: EngineProfiler) -> bool:
         reason = _unselected(self._config, profiler)
         if reason is not None:
-            self._ledger.skip(_label(profiler), reason)
+            self._ledger.skip(_label(profiler), reason, kind="engine")
         return reason is None
 
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
@@ -193,11 +212,11 @@ class EngineGroup:
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
         except Exception as error:
-            self._ledger.fail(label, _why("start", error, deadline_s))
+            self._ledger.fail(label, _why("start", error, deadline_s), kind="engine")
             return
         if profiler not in self._started:  # it was told to stop before it had started: it is told again
             self._started.append(profiler)
-        self._ledger.expect(Expectation(name=label, state="missing", reason=NOT_CLOSED))
+        self._ledger.expect(awaited(label, "engine", "closing"))
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
@@ -223,49 +242,59 @@ class EngineGroup:
         if not started:
             _heard(stopping)
         elif not stopping.done():
-            reason = f"timeout: stop did not return within {deadline_s:g} s; {STILL_AWAITED}"
-            self._ledger.fail(label, reason)
+            self._fail_for_now(label, f"timeout: stop did not return within {deadline_s:g} s")
         else:
             try:
                 artifacts = stopping.result()
             except (Exception, asyncio.CancelledError) as error:
                 late = profiler.ignored.get(LATE) is not None
                 reason = _why("stop", error, deadline_s)
-                self._ledger.fail(label, f"{reason}; {STILL_AWAITED}" if late else reason)
-                if late:
+                if not late:
+                    self._ledger.fail(label, reason, kind="engine")
+                else:
+                    self._fail_for_now(label, reason)
                     late_stops.expect(partial(self._came_by_itself, label))
             else:
                 self._enter(label, artifacts, dict(profiler.ignored))
 
+    def _fail_for_now(self, label: str, reason: str) -> None:
+        self._ledger.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
+
     def _enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
-        state: State
-        reason: str | None
-        if not artifacts and "artifacts" in ignored:
-            state, reason = "skipped", ignored["artifacts"]
-        elif not artifacts:
-            state, reason = "missing", "the engine stopped and left no file"
-        else:
-            reason = self._not_here(artifacts)
-            if reason is None and LATE in ignored:
-                reason = f"{ignored[LATE]}; {STILL_AWAITED}"
-                late_stops.expect(partial(self._came_by_itself, label))
-            state = "partial" if reason else "ok"
         told = {artifact.path for artifact in self._entered(label)}
-        self._ledger.expect(
-            Expectation(name=label, state=state, reason=reason, artifacts=tuple(artifacts), ignored=ignored)
-        )
+        self._ledger.expect(self._outcome(label, tuple(artifacts), ignored))
         for artifact in artifacts:
             path = self._layout.root / artifact.path
             # Its sidecar may lie on another host's own disk.
             if artifact.path not in told and sidecar_of(path).exists():
                 finish.artifact_done(path, None, self._ledger)
 
+    def _outcome(self, label: str, artifacts: tuple[Artifact, ...], ignored: dict[str, str]) -> Expectation:
+        if not artifacts and IDLE in ignored:
+            idle = ignored.pop(IDLE)
+            return Expectation(
+                name=label, kind="engine", state="ok", idle=True, notes=(idle,), ignored=ignored
+            )
+        if not artifacts and "artifacts" in ignored:
+            reason = ignored["artifacts"]
+            return Expectation(name=label, kind="engine", state="skipped", reason=reason, ignored=ignored)
+        if not artifacts:
+            reason = "the engine stopped and left no file"
+            return Expectation(name=label, kind="engine", state="missing", reason=reason, ignored=ignored)
+        trouble, pending = self._not_here(artifacts), None
+        if trouble is not None:
+            self._elsewhere.add(label)
+        elif LATE in ignored:
+            trouble, pending = f"{ignored[LATE]}; {AWAITED['late']}", _LATE
+            late_stops.expect(partial(self._came_by_itself, label))
+        return of_engine(label, artifacts, ignored, trouble, pending)
+
     def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
         """A stop is over whose deadline had passed."""
         try:
             artifacts = stopped.result()
         except Exception as error:
-            self._ledger.fail(label, f"stop, after its deadline: {describe(error)}")
+            self._ledger.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
             self._write()
         else:
             self._enter_late(label, artifacts)
@@ -284,8 +313,8 @@ class EngineGroup:
         before = self._entered(label)
         if came:
             self._enter_late(label, [*before, *came])
-        awaited = any(is_awaited(item) for item in mine.expected if item.name == label)
-        return bool(before) and not came and not awaited
+        awaits = any(item.pending is not None for item in mine.expected if item.name == label)
+        return bool(before) and not came and not awaits
 
     def _entered(self, label: str) -> list[Artifact]:
         return [each for item in self._ledger.part.expected if item.name == label for each in item.artifacts]
@@ -314,7 +343,7 @@ class EngineGroup:
         hosts = {each.host for each in gone} - {socket.gethostname()}
         where = ", ".join(sorted(filter(None, hosts)))
         there = f". They are on {where}, below {self._layout.root} there" if where else ""
-        return f"{_NOT_HERE}: {', '.join(each.path for each in gone)}{there}"
+        return f"announced and not on disk: {', '.join(each.path for each in gone)}{there}"
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         found = self._config.role(ROLE)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
-from stepscope.files.manifest import NOT_RUN, Expectation
+from stepscope.files.manifest import Expectation, awaited
 from stepscope.files.mirror import is_whole
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
@@ -60,7 +60,7 @@ class _Hook:
             self.give_up(describe(error))
 
     def give_up(self, reason: str) -> None:
-        self._ledger.fail(self._name, reason)
+        self._ledger.fail(self._name, reason, kind="after")
         self._ledger.write()
         if self._hook not in _failed:
             _failed.add(self._hook)
@@ -144,7 +144,7 @@ def promise(session: Session, *, alone: bool) -> None:
     if alone and rank is not None and not chosen:
         spelled = ranks if isinstance(ranks, str) else list(ranks)
         for name in wanted:
-            session.ledger.skip(name, f"rank {rank} is not in finish.ranks: {spelled}")
+            session.ledger.skip(name, f"rank {rank} is not in finish.ranks: {spelled}", kind="after")
         return
     _expect(session, wanted)
 
@@ -158,18 +158,18 @@ def promise_in_worker(session: Session, *, apart: bool) -> None:
 
 def _expect(session: Session, names: Sequence[str]) -> None:
     for name in names:
-        session.ledger.expect(Expectation(name=name, state="missing", reason=NOT_RUN))
+        session.ledger.expect(awaited(name, "after", "running"))
     _commands.start()
 
 
 def _promised(session: Session) -> list[str]:
-    return [name for name in (COMMAND, SCALARS, MIRROR) if session.ledger.state(name) == "missing"]
+    return [name for name in (COMMAND, SCALARS, MIRROR) if session.ledger.state(name) == "pending"]
 
 
 def withdraw(session: Session, reason: str) -> None:
     """The capture is discarded: nothing is run after it."""
     for name in _promised(session):
-        session.ledger.expect(Expectation(name=name, state="skipped", reason=reason))
+        session.ledger.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
 
 def wanted(session: Session) -> bool:

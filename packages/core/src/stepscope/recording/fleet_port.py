@@ -5,7 +5,7 @@ Found through the entry points `stepscope.fleets`, so that recording knows no cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -30,6 +30,8 @@ class WorkerOutcome:
     clock: ClockOffset | None = None
     roles: tuple[str, ...] = ()
     """After `prepare`: the roles that it does the work of."""
+    warnings: tuple[str, ...] = ()
+    """After `prepare`: what the configuration asks for and nobody has."""
     apart: bool = False
     """After `start`: it writes to a folder that this process does not see."""
 
@@ -74,29 +76,44 @@ class Fleet(Protocol):
         ...
 
 
-def load_fleet(workers: object, engine_workers: Sequence[object] = ()) -> Fleet:
+def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> Fleet:
     """The fleet that knows what `workers` is.
 
     Args:
         workers: What was given to `capture(workers=)`; None for nothing.
-        engine_workers: Workers that an engine's own profiler records: they record spans only.
+        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
 
     Raises:
         ConfigError: no installed fleet knows it.
     """
     from importlib.metadata import entry_points
 
-    names = []
     for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
-        names.append(point.name)
-        make = cast(Callable[[object, Sequence[object]], "Fleet | None"], point.load())
-        fleet = make(workers, engine_workers)
+        make = cast(Callable[[object, Mapping[int, Sequence[object]]], "Fleet | None"], point.load())
+        fleet = make(workers, engine_workers or {})
         if fleet is not None:
             return fleet
-    kind = f"{type(workers).__module__}.{type(workers).__qualname__}"
-    raise ConfigError(
-        "capture(workers=)",
-        kind,
-        f"actor handles, a sequence of them in rank order, or {{role: handles}} ({', '.join(names)})",
-        "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing",
+    if isinstance(workers, Mapping) and workers:
+        role, group = next(iter(workers.items()))
+        raise not_workers(group, role)
+    raise not_workers(workers, None)
+
+
+def not_workers(group: object, role: object) -> ConfigError:
+    """Return the error for what is no worker, given as `capture(workers=group)` or {role: group}."""
+    is_empty = group is None or (isinstance(group, Sized) and not len(group))
+    item = group[0] if isinstance(group, Sequence) and group else group
+    kind = type(item).__qualname__
+    fix = "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing"
+    if isinstance(item, type):
+        kind, fix = item.__qualname__, f"pass what {item.__name__}.remote(...) returned, not the class"
+    elif kind.startswith("ActorClass("):
+        fix = f"pass what {kind[11:-1]}.remote(...) returned, not the class"
+    elif is_empty:
+        fix = "leave it out"
+    return ConfigError(
+        "capture(workers=)" if role is None else f"capture(workers=)[{role!r}]",
+        group if is_empty or isinstance(group, str) else kind if item is group else f"a list of {kind}",
+        "a Ray actor handle, a sequence of them in rank order, {number: handle}, or {role: any of these}",
+        fix,
     )

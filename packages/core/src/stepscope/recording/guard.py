@@ -22,11 +22,22 @@ def warn(message: str, *values: object) -> None:
     logging.getLogger("stepscope").warning(message, *values)
 
 
-def info(message: str, *values: object) -> None:
-    """Logs what went well, as `warn` logs what did not."""
+def tell(message: str, *values: object) -> None:
+    """Log what a user wants to see, at INFO. It is visible where nobody has chosen a level: a script without
+    any set-up of logging shows warnings alone.
+    """
     import logging
 
-    logging.getLogger("stepscope").info(message, *values)
+    logger = logging.getLogger("stepscope")
+    by_default = logger.level == logging.NOTSET and logger.getEffectiveLevel() == logging.WARNING
+    if not by_default or logger.manager.disable >= logging.INFO:
+        logger.info(message, *values)
+        return
+    record = logger.makeRecord(logger.name, logging.INFO, "stepscope", 0, message, values, None)
+    if logger.hasHandlers():
+        logger.handle(record)
+    elif logging.lastResort is not None:
+        logging.lastResort.handle(record)
 
 
 def note(where: str, error: BaseException) -> None:

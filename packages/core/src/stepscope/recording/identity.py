@@ -15,6 +15,7 @@ def identify(
     position: int | None = None,
     world_size: int | None = None,
     actor_id: str | None = None,
+    replica: int | None = None,
 ) -> ProcessInfo:
     """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK,
     `position`, None.
@@ -30,6 +31,7 @@ def identify(
         host=gethostname(),
         pid=os.getpid(),
         actor_id=actor_id,
+        replica=replica,
     )
 
 
@@ -50,8 +52,13 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 def is_alone() -> bool:
     """Whether no further process of a torch.distributed group runs the same loop as this one."""
+    return ranks() == 1
+
+
+def ranks() -> int:
+    """Return how many processes of a torch.distributed group run the same loop, this one included."""
     distributed = _torch_distributed()
-    return distributed is None or distributed[1] == 1
+    return 1 if distributed is None else distributed[1]
 
 
 def _torch_distributed() -> tuple[int, int] | None:

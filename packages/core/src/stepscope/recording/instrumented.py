@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from importlib.metadata import PackageNotFoundError, version
 
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
-from stepscope.recording import guard, patch
+from stepscope.recording import patch
 from stepscope.recording.boundaries import Boundary, calls_of
 from stepscope.recording.calls import Condition
 from stepscope.recording.patch import Instrument, Timing
@@ -24,7 +25,8 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
     """Instruments what `config` lists, now or at its import, and takes back what another one had listed.
 
     Args:
-        lenient: Log what is wrong with an entry instead of raising it: in workers, and at a program's start.
+        lenient: Log what is wrong with an entry instead of raising it: in workers, and at a program's start,
+            where a package that is not found may still come (`note_absent`).
 
     Raises:
         ConfigError: an entry names a module, or a function of an imported module, that is not there. What
@@ -41,12 +43,23 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
         if known is not None and not patch.same(known, handle):
             _applied.pop(key).remove()
         try:
-            _applied[key] = patch.place(handle)
+            _applied[key] = patch.place(handle, early=lenient)
         except Exception as error:
             if not (lenient or handle.origin):
                 raise
-            _note(handle, error)
+            patch.note_failure(handle, error)
     _entries = config.instrument
+
+
+def note_absent() -> None:
+    """Log each listed module that this process, which has begun its first step, still cannot find."""
+    for handle in _applied.values():
+        if handle.installed or handle.module in sys.modules or handle.origin:
+            continue
+        try:
+            patch.check_importable(handle.module)
+        except ConfigError as error:
+            patch.note_failure(handle, error)
 
 
 def apply_to(instance: object) -> None:
@@ -55,7 +68,7 @@ def apply_to(instance: object) -> None:
         try:
             handle.install_on(type(instance))
         except Exception as error:
-            _note(handle, error)
+            patch.note_failure(handle, error)
 
 
 def timed() -> dict[str, tuple[str, ...]]:
@@ -69,25 +82,42 @@ def timed() -> dict[str, tuple[str, ...]]:
     }
 
 
+def failed() -> dict[str, str]:
+    """Return the entries that are not in effect here: {`module:name`: why}. Those of presets are left out.
+
+    A preset lists functions of several versions of its framework, and need not find them all.
+    """
+    listed = [(str(entry.module), str(entry.name)) for entry in _entries if entry.preset is None]
+    return {
+        f"{module}:{name}": patch.failures[module, name]
+        for module, name in listed
+        if (module, name) in patch.failures
+    }
+
+
 def boundaries() -> list[str]:
     """Each function that was to begin a step, and what became of it in this process."""
-    begins = [
-        handle
-        for handle in _applied.values()
-        if handle.boundary is not None and handle.boundary.kind != "end"
-    ]
-    said = [f"{handle.module}:{handle.name} (step: {_kind(handle)}) {_fate(handle)}" for handle in begins]
     listed = {(handle.module, handle.name) for handle in _applied.values()}
+    fates = []
+    elsewhere: set[tuple[str | None, str | None]] = set()
     for entry in _entries:
         if entry.step not in (None, "end") and (entry.module, entry.name) not in listed:
-            said.append(f"{entry.module}:{entry.name} (step: {entry.step}) could not be patched: see the log")
-        elif entry.preset is not None and not _is_here(read_preset(entry.preset, _installed)):
-            said.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
-    return said
-
-
-def _kind(handle: Instrument) -> str:
-    return "" if handle.boundary is None else handle.boundary.kind
+            fates.append(
+                f"{entry.module}:{entry.name} (step: {entry.step}) could not be patched: see the log"
+            )
+        elif entry.preset is not None:
+            preset = read_preset(entry.preset, _installed)
+            if not _is_here(preset):
+                fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
+                elsewhere |= {(inner.module, inner.name) for inner in preset.entries}
+    begins = [
+        f"{handle.module}:{handle.name} (step: {handle.boundary.kind}) {_fate(handle)}"
+        for handle in _applied.values()
+        if handle.boundary is not None
+        and handle.boundary.kind != "end"
+        and (handle.module, handle.name) not in elsewhere
+    ]
+    return begins + fates
 
 
 def _fate(handle: Instrument) -> str:
@@ -96,14 +126,21 @@ def _fate(handle: Instrument) -> str:
         return f"was patched, and {f'began no step in {calls} calls' if calls else 'was never called'}"
     if handle.module in sys.modules:
         return "could not be patched: see the log"
-    return "was not patched: its module was never imported"
+    if handle.module == program():
+        return "was not patched: that module is the program itself, which runs as `__main__`"
+    absent = patch.absent_part(handle.module)
+    return "was not patched: " + (
+        "its module was never imported" if absent is None else f"there is no module {absent!r}"
+    )
 
 
-def _note(handle: Instrument, error: Exception) -> None:
-    """Logs it, once per module where that is not there."""
-    whole = isinstance(error, ConfigError) and error.value == handle.module
-    target = repr(handle.module) if whole else f"{handle.module!r}, {handle.name!r}"
-    guard.note(f"instrument({target}){handle.origin}", error)
+def program() -> str | None:
+    """The name under which another module could import this process' program."""
+    main = sys.modules.get("__main__")
+    if getattr(main, "__spec__", None) is not None:
+        return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m
+    file = getattr(main, "__file__", None)
+    return None if file is None else os.path.splitext(os.path.basename(file))[0]
 
 
 def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Instrument]:
@@ -114,9 +151,10 @@ def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Ins
     for origin, entry in _flat(entries, lenient):
         key = (str(entry.module), str(entry.name))
         grouped.setdefault(key, (origin, []))[1].append(entry)
+    kinds = {entry.step for _, group in grouped.values() for entry in group}
     for (module, name), (origin, group) in grouped.items():
         timings = [_timing(entry) for entry in group if entry.step is None]
-        boundary = next((_boundary(entry) for entry in group if entry.step is not None), None)
+        boundary = next((_boundary(entry, kinds) for entry in group if entry.step is not None), None)
         yield Instrument(module, name, timings, boundary, origin)
 
 
@@ -134,8 +172,7 @@ def _flat(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[tuple[
             fix = f"pip install {preset.distribution}, or put its source on PYTHONPATH"
             raise ConfigError("instrument.preset", name, allowed, fix)
         origin = _origin(preset)
-        if _is_here(preset):  # a helper process of another environment has nothing to patch
-            yield from ((origin, entry) for entry in preset.entries)
+        yield from ((origin, entry) for entry in preset.entries)
 
 
 def _is_here(preset: Preset) -> bool:
@@ -159,11 +196,13 @@ def _timing(entry: InstrumentConfig) -> Timing:
     return Timing(str(entry.role), entry.stage, dict(entry.attrs) or None, Condition(entry.where, entry.same))
 
 
-def _boundary(entry: InstrumentConfig) -> Boundary:
+def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:
+    """The boundary that `entry` is in a list with entries of these kinds."""
     return Boundary(
         kind=str(entry.step),
         role=entry.role or "trainer",
         number=entry.number,
         workers=dict(entry.workers),
         condition=Condition(entry.where, entry.same),
+        counts="next" not in kinds,
     )

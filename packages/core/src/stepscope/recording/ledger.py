@@ -1,16 +1,13 @@
 """This process' part of the manifest, kept true on disk while a capture runs and after it.
 
-Everything that was promised stands in it from the moment it is promised, as `missing` with the reason, so
-that a process that dies leaves the truth behind.
+Everything that was promised stands in it from the moment it is promised, as `pending`, so that a process
+that dies leaves the truth behind.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,13 +16,16 @@ from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest import (
-    NOT_EXPORTED,
+    AWAITED,
     Absent,
     Expectation,
+    Kind,
     Manifest,
     OwnCost,
+    Pending,
     ProcessPart,
     State,
+    awaited,
 )
 from stepscope.files.parts import fold, part_files, write_manifest
 from stepscope.files.sidecar import Artifact
@@ -39,6 +39,8 @@ class Ledger:
         self._path = path
         self._part = part
         self._items: dict[str, Expectation] = {}
+        self.told = False
+        """Whether what went wrong was logged: what goes wrong later is logged by itself."""
         self._pending: Counter[str] = Counter()
         self._cut: dict[str, str] = {}
         """Name -> the budget that kept some of its windows from opening."""
@@ -51,11 +53,11 @@ class Ledger:
             return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
 
     def problems(self) -> list[str]:
-        """One line for each thing that is promised and not there, exports under way left out."""
+        """Return a line for each thing that is missing, partial or failed."""
         return [
             f"{item.name}: {item.state}: {item.reason}"
             for item in self.part.expected
-            if item.state in ("missing", "partial", "failed") and item.reason != NOT_EXPORTED
+            if item.state in ("missing", "partial", "failed")
         ]
 
     def update(self, **fields: object) -> None:
@@ -97,68 +99,59 @@ class Ledger:
             )
             self.update(cost=total)
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """All the time in the block is a cost of opening, waiting for others included."""
-        began, before = time.monotonic_ns(), self._part.cost.start_ns
-        try:
-            yield
-        finally:
-            known = self._part.cost.start_ns - before
-            self.spend(start_ns=max(0, time.monotonic_ns() - began - known))
-
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        """All the time in the block is a cost of closing, waiting for others included."""
-        began, before = time.monotonic_ns(), self._part.cost.stop_ns
-        try:
-            yield
-        finally:
-            known = self._part.cost.stop_ns - before
-            self.spend(stop_ns=max(0, time.monotonic_ns() - began - known))
-
     def expect(self, item: Expectation) -> None:
         """Promises something, or replaces what was said of it."""
         with self._lock:
             self._items[item.name] = item
 
-    def skip(self, name: str, reason: str) -> None:
+    def skip(self, name: str, reason: str, *, kind: Kind) -> None:
         """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another
         time).
         """
         with self._lock:
             if name not in self._items:
-                self.expect(Expectation(name=name, state="skipped", reason=reason))
+                self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
 
-    def cut(self, name: str, reason: str) -> None:
+    def lack(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Says that something was asked for, and that nobody can give it."""
+        with self._lock:
+            self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
+
+    def cut(self, name: str, reason: str, *, kind: Kind) -> None:
         """Says that a budget kept a window of it from opening: `missing`, or `partial` with artifacts."""
         with self._lock:
             self._cut.setdefault(name, reason)
-            old = self._items.get(name, Expectation(name=name, state="skipped", reason=reason))
-            if old.state == "skipped":
-                old = msgspec.structs.replace(old, state="missing", reason=reason)
+            old = self._items.get(name)
+            if old is None or old.state == "skipped":
+                old = Expectation(name=name, kind=kind, state="missing", reason=reason)
             elif old.state == "ok":
                 old = msgspec.structs.replace(old, state="partial", reason=reason)
             self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
 
-    def fail(self, name: str, reason: str) -> None:
-        """Says that something went wrong: `partial` where artifacts of it are there, else `failed`."""
+    def fail(self, name: str, reason: str, *, kind: Kind, pending: Pending | None = None) -> None:
+        """Says that something went wrong: `partial` where artifacts of it are there, else `failed`.
+
+        Args:
+            pending: The event after which files may come all the same.
+        """
         with self._lock:
-            old = self._items.get(name, Expectation(name=name, state="failed", reason=reason))
-            state = "partial" if old.artifacts else "failed"
-            self.expect(msgspec.structs.replace(old, state=state, reason=reason))
+            old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
+            state: State = "partial" if old.artifacts else "failed"
+            if self._pending[name]:
+                pending = "exporting"
+            self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
 
     def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
         """An artifact of `name` was recorded and is on its way to the disk."""
         with self._lock:
             self._pending[name] += 1
-            old = self._items.get(name, Expectation(name=name, state="missing", reason=NOT_EXPORTED))
-            failed = old.state in ("failed", "partial")
+            old = self._items.get(name, awaited(name, "trace", "exporting"))
+            if old.state not in ("failed", "partial"):
+                old = msgspec.structs.replace(old, state="pending", reason=AWAITED["exporting"])
             self.expect(
                 msgspec.structs.replace(
                     old,
-                    state=old.state if failed else "missing",
-                    reason=old.reason if failed else NOT_EXPORTED,
+                    pending="exporting",
                     truncated=truncated or old.truncated,
                     ignored={**old.ignored, **ignored},
                 )
@@ -173,12 +166,20 @@ class Ledger:
                 old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact))
                 self._items[name] = old
             if error is not None:
-                self.fail(name, error)
-            elif self._pending[name] == 0 and old.reason == NOT_EXPORTED:
-                cut = self._cut.get(name)
-                self.expect(msgspec.structs.replace(old, state="partial" if cut else "ok", reason=cut))
+                self.fail(name, error, kind="trace")
+            elif self._pending[name] == 0:
+                self._settle(old)
             self.spend(export_ns=cost_ns)
             self.write()
+
+    def _settle(self, item: Expectation) -> None:
+        """Its last file is there. What failed before is partial now, whichever came first."""
+        cut = self._cut.get(item.name) or item.truncated
+        if item.state == "pending":
+            item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
+        elif item.state == "failed":
+            item = msgspec.structs.replace(item, state="partial")
+        self.expect(msgspec.structs.replace(item, pending=None))
 
     def manifest(self, step: StepLayout) -> Manifest:
         """What is there at this moment, folded from the parts of all processes of the step."""

@@ -6,14 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest import (
-    NOT_CLOSED,
-    NOT_FETCHED,
-    STILL_AWAITED,
-    Absent,
-    Expectation,
-    State,
-)
+from stepscope.files.manifest import Absent, Expectation, State, awaited
 from stepscope.recording import finish, guard
 from stepscope.recording.engine_group import EngineGroup, profilers_of
 from stepscope.recording.fleet_port import Fleet, WorkerOutcome, load_fleet
@@ -31,7 +24,9 @@ class Others:
     def __init__(self, workers: object, engines: object) -> None:
         """Raises ConfigError or EngineError for workers or engines that nothing installed knows."""
         self.profilers = [] if engines is None else profilers_of(engines)
-        recorded = [worker for profiler in self.profilers for worker in profiler.workers]
+        recorded = {
+            profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
+        }
         self.fleet: Fleet | None = None
         if workers is not None or recorded:
             self.fleet = load_fleet(workers, recorded)
@@ -88,11 +83,11 @@ class Others:
         for outcome in await self.fleet.gather(request, home, left_s):
             if outcome.name in fetched:
                 continue  # it was asked for an engine's files; its own are here
-            name, reason = files_of(outcome.name), outcome.reason
+            name = files_of(outcome.name)
             state: State = "ok" if outcome.state == "ok" else "failed"
-            ledger.expect(Expectation(name=name, state=state, reason=reason))
-            if reason is not None:
-                guard.warn("stepscope: step %d: %s: %s", ledger.part.step, name, reason)
+            ledger.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
+            if state != "ok":
+                guard.warn("stepscope: step %d: %s: %s", ledger.part.step, name, outcome.reason)
         group.look_again()
         ledger.write()
         here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
@@ -107,7 +102,7 @@ class Others:
         is_over = (
             all(ledger.state(files_of(name)) == "ok" for name in self.apart)
             and all(home.path_of(artifact.path).exists() for item in items for artifact in item.artifacts)
-            and not any((item.reason or "").endswith(STILL_AWAITED) for item in items)
+            and not any(item.pending == "late" for item in items)
         )
         if self.fleet is not None and is_over and not self._released:
             self._released = True
@@ -119,8 +114,8 @@ class Others:
         said = dict.fromkeys((*part.began.values(), *self.apart), "began")
         said |= {absent.name: absent.reason for absent in part.absent}
         for item in part.expected:
-            if item.name.startswith("replica "):
-                said[item.name] = "began" if item.reason == NOT_CLOSED else item.reason or item.state
+            if item.kind == "engine":
+                said[item.name] = "began" if item.pending == "closing" else item.reason or item.state
         return said
 
     async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
@@ -129,8 +124,7 @@ class Others:
             fetched = request.config.finish.fetches
             self.apart = [each.name for each in outcomes if each.apart and fetched]
             for name in self.apart:
-                item = Expectation(name=files_of(name), state="missing", reason=NOT_FETCHED)
-                ledger.expect(item)
+                ledger.expect(awaited(files_of(name), "fetch", "fetching"))
             began = {each.process: each.name for each in outcomes if each.process is not None}
             ledger.update(began={key: name for key, name in began.items() if name not in self.apart})
             _enter(ledger, outcomes)

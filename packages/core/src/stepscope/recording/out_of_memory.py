@@ -107,7 +107,8 @@ class _Watch:
         kept = f"no snapshot: {why}" if why else f"oom/{file.name}"
         guard.warn("stepscope: CUDA out of memory: %s; %s", what, kept)
         if session is not None:
-            session.ledger.expect(Expectation(name=ITEM, state="ok", reason=f"{what}; {kept}"))
+            item = Expectation(name=ITEM, kind="memory", state="ok", reason=f"{what}; {kept}")
+            session.ledger.expect(item)
             session.ledger.write()
 
     def _why_none(self, run: RunLayout) -> str | None:

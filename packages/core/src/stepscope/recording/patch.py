@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
+from stepscope import switch
 from stepscope.errors import ConfigError
 from stepscope.recording import decorator, guard, runtime, wrappers
 from stepscope.recording.boundaries import Boundary
@@ -19,6 +19,8 @@ from stepscope.recording.wrappers import Attrs
 _lock = threading.RLock()
 _instruments: dict[tuple[str, str], Instrument] = {}
 """(module, name) -> what is installed there, or waits for the import. Written by this module alone."""
+failures: dict[tuple[str, str], str] = {}
+"""(module, name) -> why nothing is installed there. Written by this module alone."""
 
 
 class Timing(NamedTuple):
@@ -93,6 +95,7 @@ class Instrument:
         """
         parent, attribute = _parent_of(module, self.name)
         self._replace(parent, attribute)
+        failures.pop((self.module, self.name), None)
 
     def install_on(self, cls: type) -> None:
         """Replaces the method in the class of a live object that is no longer its module's: a Ray actor's."""
@@ -104,7 +107,7 @@ class Instrument:
             and attribute in vars(each)
         ]
         for each in theirs:
-            if not hasattr(_plain(vars(each)[attribute]), "__stepscope_replaces__"):
+            if not wrappers.is_replacement(vars(each)[attribute]):
                 self._replace(each, attribute)
 
     def _replace(self, parent: object, attribute: str) -> None:
@@ -116,12 +119,17 @@ class Instrument:
             if isinstance(parent, ModuleType)
             else inspect.getattr_static(parent, attribute)
         )
-        declared = getattr(_plain(original), "__stepscope__", None)
+        declared = wrappers.declared(original)
         if declared is not None and self.timings:
-            fix = f"nothing to do: it is recorded as {declared.role}/{declared.stage}"
+            role = "" if declared.role is None else f"{declared.role}/"
+            fix = f"nothing to do: it is recorded as {role}{declared.stage}"
             raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
         replacement = self._replacement(original)
         inherited = attribute not in vars(parent)
+        if inherited and isinstance(parent, type):
+            # Where pickle looks for it: under its old name it finds the function of the base class.
+            made = cast(FunctionType, getattr(replacement, "__func__", replacement))
+            made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
         wrapt.apply_patch(parent, attribute, replacement)
         self._patched.append(Patched(parent, attribute, original, replacement, inherited))
 
@@ -136,7 +144,7 @@ class Instrument:
             from stepscope.recording import boundaries
 
             made = boundaries.wrap(made, self.boundary, self._target)
-        vars(made)["__stepscope_replaces__"] = True
+        wrappers.mark_replacement(made)
         return made
 
     def _imported(self, module: ModuleType) -> None:
@@ -148,7 +156,15 @@ class Instrument:
             except Exception as error:
                 # The import is the user's: it succeeds, whatever we do not find in the module.
                 del _instruments[self.module, self.name]
-                guard.note(f"instrument({self.module!r}, {self.name!r}){self.origin}", error)
+                note_failure(self, error)
+
+
+def note_failure(handle: Instrument, error: Exception) -> None:
+    """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
+    is_absent = isinstance(error, ConfigError) and error.value == handle.module
+    target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
+    failures[handle.module, handle.name] = str(error)
+    guard.note(f"instrument({target}){handle.origin}", error)
 
 
 def instrument(
@@ -176,14 +192,18 @@ def instrument(
     return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
 
 
-def place(handle: Instrument) -> Instrument:
-    """Installs it, or lets it wait for its module. The one that is there already, if it says the same.
+def place(handle: Instrument, *, early: bool = False) -> Instrument:
+    """Install `handle`, or let it wait for its module. Return the one that stands there if it is the same.
+
+    Args:
+        early: `sys.path` is not complete yet (a program that starts, a Ray worker): a package that is not
+            found may come.
 
     Raises:
         ConfigError: as `instrument`.
         TypeError: as `instrument`.
     """
-    if decorator.DISABLED:
+    if switch.DISABLED:
         return handle
     module, name = handle.module, handle.name
     with _lock:
@@ -197,7 +217,7 @@ def place(handle: Instrument) -> Instrument:
         if loaded is not None:
             handle.install(loaded)
         else:
-            _check_importable(module)
+            check_importable(module, early=early)
         _instruments[module, name] = handle
     if loaded is None:
         import wrapt
@@ -235,25 +255,18 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
 
     if inspect.iscoroutinefunction(fn):
 
-        @functools.wraps(fn)
         async def choose_async(*args: Any, **kwargs: Any) -> Any:
             return await (fn if runtime.active is None else version(args, kwargs))(*args, **kwargs)
 
         made: Callable[..., Any] = choose_async
     else:
 
-        @functools.wraps(fn)
         def choose(*args: Any, **kwargs: Any) -> Any:
             return (fn if runtime.active is None else version(args, kwargs))(*args, **kwargs)
 
         made = choose
     # The roles of a class are read off it.
-    vars(made)["__stepscope__"] = vars(versions[0][1])["__stepscope__"]
-    return cast(FunctionType, made)
-
-
-def _plain(member: object) -> object:
-    return getattr(member, "__func__", member)
+    return cast(FunctionType, wrappers.wraps(fn, made, wrappers.declared(versions[0][1])))
 
 
 def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
@@ -275,10 +288,13 @@ def _original_class(found: object) -> object:
     return found if hidden is None else hidden.modified_class
 
 
-def _check_importable(module: str) -> None:
+def check_importable(module: str, *, early: bool = False) -> None:
+    """Raise ConfigError if `module` cannot be imported; `early`: only if its package lacks it."""
     absent = absent_part(module)
     if absent is not None:
         package, _, below = absent.rpartition(".")
+        if early and not package:
+            return
         fix = (
             f"correct the name: there is no {below!r} in {package}"
             if package

@@ -17,25 +17,41 @@ from stepscope.recording.fleet_port import WorkerOutcome
 from stepscope.recording.loop import within
 from stepscope.recording.others import Others
 from stepscope.recording.spans import describe
-from stepscope.recording.worker import PrepareRequest, prepare_worker
+from stepscope.recording.worker import PrepareAnswer, PrepareRequest, prepare_worker
 
 STARTING_S = 300.0
 """How long a worker or an engine may take to answer before the run: it may still be loading its model."""
 
 
-async def make_ready(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
-    """Raises ConfigError or EngineError as a capture would on opening; CaptureError with all that is
-    wrong.
+async def make_ready(
+    config: ProfileConfig,
+    workers: object,
+    engines: object,
+    role: str,
+    *,
+    edited: bool = True,
+    alone: PrepareAnswer | None = None,
+) -> None:
+    """Check and warm up this process, its workers and its engines.
+
+    Args:
+        edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
+            that nobody edits, roles come with the modules that it imports, and a busy worker is not waited
+            for longer than in a capture.
+        alone: What preparing this process itself has led to; None if that is still to be done.
+
+    Raises:
+        ConfigError: as a capture on opening.
+        EngineError: as a capture on opening.
+        CaptureError: all that is wrong.
     """
     others = Others(None if untold.none_meant(workers) else workers, engines)
-    if workers is not None and not untold.none_meant(workers):
-        untold.workers_prepared()
     run.check(config, on_ray=others.fleet is not None)
     if others.profilers:
         warn_of_long_stops(config)
     mine, outcomes, engines_problems = await asyncio.gather(
-        own_thread(prepare_worker, PrepareRequest(config=config, run_id=run.run_id(), role=role)),
-        _workers(others, config),
+        _this_process(config, role, alone),
+        _workers(others, config, STARTING_S if edited else 0.0),
         asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
     )
     problems = [] if mine.problem is None else [mine.problem]
@@ -44,7 +60,9 @@ async def make_ready(config: ProfileConfig, workers: object, engines: object, ro
     if problems:
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
-    if outcomes or others.profilers or identity.is_alone():
+    for warning in dict.fromkeys((*mine.warnings, *(line for each in outcomes for line in each.warnings))):
+        untold.warn_once(warning)
+    if edited and (outcomes or others.profilers or identity.is_alone()):
         roles = {*mine.roles, *(found for each in outcomes for found in each.roles)}
         _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
 
@@ -56,10 +74,17 @@ def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
         untold.warn_once(reason)
 
 
-async def _workers(others: Others, config: ProfileConfig) -> Sequence[WorkerOutcome]:
+async def _this_process(config: ProfileConfig, role: str, alone: PrepareAnswer | None) -> PrepareAnswer:
+    if alone is not None:
+        return alone
+    request = PrepareRequest(config=config, run_id=run.run_id(), role=role)
+    return await own_thread(prepare_worker, request)
+
+
+async def _workers(others: Others, config: ProfileConfig, starting_s: float) -> Sequence[WorkerOutcome]:
     if others.fleet is None:
         return []
-    deadline_s = max(config.budget.fanout_seconds, STARTING_S)
+    deadline_s = max(config.budget.fanout_seconds, starting_s)
     return await others.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
 
 

@@ -25,7 +25,6 @@ from stepscope.files.requests import (
     AnswerState,
     Listening,
     Request,
-    change_requests,
     claim_step,
     read_requests,
     settled,
@@ -35,70 +34,8 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording import guard, run, signalled
 from stepscope.recording.identity import identify, is_alone
 
-_DAY_NS = 86_400 * 10**9
-
 _listener: Listener | None = None
 """Of this process. One writer: `listener_of`."""
-
-
-def request_capture(
-    steps: str = "next",
-    *,
-    roles: str | None = None,
-    ranks: object = None,
-    tool: str | None = None,
-    seconds: float | None = None,
-    expires_s: float = 3600,
-    save_path: str | os.PathLike[str] | None = None,
-) -> str:
-    """Asks a run, this one or another, to capture steps that its configuration does not select.
-
-    What `stepscope trigger` does. The run hears it when its next step begins.
-
-    Args:
-        steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
-        roles: A role or a glob in which the profiler runs; None: as configured.
-        ranks: `all`, `first` or ranks; None: as configured.
-        tool: Instead of the configured one.
-        seconds: Instead of `budget.seconds`.
-        expires_s: Forgotten if no step has begun by then.
-        save_path: The run's folder; None: that of this process' configuration.
-
-    Returns:
-        The request's id; `stepscope trigger RUN --status` shows the answers to it.
-
-    Raises:
-        ConfigError: an argument is wrong.
-        OSError: the folder cannot be written.
-    """
-    settings: dict[str, object] = {"steps": [0] if steps == "next" else steps}
-    if roles is not None or ranks is not None:
-        settings["roles"] = {roles or "*": {} if ranks is None else {"ranks": ranks}}
-    if tool is not None:
-        settings["tool"] = tool
-    if seconds is not None:
-        settings["budget"] = {"seconds": seconds}
-    checked = ProfileConfig.from_mapping(settings)
-    chosen = next(iter(checked.roles.values())).ranks
-    now_ns = time.time_ns()
-    request = Request(
-        id=os.urandom(4).hex(),
-        steps="next" if steps == "next" else ",".join(str(each) for each in checked.steps),
-        roles=roles,
-        ranks=None if ranks is None else chosen if isinstance(chosen, str) else list(chosen),
-        tool=tool,
-        seconds=seconds,
-        created_ns=now_ns,
-        expires_ns=now_ns + int(expires_s * 1e9),
-    )
-    layout = RunLayout(run.current().save_path if save_path is None else save_path)
-    change_requests(layout, lambda standing: [*_living(standing), request])
-    return request.id
-
-
-def _living(requests: list[Request]) -> list[Request]:
-    """Those that have not been over for a day, whose answers somebody may still read."""
-    return [request for request in requests if request.expires_ns > time.time_ns() - _DAY_NS]
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
@@ -115,7 +52,7 @@ def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
     ranks = request.ranks
     if request.roles is not None:
         found = config.role(request.roles) or next(iter(config.roles.items()))
-        role = found[1].replace(ranks=found[1].ranks if ranks is None else ranks)
+        role = found[1].replace(ranks=found[1].ranks if ranks is None else ranks, profiler=True)
         changes["roles"] = {request.roles: role}
     elif ranks is not None:
         changes["roles"] = {name: role.replace(ranks=ranks) for name, role in config.roles.items()}
@@ -199,7 +136,9 @@ class Listener:
                 request.id: settled(request, self._said.answers[request.id], gone=why)
                 for request in self._requests
             }
-            said = msgspec.structs.replace(self._said, step=self._step, answers=answers)
+            said = msgspec.structs.replace(
+                self._said, step=self._step, answers=answers, run_id=run.run_id(), ended_ns=time.time_ns()
+            )
             if said != self._written and self._layout.root.is_dir():
                 write_listening(self._layout, said)
                 self._written = said
@@ -277,9 +216,10 @@ class Listener:
             return
         self._seen = seen
         try:
-            self._requests = read_requests(self._layout.control)
+            known = read_requests(self._layout.control)
+            self._requests = [each for each in known if each.runs is None or run.run_id() in each.runs]
         except RecordError as error:
-            guard.warn("stepscope: requests are ignored until this is mended: %s", error)
+            guard.warn("stepscope: requests are ignored until this is fixed: %s", error)
             self._requests = []
         for request in self._requests:
             if request.id not in self._said.answers:
@@ -298,7 +238,7 @@ class Listener:
         """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
         asks has no other sign that there is such a run.
         """
-        self._said = msgspec.structs.replace(self._said, step=self._step)
+        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=run.run_id())
         if self._said != self._written:
             write_listening(self._layout, self._said)
             self._written = self._said
@@ -328,6 +268,11 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
         standing = _listener = Listener(config, identify(role, rank=rank))
         signalled.handle(config)
     return standing
+
+
+def listens_here(save_path: str) -> bool:
+    """Whether this process listens at the run in that folder."""
+    return _listener is not None and _listener.listens_for(save_path)
 
 
 def tell_others(step: int, said: dict[str, str]) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import (
-    NOT_CLOSED,
-    NOT_EXPORTED,
-    NOT_FETCHED,
-    NOT_RUN,
-    Expectation,
-    Manifest,
-)
+from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.parts import read_parts
-from stepscope.files.processes import is_running
-from stepscope.recording import export, guard
+from stepscope.recording import export, guard, untold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,34 +66,62 @@ class CaptureResult:
             guard.note("writing the manifest", error)
 
     def problems(self) -> list[str]:
-        """One line for each thing that is missing, partial or failed; exports that are under way do not
-        count, nor does a `finish.command` that has not run yet.
+        """Return a line for each thing that is missing, partial or failed. What is pending does not count."""
+        manifest = self.manifest()
+        return [] if manifest is None else manifest.problems()
+
+    def problems_to_tell(self) -> list[str]:
+        """Return the problems that this process tells of: its own, and those of processes that it started.
+
+        Ranks that open captures of their own tell of themselves. The last one to close tells of those that
+        are gone.
         """
-        under_way = (NOT_EXPORTED, NOT_FETCHED)
-        return [line for line in _problems(self.manifest()) if not any(why in line for why in under_way)]
+        manifest = self.manifest()
+        if manifest is None:
+            return []
+        parts = manifest.processes
+        is_last = not self.is_open_elsewhere(manifest)
+        told = [part for part in parts if not self._is_peer(part) or (is_last and part.closed is None)]
+        return msgspec.structs.replace(manifest, processes=tuple(told)).problems()
+
+    def _is_peer(self, part: ProcessPart) -> bool:
+        mine = None if self._session is None else self._session.process
+        return part.owner and part.process != mine
+
+    def is_open_elsewhere(self, manifest: Manifest) -> bool:
+        """Return whether another rank, which opened this capture by itself, has not closed it yet."""
+        peers = filter(self._is_peer, manifest.processes)
+        return any(item.pending == "closing" for part in peers for item in part.expected)
 
     def shortfall(self) -> str | None:
-        """What failed, or why no profiler and no engine recorded anything; None when all is well so far."""
-        problems = [line for line in self.problems() if NOT_CLOSED not in line]
+        """What failed, or why nothing recorded though a profiler was to run; None when all is well so far."""
+        problems = self.problems()
         if problems:
             more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
             return "; ".join(problems[:_TOLD]) + more
         manifest = self.manifest()
-        if manifest is None or self.apart:
+        if manifest is None or self._session is None or self.apart:
             return None
-        items = [item for part in manifest.processes for item in part.expected if _is_recording(item)]
-        if any(item.state != "skipped" for item in items):
-            return None
-        reasons = dict.fromkeys(item.reason for item in items if item.reason)
-        return f"no profiler ran: {'; '.join(reasons) or 'no stage began that it would record'}"
+        return untold.no_profiler(self._session.config, manifest)
 
     def summary(self) -> str:
         """One line for the log: who took part, how many traces there are or are on their way, where."""
+        return self._summary_of(self.manifest())
+
+    def summary_to_tell(self) -> str | None:
+        """Return the summary; None while another rank, which opened this capture by itself, records: the last
+        one to close tells it for all.
+        """
         manifest = self.manifest()
+        if manifest is not None and self.is_open_elsewhere(manifest):
+            return None
+        return self._summary_of(manifest)
+
+    def _summary_of(self, manifest: Manifest | None) -> str:
         if manifest is None or self._session is None:
             return f"step {self.step}: not selected, nothing recorded"
         items = [item for part in manifest.processes for item in part.expected]
-        traces = sum(len(item.artifacts) + (item.reason == NOT_EXPORTED) for item in items)
+        traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
         processes, save_path = len(manifest.processes), self._session.config.save_path
         apart = f" and {len(self.apart)} on other hosts, whose files are fetched" if self.apart else ""
         return (
@@ -116,7 +137,7 @@ class CaptureResult:
         Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
 
         Returns:
-            The manifest as it then is: what is unfinished stands in it as missing.
+            The manifest as it then is: what is unfinished stands in it as pending.
         """
         if self._session is None:
             return None
@@ -137,13 +158,12 @@ class CaptureResult:
         """
         if self._session is None:
             return False
-        mine, here = self._session.ledger.part, socket.gethostname()
+        mine = self._session.ledger.part
         lost = {absent.process for absent in mine.absent}
         return any(
-            item.reason in (NOT_EXPORTED, NOT_CLOSED)
+            item.pending in ("exporting", "closing")
             for part in read_parts(self._session.layout)[0]
             if part.run_id == mine.run_id and part.process != mine.process and part.process.key not in lost
-            if part.process.host != here or is_running(part.process.pid)
             for item in part.expected
         )
 
@@ -182,18 +202,10 @@ class CaptureResult:
         """Waits as `wait` does, then raises if anything that was promised is not there.
 
         Raises:
-            MissingArtifactsError: lists every expectation that is missing, partial or failed, with its
-                reason.
+            MissingArtifactsError: lists every expectation that is missing, partial, failed or still pending,
+                with its reason. A `finish.command` that has not run yet is none of them.
         """
-        problems = _problems(self.wait(timeout_s))
+        manifest = self.wait(timeout_s)
+        problems = [] if manifest is None else manifest.problems() + manifest.awaited(but="running")
         if problems:
             raise MissingArtifactsError(self.step, problems)
-
-
-def _is_recording(item: Expectation) -> bool:
-    """Whether it is a profiler's or an engine's: neither spans nor what is done with files afterwards."""
-    return " trace" in item.name or item.name.startswith("replica ")
-
-
-def _problems(manifest: Manifest | None) -> list[str]:
-    return [] if manifest is None else [line for line in manifest.problems() if NOT_RUN not in line]

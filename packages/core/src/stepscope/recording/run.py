@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from stepscope import switch
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
+from stepscope.errors import ConfigError
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
@@ -20,19 +23,22 @@ _configured: ProfileConfig | None = None
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
 """By identity. The configurations are kept: an identity is reused once its object is gone."""
 _recorded: set[str] = set()
-_id: str | None = None
+_ids: dict[str, str] = {}
+"""The id of this run, under one key. `dict.setdefault` is atomic: a thread that listens for requests may ask
+beside the first capture. One writer: `run_id`.
+"""
 
 _NAMED = ("stepscope", "torch", "ray", "vllm", "sglang", "torch_npu")
 
 
 def configure(
-    source: ProfileConfig | str | os.PathLike[str] | None = None, **settings: object
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None, **settings: object
 ) -> ProfileConfig:
     """Sets this process' configuration, for every later `capture` that is given none.
 
     Args:
-        source: A YAML or JSON file; or a ready `ProfileConfig`, which is taken exactly as it is. None: the
-            file that STEPSCOPE_CONFIG names, if it does.
+        source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
+            taken exactly as it is. None: the file that STEPSCOPE_CONFIG names, if it does.
         **settings: Fields of `ProfileConfig`. Order of precedence, weakest first: defaults, file, STEPSCOPE_*
             environment variables, these arguments.
 
@@ -41,9 +47,13 @@ def configure(
 
     Raises:
         ConfigError: A value is wrong, a tool is not installed or the folder cannot be written: the message
-            says which field, what was found, what is allowed and the fix.
+            says which field, what was found, what is allowed and the fix. With STEPSCOPE_DISABLE=1 that is a
+            warning, and what is returned are the defaults.
     """
     global _configured
+    if switch.DISABLED:
+        _configured = _unchecked(source, settings)
+        return _configured
     config = resolve(source, None, **settings)
     check(config, on_ray=False)
     instrument(config)
@@ -52,9 +62,22 @@ def configure(
     return config
 
 
+def _unchecked(
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: dict[str, object]
+) -> ProfileConfig:
+    """Return the configuration as far as it can be resolved, for code that reads it while all is off."""
+    try:
+        return resolve(source, None, **settings)
+    except ConfigError as error:
+        guard.warn("stepscope: %s is set, so this is only a warning: %s", switch.VARIABLE, error)
+        return ProfileConfig()
+
+
 def current() -> ProfileConfig:
     """What `configure` set; else what STEPSCOPE_CONFIG and the environment say, resolved once."""
     global _configured
+    if switch.DISABLED:
+        return ProfileConfig() if _configured is None else _configured
     if _configured is None:
         _configured = resolve()
         instrument(_configured)
@@ -70,7 +93,7 @@ def current() -> ProfileConfig:
 def start_up() -> None:
     """Takes the environment's configuration while the program starts, before it imports a framework."""
     global _configured
-    if _configured is None:
+    if _configured is None and not switch.DISABLED:
         _configured = resolve()
         instrument(_configured, lenient=True)
 
@@ -102,10 +125,11 @@ def run_id() -> str:
     """Eight hex digits that all processes of one run share: STEPSCOPE_RUN_ID, or that of the Ray job, or
     agreed through torch.distributed's store, or this process' own (its fleet then carries it to the workers).
     """
-    global _id
-    if _id is None:
-        _id = os.environ.get("STEPSCOPE_RUN_ID") or _of_ray_job() or _agreed(os.urandom(4).hex())
-    return _id
+    known = _ids.get("run")
+    if known is None:
+        given = os.environ.get("STEPSCOPE_RUN_ID") or _of_ray_job() or _agreed(os.urandom(4).hex())
+        known = _ids.setdefault("run", given)
+    return known
 
 
 def _of_ray_job() -> str | None:

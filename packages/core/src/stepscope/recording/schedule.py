@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.config import ProfileConfig, RoleConfig, StepRange
+from stepscope.files.sidecar import ProcessInfo
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,8 @@ def decide(
     if found is None:
         return Decision(record=False, reason=f"no pattern in roles matches role {role!r}", spans=True)
     pattern, settings = found
+    if not settings.profiler:
+        return Decision(record=False, reason=f"roles.{pattern}.profiler is off", spans=True)
     if rank is None and world_size == 1:
         rank = 0
     record, reason = _by_rank(f"roles.{pattern}", settings, rank)
@@ -63,11 +66,49 @@ def decide_process(
     return Decision(record=bool(selected), reason="; ".join(selected or refused), spans=True)
 
 
+def may_record(config: ProfileConfig, decision: Decision) -> bool:
+    """Return whether a profiler may run in a process. In discrete mode the role of each stage decides."""
+    by_stage = config.mode == "discrete" and any(role.profiler for role in config.roles.values())
+    return decision.record or by_stage
+
+
 def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
     """Ranks that the config asks for and that a role of `world_size` processes does not have, ascending."""
     found = config.role(role)
-    ranks = found[1].ranks if found else ()
+    ranks = found[1].ranks if found and found[1].profiler else ()
     return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
+
+
+def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]:
+    """Return the ranks that the configuration asks for and nobody has, by name. Rank 0 says it for all."""
+    if process.rank != 0 or process.world_size is None:
+        return {}
+    reason = f"no such rank: world_size is {process.world_size}"
+    ranks = unreachable_ranks(config, process.role, process.world_size)
+    return {f"{process.role} rank {rank}": reason for rank in ranks}
+
+
+def is_shared(config: ProfileConfig, role: str) -> bool:
+    """Return whether the pattern of a role may cover others too, with more ranks than this one has."""
+    found = config.role(role)
+    return found is not None and found[0] != role
+
+
+def unreachable_in_engines(
+    config: ProfileConfig, role: str, sizes: Sequence[tuple[int, int | None]]
+) -> dict[int, str]:
+    """Return the ranks that the config asks for and that no engine has: {rank: reason}.
+
+    Args:
+        sizes: Of each engine, its number and its world size. One that is unknown may have any rank.
+    """
+    found = config.role(role)
+    ranks = found[1].ranks if found else ()
+    ends = [(number + 1) * size for number, size in sizes if size is not None]
+    if isinstance(ranks, str) or len(ends) < len(sizes) or not ends:
+        return {}
+    reason = f"no such rank: the engines given have ranks up to {max(ends) - 1}"
+    return {rank: reason for rank in ranks if rank >= max(ends)}
 
 
 def _not_selected(steps: tuple[StepRange, ...], step: int) -> str:

@@ -3,6 +3,8 @@
 States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first.
 Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
 its reason.
+
+One file above 400 lines: it holds the order in which all that a session owns opens and closes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import NOT_CLOSED, Absent, Expectation, ProcessPart
+from stepscope.files.manifest import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
 from stepscope.files.temporary import remove_abandoned
@@ -34,6 +36,8 @@ from stepscope.recording.windows import Windows
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+CLOSED_WHILE_OPENING = "the capture was closed while it opened"
+_HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
 _LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
 """What a process must have imported for a tool to find anything in it."""
 
@@ -65,8 +69,13 @@ class Session:
         capture_id: str,
         owner: bool,
         spans_only: str | None = None,
+        began_ns: int | None = None,
+        opened_by: OpenedBy = "program",
     ) -> None:
-        """Args: spans_only: why no profiler of ours is to start here; None: the configuration decides."""
+        """Args: spans_only: why no profiler of ours is to start here; None: the configuration decides.
+        began_ns: when opening began (monotonic); None: now.
+        """
+        self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         self.config = config
         self.step = step
         self.process = process
@@ -91,6 +100,7 @@ class Session:
             recorded=self.decision.record,
             why=self.decision.reason,
             roles=roles,
+            opened_by=opened_by,
         )
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
@@ -113,8 +123,13 @@ class Session:
         """Called once, at the end of closing, with why the recordings are unwanted."""
         self._windows: Windows | None = None
         self._watchdog: control.Watchdog | None = None
+        self._discard: str | None = None
+        """Why the recordings of a session that is closed are unwanted."""
         self._ended: ClockAnchor | None = None
         """When recording ended: at close, or earlier when it was truncated."""
+        self._closing: ClockAnchor | None = None
+        """When closing began."""
+        self._handed_back = threading.Event()
         self._closed = False
         self._lock = threading.RLock()  # a signal may close the session while it is being closed
 
@@ -123,10 +138,14 @@ class Session:
         """The file name of this process' part of the manifest."""
         return self.layout.part_of(self.process, self.run_id, self.number).name
 
-    def open(self) -> None:
-        """Creates the files and starts the profiler."""
-        self.open_files()
-        self.start_profiler()
+    def settle(self) -> None:
+        """Ends what was opened since this was closed: by a signal's handler, or another thread, while it
+        opened.
+        """
+        with self._lock:
+            if self._closed:
+                self._closed = False
+                self.close(discard=self._discard or CLOSED_WHILE_OPENING)
 
     def open_files(self) -> None:
         """The part of opening that may run on any thread: folders, files, the profiler library's one-off
@@ -135,39 +154,30 @@ class Session:
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
             export.exporter().drain(self.config.budget.export_seconds)
-        began = time.monotonic_ns()
-        self.ledger.expect(Expectation(name="spans", state="missing", reason=NOT_CLOSED))
-        self._say_unreachable_ranks()
+        self.ledger.expect(awaited("spans", "spans", "closing"))
+        shared = schedule.is_shared(self.config, self.process.role)
+        for name, why in schedule.missing_ranks(self.config, self.process).items():
+            (self.ledger.skip if shared else self.ledger.lack)(name, why, kind="selection")
         reason = self._no_profiler()
         if reason is not None:
-            self.ledger.skip(f"{self.config.tool} trace", reason)
+            self.ledger.skip(f"{self.config.tool} trace", reason, kind="trace")
         elif full := self.over_budget():
-            self.ledger.fail(f"{self.config.tool} trace", full)
+            self.ledger.fail(f"{self.config.tool} trace", full, kind="trace")
             guard.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
             self._windows = self.log.windows = self._make_windows()
-        self.ledger.spend(start_ns=time.monotonic_ns() - began)
         self.ledger.write()
 
     def _no_profiler(self) -> str | None:
         """Why no profiler runs here; None when one does."""
         if self._spans_only is not None:
             return self._spans_only
-        if not self.decision.record and self.config.mode == "continuous":
-            return self.decision.reason  # in discrete mode each stage's own role decides
+        if not schedule.may_record(self.config, self.decision):
+            return self.decision.reason
         if not library_loaded(self.config.tool):
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
             return f"{_LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
         return None
-
-    def _say_unreachable_ranks(self) -> None:
-        """Ranks that the configuration asks for and that nobody has; rank 0 says it for all."""
-        process = self.process
-        if process.rank != 0 or process.world_size is None:
-            return
-        for rank in schedule.unreachable_ranks(self.config, process.role, process.world_size):
-            reason = f"no such rank: world_size is {process.world_size}"
-            self.ledger.skip(f"{process.role} rank {rank}", reason)
 
     def _make_windows(self) -> Windows | None:
         try:
@@ -175,7 +185,7 @@ class Session:
             backend.check()
             backend.prepare()
         except Exception as error:
-            self.ledger.fail(f"{self.config.tool} trace", describe(error))
+            self.ledger.fail(f"{self.config.tool} trace", describe(error), kind="trace")
             if not isinstance(error, BackendError):
                 guard.note(f"preparing the {self.config.tool} profiler", error)
             else:
@@ -192,35 +202,66 @@ class Session:
         )
 
     def start_profiler(self) -> None:
-        """The part of opening that belongs on the thread whose work is recorded. The session's time begins
-        here.
-        """
-        if self._windows is not None and not self._windows.discrete:
-            self._windows.open(None, self.process.role)
-        anchor = clock.read_anchor()
-        self.ledger.update(opened=anchor)
-        try:
-            self.log.open(anchor)
-        except OSError as error:
-            self.ledger.fail("spans", describe(error))
-            guard.note("opening the span file", error)
-        self.ledger.write()
-        self._watchdog = control.Watchdog(self.config.budget, self.truncate)
+        """The part of opening that belongs on the thread whose work is recorded."""
+        with self._lock:  # another thread closes what this one has opened, and not the half of it
+            if self._closed:
+                return
+            if self._windows is not None and not self._windows.discrete:
+                self._windows.open(None, self.process.role)
+            try:
+                self.log.open()
+            except OSError as error:
+                if not self._closed:
+                    self.ledger.fail("spans", describe(error), kind="spans")
+                    guard.note("opening the span file", error)
+            self.ledger.write()
+            if not self._closed:
+                self._watchdog = control.Watchdog(self.config.budget, self.truncate)
+                self._watchdog.start()
 
-    def close(self, *, error: str | None = None, discard: str | None = None) -> None:
+    def begin(self) -> None:
+        """Ends the opening: the step's time begins now. Waits for no disk."""
+        if self._ended is not None:
+            return
+        anchor = clock.read_anchor()
+        self.log.start(anchor)
+        self.ledger.update(opened=anchor)
+        self.ledger.spend(start_ns=anchor.mono_ns - self._began_ns)
+
+    def leave(self) -> None:
+        """Begins the closing: the step's time ends now, if it has not ended before. Idempotent."""
+        if self._closing is None:
+            self._closing = clock.read_anchor()
+
+    def hand_back(self) -> None:
+        """Ends the closing: the caller goes on. Idempotent."""
+        if self._closing is not None and not self._handed_back.is_set():
+            self.ledger.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
+            self._handed_back.set()
+
+    def write_cost(self) -> None:
+        """Has the part of the manifest written after `hand_back`: the writes before are what it measures."""
+        export.exporter().then(self._write_cost, deferred=False)
+
+    def _write_cost(self) -> None:
+        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.exists():  # it may have been removed
+            self.ledger.write()
+
+    def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
         """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
         thread. Interrupted by a Ctrl-C, a second call goes on from there.
 
         Args:
-            error: The user's exception that ended the capture, as text.
+            ending: Why the capture ended early; None if it did not.
             discard: Why the recordings are unwanted; None to keep them.
         """
+        self.leave()
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._discard = True, discard
             try:
-                self._write_the_end(error, discard)
+                self._write_the_end(ending, discard)
             except BaseException:
                 self._closed = False
                 raise
@@ -230,9 +271,12 @@ class Session:
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 
-    def _write_the_end(self, error: str | None, discard: str | None) -> None:
+    def _write_the_end(self, ending: Ending | None, discard: str | None) -> None:
         ended = self._end(discard=discard)
-        self.ledger.update(closed=ended, error=attributes.error_of(error, self.config.redact))
+        self.ledger.update(closed=ended)
+        if ending is not None:
+            error = attributes.error_of(ending.error, self.config.redact)
+            self.ledger.update(ended_by=ending.by, error=error)
         self._close_spans(ended, discard)
         self._say_instrumented()
         if self.forks:
@@ -244,6 +288,8 @@ class Session:
         instrumented = sys.modules.get("stepscope.recording.instrumented")
         if instrumented is not None and self.config.instrument:
             self.ledger.update(instrumented=instrumented.timed())
+            for target, reason in instrumented.failed().items():
+                self.ledger.lack(f"instrument {target}", reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its
@@ -253,7 +299,9 @@ class Session:
             if self._closed or self._ended is not None:
                 return
             guard.warn("stepscope: step %d is truncated: %s", self.step, reason)
+            began = time.monotonic_ns()
             self._end(truncated=reason)
+            self.ledger.spend(stop_ns=time.monotonic_ns() - began)
             if self.owner:
                 self.ledger.write()
             else:
@@ -263,37 +311,37 @@ class Session:
         if self.switch_off is not None:
             self.switch_off(self)
         if self._ended is None:
-            self._ended = clock.read_anchor()
+            self._ended = self._closing or clock.read_anchor()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
         if truncated is not None:
-            item = Expectation(name="spans", state="missing", reason=NOT_CLOSED, truncated=truncated)
-            self.ledger.expect(item)
+            self.ledger.expect(awaited("spans", "spans", "closing", truncated=truncated))
         return self._ended
 
     def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
-        began = time.monotonic_ns()
         log = self.log
         log.close(ended)
         # Before what became of them: an export that ends meanwhile writes the part as it is.
         self.ledger.update(spans=log.written, dropped=log.dropped)
         self.ledger.update(roles=tuple(dict.fromkeys((*self.ledger.part.roles, *sorted(log.roles)))))
-        truncated = next((item.truncated for item in self.ledger.part.expected if item.name == "spans"), None)
+        truncated = next((item.truncated for item in self.ledger.part.expected if item.kind == "spans"), None)
         if log.failed is not None:
-            self.ledger.fail("spans", log.failed)
+            self.ledger.fail("spans", log.failed, kind="spans")
         elif not log.began:  # rolled back, or ended by a signal, before there was a file
             reason = discard or "the capture was ended before it began"
-            self.ledger.expect(Expectation(name="spans", state="skipped", reason=reason))
+            self.ledger.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
         elif log.dropped or truncated:
             reason = (
                 truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
             )
-            self.ledger.expect(Expectation(name="spans", state="partial", reason=reason, truncated=truncated))
+            self.ledger.expect(
+                Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
+            )
         else:
-            self.ledger.expect(Expectation(name="spans", state="ok"))
-        self.ledger.spend(stop_ns=time.monotonic_ns() - began, spans_ns=log.written * span_cost_ns())
+            self.ledger.expect(Expectation(name="spans", kind="spans", state="ok"))
+        self.ledger.spend(spans_ns=log.written * span_cost_ns())
 
     @property
     def ended(self) -> bool:

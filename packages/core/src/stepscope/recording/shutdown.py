@@ -14,20 +14,20 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from stepscope.files.manifest import EXITED, TERMINATED
+from stepscope.files.manifest import Ending
 from stepscope.recording import guard
 
 EXIT_S = 60.0
 SIGTERM_S = 5.0
 
-_close: Callable[[str, float], None] | None = None
+_close: Callable[[Ending, float], None] | None = None
 """What closes everything; set by `install`, called at exit and on SIGTERM."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that stood before ours."""
 
 
-def install(close: Callable[[str, float], None]) -> None:
-    """Registers `close(reason, deadline_s)`; once per process, and for SIGTERM from the main thread alone
+def install(close: Callable[[Ending, float], None]) -> None:
+    """Registers `close(ending, deadline_s)`; once per process, and for SIGTERM from the main thread alone
     (Python's rule).
     """
     global _close, _before
@@ -46,11 +46,11 @@ def install(close: Callable[[str, float], None]) -> None:
 
 
 def _at_exit() -> None:
-    _run(EXITED, EXIT_S)
+    _run(Ending("exit", "the process exited"), EXIT_S)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    _run(TERMINATED, SIGTERM_S)
+    _run(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
     if callable(_before):
         _before(number, frame)
         return
@@ -59,10 +59,10 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run(reason: str, deadline_s: float) -> None:
+def _run(ending: Ending, deadline_s: float) -> None:
     if _close is None:
         return
     try:
-        _close(reason, deadline_s)
+        _close(ending, deadline_s)
     except Exception as error:
         guard.note("closing at the end of the process", error)

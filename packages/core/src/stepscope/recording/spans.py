@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import get_native_id
 from time import monotonic_ns, thread_time_ns
@@ -23,15 +24,17 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import spans as lines
+from stepscope.files.atomic import private
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded, settled, settled_value
-from stepscope.recording import attributes, context, guard, runtime
+from stepscope.recording import attributes, clock, context, guard, runtime
 from stepscope.recording.context import OFF, Place, Scope, current
 from stepscope.recording.wrappers import INLINED, Declared
 
 if TYPE_CHECKING:
+    from io import FileIO
     from types import TracebackType
 
     from typing_extensions import Self, Unpack
@@ -219,11 +222,24 @@ class Placing(TypedDict, total=False):
 
 def mark(log: SpanLog, stage: str, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]) -> None:
     """A span without length, below the one that runs."""
+    now_ns = monotonic_ns()
+    record(log, stage, attrs, now_ns, now_ns, **place)
+
+
+def record(
+    log: SpanLog,
+    stage: str,
+    attrs: Mapping[str, AttrValue] | None,
+    start_ns: int,
+    end_ns: int,
+    **place: Unpack[Placing],
+) -> None:
+    """A span that is over, below the one that runs."""
     span = PlacedSpan(log, stage, None, attrs, **place)
     span.parent, span.token = _current(), None
     span.thread = _thread.id
     span.id = next(log.ids)
-    span.start_ns = span.end_ns = monotonic_ns()
+    span.start_ns, span.end_ns = start_ns, end_ns
     log.opened(span)
 
 
@@ -271,8 +287,12 @@ class SpanLog:
         self._running: list[Span] = []
         """Spans whose `open` line is written and whose end is waited for. The writing thread's own."""
         self._run_id = run_id
+        self._file: FileIO | None = None
         self._fd = -1
+        """Of the file, while it is open."""
         self._size = 0
+        self._anchor: ClockAnchor | None = None
+        """When recording began; None until then."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
@@ -326,11 +346,11 @@ class SpanLog:
         except RecursionError:
             return OFF  # near the limit of the user's recursion: the depth that is left is for the call
         except Exception as failure:
-            guard.note(f"opening the span {declared.role}/{declared.stage}", failure)
+            guard.note(f"opening the span {declared.stage}", failure)
             return OFF
 
-    def open(self, anchor: ClockAnchor) -> None:
-        """Creates the file with its header and starts the thread; not once it is closed.
+    def open(self) -> None:
+        """Creates the file and starts the thread, which writes nothing before `start`; not once it is closed.
 
         Raises:
             OSError: the file cannot be created.
@@ -339,15 +359,19 @@ class SpanLog:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            header = lines.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
-            self._append(_encode(header) + b"\n")
+            # An object: what an interrupt keeps from being assigned is closed with it.
+            self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # until close()
+            self._fd = self._file.fileno()
         except OSError as error:
             self.failed = describe(error)
             raise
         finally:  # without a file too: the thread counts what is lost, and it does not pile up in memory
             self._thread = threading.Thread(target=self._run, name="stepscope-spans", daemon=True)
             self._thread.start()
+
+    def start(self, anchor: ClockAnchor) -> None:
+        """Begins recording at `anchor`. Waits for no disk: the thread writes the header."""
+        self._anchor = anchor
 
     @property
     def began(self) -> bool:
@@ -358,10 +382,12 @@ class SpanLog:
         """Writes what is pending and the end line. Spans still open keep their `open` line. Idempotent."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            with suppress(RuntimeError):  # interrupted in its start: it ends as soon as it begins
+                self._thread.join(timeout_s)
         if not self._writing.acquire(timeout=timeout_s):
             self.failed = f"the disk did not take the last spans within {timeout_s:g} s"
             return
+        self._anchor = self._anchor or anchor
         try:
             self._write_pending()
             if self._fd >= 0 and self.began:
@@ -376,9 +402,9 @@ class SpanLog:
             raise
         finally:
             self._writing.release()
-        file, self._fd = self._fd, -1
-        if file >= 0:
-            os.close(file)
+        self._fd = -1
+        if self._file is not None:
+            self._file.close()
 
     def _lost(self) -> str | None:
         """Why nobody will find what was written; None when it lies where it should."""
@@ -395,10 +421,12 @@ class SpanLog:
                 self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
+        if self._anchor is None:
+            return
         running, self._running = self._running, []
         for span in running:
             (self._running if span.end_ns is None else self._pending).append(span)
-        finished, batch = 0, []
+        finished, batch = 0, [] if self.began or self._fd < 0 else [self._header(self._anchor)]
         for at in range(len(self._pending)):
             if until_ns is not None and at % 64 == 0 and monotonic_ns() > until_ns:
                 break
@@ -429,6 +457,10 @@ class SpanLog:
             self.dropped += finished
             self.failed = self.failed or describe(error)
             guard.note("writing spans", error)
+
+    def _header(self, anchor: ClockAnchor) -> bytes:
+        header = lines.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
+        return _encode(header) + b"\n"
 
     def _append(self, data: bytes) -> None:
         view = memoryview(data)
@@ -542,6 +574,7 @@ def span_cost_ns(batches: int = 5, repeats: int = 50) -> int:
         process = ProcessInfo(role="calibration", rank=None, world_size=None, host="", pid=0)
         log = SpanLog(Path(os.devnull), process=process, step=0, run_id="", limit=batches * repeats)
         log._fd = os.open(os.devnull, os.O_WRONLY)
+        log.start(clock.read_anchor())
         _cost_ns = min(_batch_ns(log, repeats) for _ in range(batches)) // repeats
         os.close(log._fd)
     return _cost_ns

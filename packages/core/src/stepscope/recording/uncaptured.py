@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from stepscope import switch
 from stepscope.files.layout import RunLayout
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.recording import export, guard, runtime
@@ -44,20 +45,25 @@ class _Loop:
     def __init__(self) -> None:
         self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
         """Those that are in no file."""
+        self._begun = False
+        """Whether a step of it is over, captured or not."""
         self._file: Path | None = None
         self._since = KEPT
         """How many came after the last capture; counted up to `KEPT`."""
 
     def add(self, step: int, dur_ns: int) -> None:
-        first, start_ns = self._since == 0, time.time_ns() - dur_ns
-        self._steps.append(UncapturedStep(step=step, start_ns=start_ns, dur_ns=dur_ns, first=first))
+        first, start_ns, warm_up = self._since == 0, time.time_ns() - dur_ns, not self._begun
+        self._begun = True
+        self._steps.append(
+            UncapturedStep(step=step, start_ns=start_ns, dur_ns=dur_ns, first=first, warm_up=warm_up)
+        )
         if self._since < KEPT:
             self._since += 1
             if self._since in _WRITE_AT:
                 self._write()
 
     def captured(self, file: Path) -> None:
-        self._file, self._since = file, 0
+        self._file, self._since, self._begun = file, 0, True
         self._write()
 
     def flush(self) -> None:
@@ -78,8 +84,8 @@ def captured_here() -> None:
 
 
 def begin() -> Began | None:
-    """A step begins that is not captured. None: it overlaps one that is."""
-    return (time.monotonic_ns(), _captures) if runtime.active is None else None
+    """A step begins that is not captured. None: it overlaps one that is, or all is off."""
+    return None if switch.DISABLED or runtime.active is not None else (time.monotonic_ns(), _captures)
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:

@@ -20,6 +20,7 @@ from stepscope.config import ProfileConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.unreached import Unreached, write_unreached
 from stepscope.recording import guard
+from stepscope.recording.spans import describe
 
 MAIN = "STEPSCOPE_RUN_PID"
 """Set by `stepscope run`: the program's process id. If that is Python, it says so to its children."""
@@ -33,6 +34,10 @@ _watched: ProfileConfig | None = None
 """What is looked at when this process ends. One writer: `watch`."""
 _reached: set[str] = set()
 """Folders of runs in which this process knows of a step. One writer: `reached`."""
+_steps: tuple[int, int] | None = None
+"""The lowest and the latest step that began in this process. One writer: `reached`."""
+_selected = False
+"""Whether one of them was selected. One writer: `reached`."""
 _pid = 0
 """Of the process that watches: a forked child says nothing."""
 _asked = False
@@ -52,11 +57,17 @@ def watch(config: ProfileConfig) -> None:
         os.environ[MAIN] += _IS_PYTHON
 
 
-def reached(config: ProfileConfig) -> None:
-    """A step begins, captured or not."""
+def reached(config: ProfileConfig, step: int, selected: bool) -> None:
+    """Remember that a step begins, captured or not."""
+    global _steps, _selected
+    _steps = (step if _steps is None else min(step, _steps[0]), step)
+    _selected = _selected or selected
     if config.save_path in _reached:
         return
     _mark(config)
+    from stepscope.recording import instrumented
+
+    instrumented.note_absent()
     if _in_ray():  # its store may take its time, and this is where a step begins
         try:
             threading.Thread(target=_tell_ray, name="stepscope-reached", daemon=True).start()
@@ -123,10 +134,29 @@ def _ray_key() -> bytes:
 
 def _at_exit() -> None:
     try:
-        if _watched is not None and os.getpid() == _pid and _speaks():
-            _judge(_watched)
+        if _watched is not None and os.getpid() == _pid:
+            if _steps is not None:
+                _say_unselected(_watched, *_steps)
+            elif _speaks():
+                _judge(_watched)
     except Exception as error:
         guard.note("looking whether any step began", error)
+
+
+def _ended_by() -> str | None:
+    """Return the exception that nothing caught, which the interpreter keeps; None after `sys.exit`."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None else describe(error)
+
+
+def _say_unselected(config: ProfileConfig, lowest: int, latest: int) -> None:
+    """Steps began here, and the selected ones were not among them."""
+    if _selected or not config.steps or os.environ.get("RANK", "0") != "0":
+        return
+    sys.stderr.write(
+        f"stepscope: no step was captured: the program's steps were {lowest} to {latest}, and `steps` "
+        f"selects {', '.join(map(str, config.steps))}\n"
+    )
 
 
 def _speaks() -> bool:
@@ -161,6 +191,7 @@ def _judge(config: ProfileConfig) -> None:
         command=tuple(sys.argv),
         boundaries=tuple(boundaries),
         unasked="ray" in sys.modules and not _asked,
+        error=_ended_by(),
     )
     sys.stderr.write(f"stepscope: {record}\n")
     write_unreached(layout, record)

@@ -19,10 +19,11 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import NOT_CLOSED, Expectation
+from stepscope.files.manifest import Expectation, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded
-from stepscope.recording import clock, export, finish, guard, schedule
+from stepscope.recording import clock, context, export, finish, guard, schedule, spans
 from stepscope.recording.context import SHARED
 from stepscope.recording.ledger import Ledger
 from stepscope.recording.spans import PlacedSpan, Placing, Span, SpanLog, describe
@@ -59,6 +60,7 @@ class Windows:
         self._step = step
         self._run_id = run_id
         self._ledger = ledger
+        self._starting = False
         self._off: str | None = None
         """Why no further window opens; None while they may."""
         self._warned = False
@@ -74,35 +76,60 @@ class Windows:
         with self._lock:
             reason = self._refusal(stage, role)
             if reason is not None:
-                self._ledger.skip(name, reason)
+                self._ledger.skip(name, reason, kind="trace")
                 return False
             reason = self._used_up()
             if reason is not None:
-                self._ledger.cut(name, reason)
-                self._warn_once(reason)
+                self._ledger.cut(name, reason, kind="trace")
+                self._warn_once(f"is truncated: {reason}; no further window opens")
                 return False
-            began = time.monotonic_ns()
-            window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
             try:
-                self._backend.start(window)
-            except Exception as error:
-                self._off = describe(error)
-                self._ledger.fail(name, self._off)
-                guard.note(f"starting the {self._backend.name} profiler", error)
-                return False
-            self._indices[stage] += 1
-            self.running, self._stage, self._role = name, stage, role
-            if self._indices[stage] == 1:
-                self._ledger.expect(Expectation(name=name, state="missing", reason=NOT_CLOSED))
-            self._opened = clock.read_anchor()
-            took = time.monotonic_ns() - began
-            self._ledger.spend(start_ns=took, inside_ns=took if stage is not None else 0)
-            return True
+                return self._start(name, stage, role)
+            except BaseException:  # a signal's handler raised: the backend may have started
+                self._undo_start(name, "it was interrupted while it started")
+                raise
+
+    def _start(self, name: str, stage: str | None, role: str) -> bool:
+        began = time.monotonic_ns()
+        window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
+        self.running, self._stage, self._role = name, stage, role  # before: an interrupted start is stopped
+        try:
+            self._starting = True
+            self._backend.start(window)
+        except BackendError as error:
+            # The user's own profiler, say, which ends: the next window may do better.
+            self.running = None
+            self._ledger.fail(name, describe(error), kind="trace")
+            self._warn_once(f"lacks the {name}: {describe(error)}")
+            return False
+        except Exception as error:
+            self.running, self._off = None, describe(error)
+            self._ledger.fail(name, self._off, kind="trace")
+            guard.note(f"starting the {self._backend.name} profiler", error)
+            return False
+        finally:
+            self._starting = False
+        self._indices[stage] += 1
+        self._ledger.update(profiled=True)
+        if self._indices[stage] == 1 and self._ledger.state(name) != "failed":
+            self._ledger.expect(awaited(name, "trace", "closing"))
+        self._opened = clock.read_anchor()
+        if stage is not None:
+            self._ledger.spend(inside_ns=time.monotonic_ns() - began)
+        if self._off is not None:
+            self._undo_start(name, self._off)
+            return False
+        return True
+
+    def _undo_start(self, name: str, reason: str) -> None:
+        """Stops a backend that started, or may have, after a signal's handler closed this."""
+        self.running = name
+        self.close(discard=reason)
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
         """Stops the backend and hands what it recorded to the exporter. Nothing is open: nothing happens."""
         with self._lock:
-            if self.running is None:
+            if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
                 return
             began = time.monotonic_ns()
             closed = clock.read_anchor()
@@ -111,26 +138,29 @@ class Windows:
                 pending = self._backend.stop()
             except BackendError as error:
                 # An outcome: nothing was recorded, and this is why. The next window may do better.
-                self._ledger.fail(name, describe(error))
+                if discard is None:
+                    self._ledger.fail(name, describe(error), kind="trace")
+                else:
+                    self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
                 return
             except Exception as error:
                 self._off = describe(error)
-                self._ledger.fail(name, self._off)
+                self._ledger.fail(name, self._off, kind="trace")
                 guard.note(f"stopping the {self._backend.name} profiler", error)
                 return
             except BaseException:  # a Ctrl-C: who closes after it stops what still runs
                 self.running = name
                 raise
             finally:
-                took = time.monotonic_ns() - began
-                self._ledger.spend(stop_ns=took, inside_ns=took if self._off is None and self.discrete else 0)
+                if self.discrete and self._off is None:
+                    self._ledger.spend(inside_ns=time.monotonic_ns() - began)
             if discard is not None:
                 for artifact in pending:
                     artifact.discard()
-                self._ledger.expect(Expectation(name=name, state="skipped", reason=discard))
+                self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
                 return
             if not pending:
-                self._ledger.fail(name, "the profiler recorded nothing")
+                self._ledger.fail(name, "the profiler recorded nothing", kind="trace")
             for artifact in pending:
                 self._submit(name, artifact, closed, truncated or artifact.truncated)
 
@@ -140,8 +170,10 @@ class Windows:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
             for item in self._ledger.part.expected:  # a Ctrl-C between a stop and the exporter
-                if item.reason == NOT_CLOSED and item.name.startswith(self._name(None)):
-                    self._ledger.fail(item.name, "interrupted while it was closed: the recording is lost")
+                if (item.kind, item.pending) == ("trace", "closing"):
+                    self._ledger.fail(
+                        item.name, "interrupted while it was closed: the recording is lost", kind="trace"
+                    )
 
     def advance(self) -> None:
         try:
@@ -183,8 +215,8 @@ class Windows:
         if self.running is None:
             return None
         try:
-            stage, role = bounded(span.stage), bounded(span.role or self._role)
-            info = SpanInfo(stage=stage, role=role, span=span.id, is_async=is_async)
+            role = bounded(span.role or context.inherited(span.parent).role or self._role)
+            info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
             marker = self._backend.range(info)
             marker.__enter__()
         except RecursionError:
@@ -222,10 +254,18 @@ class Windows:
             return None
         return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
 
-    def _warn_once(self, reason: str) -> None:
+    def _warn_once(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            guard.warn("stepscope: step %d is truncated: %s; no further window opens", self._step, reason)
+            guard.warn("stepscope: step %d %s", self._step, what)
+
+    def _tell_late(self, name: str) -> None:
+        """Log what went wrong with a file after the capture has told of all that went wrong before."""
+        if not self._ledger.told:
+            return
+        for item in self._ledger.part.expected:
+            if item.name == name and item.state in ("partial", "failed"):
+                guard.warn("stepscope: step %d: %s: %s: %s", self._step, name, item.state, item.reason)
 
     def _submit(
         self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None
@@ -273,6 +313,7 @@ class Windows:
         def done(result: export.ExportResult) -> None:
             trouble = result.error or pending.lacking
             self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
+            self._tell_late(name)
             if result.sidecar is not None:
                 path = self._layout.root / result.sidecar.artifact.path
                 finish.artifact_done(path, result.sidecar, self._ledger)
@@ -315,7 +356,11 @@ class MarkedSpan(PlacedSpan):
             return self._again()
         if self._opens:
             # Before the span begins: starting a profiler is not the stage's own time.
-            self._opens = self._windows.open(self.stage, self.role or self.log.process.role)
+            began_ns = time.monotonic_ns()
+            role = self.role or context.inherited(context.current.get()).role
+            self._opens = self._windows.open(self.stage, role or self.log.process.role)
+            if self._opens:
+                self._say_profiling(began_ns)
         super().__enter__()
         self._marker = self._windows.mark(self, self._is_async)
         return self
@@ -331,9 +376,15 @@ class MarkedSpan(PlacedSpan):
                 self._windows.unmark(self._marker)
             super().__exit__(kind, error, trace)
             if self._opens:
+                began_ns = time.monotonic_ns()
                 self._windows.close()
+                self._say_profiling(began_ns)
         except Exception as failure:
             guard.note(f"closing the span {self.role}/{self.stage}", failure)
+
+    def _say_profiling(self, began_ns: int) -> None:
+        """Records that the profiler was started or stopped since `began_ns`, beside this span."""
+        spans.record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:
         if self._marker is not None:

@@ -8,16 +8,20 @@ so and does nothing.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
 
 import msgspec
 
+from stepscope import switch
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
+from stepscope.files.manifest import Ending
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import capture, export, finish, gather, runtime, signalled
+from stepscope.recording import capture, export, finish, gather, runtime, signalled, wrappers
+from stepscope.recording.claims import Claim
 from stepscope.recording.identity import identify
-from stepscope.recording.schedule import decide_process
+from stepscope.recording.schedule import decide_process, may_record, missing_ranks
 from stepscope.recording.session import Session, library_loaded
 from stepscope.recording.spans import describe
 
@@ -34,6 +38,8 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     position: int | None = None
     """Index among the workers given: the rank, where nothing better says."""
     world_size: int | None = None
+    replica: int | None = None
+    """Number of the inference replica that the worker belongs to, if any."""
     spans_only: str | None = None
     """Why no profiler of ours starts there; None: the configuration decides."""
     owner_part: str | None = None
@@ -46,14 +52,16 @@ class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     refused: str | None = None
     """Why no session was opened; None when one was."""
+    off: bool = False
+    """Whether that is on purpose: all is off in this process."""
     apart: bool = False
     """Whether this process writes to a folder that the owner does not see."""
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     capture_id: str
-    error: str | None = None
-    """`ExceptionType: message` that ended the capture on the owner's side."""
+    ending: Ending | None = None
+    """Why the capture ended early on the owner's side."""
     discard: str | None = None
     """Why what was recorded is unwanted (the worker started too late); None to keep it."""
 
@@ -67,27 +75,40 @@ class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _stopped: set[str] = set()
-"""Captures whose stop came before their start. One writer: `stop_worker`."""
+"""Captures whose stop came before their start was over. Writers: `stop_worker`, and `start_worker`, which
+takes them out.
+"""
+_OFF = f"{switch.VARIABLE} is set in this process"
+_OVER = "the capture was over before it began here"
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
     """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    began_ns = time.monotonic_ns()
+    if switch.DISABLED:
+        process, _ = _who(instance, request.role, request.position, request.world_size)
+        return StartAnswer(process=process, recorded=False, why="", refused=_OFF, off=True)
     instrument_worker(request.config, instance)
     signalled.handle(request.config)
-    process, roles = _who(instance, request.role, request.position, request.world_size)
+    process, roles = _who(instance, request.role, request.position, request.world_size, request.replica)
     if request.capture_id in _stopped:
         _stopped.discard(request.capture_id)
-        return StartAnswer(
-            process=process, recorded=False, why="", refused="the capture was over before it began here"
-        )
-    if runtime.active is not None:
-        other = runtime.active
-        return StartAnswer(
-            process=process,
-            recorded=False,
-            why="",
-            refused=f"a capture of step {other.step} is open in this process",
-        )
+        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
+    claim = Claim(request.step)
+    try:
+        other = claim.take()
+        if other is not None:
+            refused = f"a capture of step {other.step} is open in this process"
+            return StartAnswer(process=process, recorded=False, why="", refused=refused)
+        return _start(request, process, roles, claim, began_ns)
+    except BaseException:
+        claim.free()
+        raise
+
+
+def _start(
+    request: StartRequest, process: ProcessInfo, roles: tuple[str, ...], claim: Claim, began_ns: int
+) -> StartAnswer:
     session = Session(
         config=request.config,
         step=request.step,
@@ -97,32 +118,46 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         capture_id=request.capture_id,
         owner=False,
         spans_only=request.spans_only,
+        began_ns=began_ns,
     )
     try:
+        capture.hand_to_worker(claim, session)
         _watch_memory(request.config, process, request.run_id, request.step)
         apart = not session.layout.has_part(request.owner_part)
         finish.promise_in_worker(session, apart=apart)
         if apart and request.config.finish.fetches:
             gather.keep(session)
-        session.open()
+        session.open_files()
+        session.start_profiler()
         capture.activate(session)
+        session.settle()
     except BaseException as error:
         gather.release(request.capture_id)
-        session.close(discard=f"opening failed: {describe(error)}")
+        reason = f"opening failed: {describe(error)}"
+        session.close(ending=Ending("rollback", reason), discard=reason)
+        session.settle()
         raise
+    if request.capture_id in _stopped:  # meanwhile, on another thread
+        _stopped.discard(request.capture_id)
+        session.close(discard=_OVER)
+        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
     decision = session.decision
     return StartAnswer(process=process, recorded=decision.record, why=decision.reason, apart=apart)
 
 
 def stop_worker(request: StopRequest) -> StopAnswer:
     """Closes the capture in this process. Runs in the worker."""
-    session = runtime.active
     if request.discard is not None:
         gather.release(request.capture_id)
+    _stopped.add(request.capture_id)  # before the look: a start under way looks after it is active
+    session = runtime.active
     if session is None or session.capture_id != request.capture_id:
-        _stopped.add(request.capture_id)
         return StopAnswer(process=None)
-    session.close(error=request.error, discard=request.discard)
+    _stopped.discard(request.capture_id)
+    session.close(ending=request.ending, discard=request.discard)
+    session.ledger.told = True  # in the answer
+    session.write_cost()
+    session.hand_back()
     return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
 
 
@@ -149,26 +184,31 @@ class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """All roles that the worker does the work of, its own first."""
     problem: str | None = None
     """Why its profiler cannot work."""
+    warnings: tuple[str, ...] = ()
+    """A line for each thing that the configuration asks for and nobody has."""
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
     """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
+    if switch.DISABLED:
+        return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
     instrument_worker(config, instance)
     signalled.handle(config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     _watch_memory(config, process, request.run_id, None)
     step = config.steps[0].start  # every captured step records the same ranks
     chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
-    if not library_loaded(config.tool) or not (chosen.record or config.mode == "discrete"):
-        return PrepareAnswer(roles=roles)
+    warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
+    if not library_loaded(config.tool) or not may_record(config, chosen):
+        return PrepareAnswer(roles=roles, warnings=warnings)
     try:
         backend = load_backend(config.tool, config)
         backend.check()
         backend.prepare()
     except Exception as error:
-        return PrepareAnswer(roles=roles, problem=describe(error))
-    return PrepareAnswer(roles=roles)
+        return PrepareAnswer(roles=roles, problem=describe(error), warnings=warnings)
+    return PrepareAnswer(roles=roles, warnings=warnings)
 
 
 def instrument_worker(config: ProfileConfig, instance: object) -> None:
@@ -197,12 +237,16 @@ def drain_worker(timeout_s: float) -> list[str]:
 
 
 def _who(
-    instance: object, role: str | None, position: int | None, world_size: int | None
+    instance: object,
+    role: str | None,
+    position: int | None,
+    world_size: int | None,
+    replica: int | None = None,
 ) -> tuple[ProcessInfo, tuple[str, ...]]:
     """This process, and all the roles it does the work of, its own first."""
     found = decorated_roles(type(instance)) if instance is not None else ()
     role = role or next(iter(found), "worker")
-    process = identify(role, position=position, world_size=world_size, actor_id=_actor_id())
+    process = identify(role, position=position, world_size=world_size, actor_id=_actor_id(), replica=replica)
     return process, (role, *(other for other in found if other != role))
 
 
@@ -214,8 +258,8 @@ def decorated_roles(cls: type) -> tuple[str, ...]:
 def _roles(cls: type) -> Iterable[str]:
     for owner in reversed(cls.__mro__):
         for member in vars(owner).values():
-            declared = getattr(getattr(member, "__func__", member), "__stepscope__", None)
-            if declared is not None:
+            declared = wrappers.declared(member)
+            if declared is not None and declared.role is not None:
                 yield declared.role
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysView, Mapping
 from itertools import islice
 from types import CodeType, FunctionType
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording import guard, runtime
@@ -26,19 +26,23 @@ from stepscope.recording.context import OFF
 declared_roles: set[str] = set()
 """The roles that functions of this process were decorated with. One writer: `wrap`."""
 
+declared_classes: set[str] = set()
+"""Names of the classes whose methods were decorated. One writer: `wrap`."""
+
 Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
 
 
 class Declared:
-    """What `profile_step` was told about a function; the function carries it as `__stepscope__`."""
+    """The arguments of `profile_step`. The wrapper carries them as `__stepscope__`."""
 
     __slots__ = ("attrs", "is_async", "role", "stage")
 
     off = OFF
     """The span of a generator while nothing is captured."""
 
-    def __init__(self, role: str, stage: str, attrs: Attrs | None, is_async: bool) -> None:
+    def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
         self.role = role
+        """None: that of the enclosing span, else of the process."""
         self.stage = stage
         self.attrs = attrs
         self.is_async = is_async
@@ -50,7 +54,7 @@ class Declared:
             found = compute(*args, **kwargs)
             return None if found is None else settled(found)
         except Exception as failure:
-            guard.note(f"the attrs of {self.role}/{self.stage}", failure)
+            guard.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None
 
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
@@ -68,7 +72,67 @@ class Declared:
 
 
 INLINED = "_torchdynamo_inline"
-"""What torch.compile traces in the place of a function that has this attribute."""
+"""The attribute of a function that names another one, for torch.compile to trace in its place."""
+_DECLARED, _REPLACES = "__stepscope__", "__stepscope_replaces__"
+_OURS = frozenset((INLINED, _DECLARED, _REPLACES))
+W = TypeVar("W", bound=Callable[..., object])
+
+
+class Attributes(dict[str, object]):
+    """The `__dict__` of a wrapper. `functools.wraps` copies from it only what the user put there.
+
+    A copy of our attributes stands for the original where it must not. torch.compile traces the original and
+    leaves out the decorator above ours, a `torch.no_grad` for example. Ray wraps each method of an actor, and
+    pickles the original by value, with the globals of its module. A wrapper that is pickled by value itself
+    keeps them, because its closure holds the original anyway.
+    """
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
+        return self.copy().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
+    def copy(self) -> dict[str, object]:
+        return {name: value for name, value in self.items() if name not in _OURS}
+
+    def __reduce__(self) -> tuple[type[dict[str, object]], tuple[dict[str, object]]]:
+        return dict, ({name: value for name, value in self.items()},)  # noqa: C416 # dict() asks for keys
+
+
+def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
+    """Return `wrapper` with the metadata of `fn`, what was declared, and the function to compile."""
+    functools.update_wrapper(wrapper, fn)
+    attributes = Attributes(vars(wrapper))
+    attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
+    if declared is not None:
+        attributes[_DECLARED] = declared
+    wrapper.__dict__ = attributes
+    return wrapper
+
+
+def declared(member: object) -> Declared | None:
+    """Return the arguments of `profile_step` for a function or method, below whatever decorators."""
+    return cast("Declared | None", _nearest(member, _DECLARED))
+
+
+def mark_replacement(wrapper: Callable[..., object]) -> None:
+    """Note that `wrapper` stands in the place of a function that nobody decorated."""
+    vars(wrapper)[_REPLACES] = True
+
+
+def is_replacement(member: object) -> bool:
+    """Return whether a function or method is what `instrument` put there, below whatever decorators."""
+    return _nearest(member, _REPLACES) is True
+
+
+def _nearest(member: object, attribute: str) -> object:
+    wrapper: Any = getattr(member, "__func__", member)
+    try:
+        wrapper = inspect.unwrap(wrapper, stop=lambda inner: attribute in getattr(inner, "__dict__", ()))
+    except ValueError:  # wrappers in a circle
+        return None
+    return getattr(wrapper, "__dict__", {}).get(attribute)
 
 
 # The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
@@ -145,11 +209,15 @@ _ASEND = {
 }
 
 
-def wrap(fn: FunctionType, *, role: str, stage: str | None, attrs: Attrs | None) -> FunctionType:
+def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
     """A plain function of `fn`'s kind, signature and metadata that times it while a capture is on."""
     template, pieces = _kind(fn)
     declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
-    declared_roles.add(role)
+    if role is not None:
+        declared_roles.add(role)
+    *_, owner, _ = ("", *fn.__qualname__.split("."))
+    if owner.isidentifier():  # else it is no method
+        declared_classes.add(owner)
     signature = _Signature.of(fn.__code__)
     attrs_expression = (
         f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}})"
@@ -157,11 +225,7 @@ def wrap(fn: FunctionType, *, role: str, stage: str | None, attrs: Attrs | None)
         else "__declared.attrs"
     )
     source = template.format(params=signature.params, call=signature.call, attrs=attrs_expression, **pieces)
-    wrapper = _build(source, fn, declared)
-    functools.update_wrapper(wrapper, fn)
-    vars(wrapper)["__stepscope__"] = declared
-    vars(wrapper).setdefault(INLINED, fn)  # already there, if `fn` is what torch.compile returned
-    return wrapper
+    return wraps(fn, _build(source, fn, declared), declared)
 
 
 def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:

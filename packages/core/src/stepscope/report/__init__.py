@@ -1,4 +1,4 @@
-"""Where a step's time went: pure functions of a timeline that return typed tables, and these as text."""
+"""Tables of a step's time: pure functions of a timeline, and the tables as text."""
 
 from stepscope.report.advice import Advice, Evidence, advise
 from stepscope.report.baseline import Baseline, find_baseline
@@ -35,6 +35,7 @@ from stepscope.report.scalars import to_scalars
 from stepscope.report.stages import Share, Stage, time_stages
 from stepscope.report.staleness import Lag, Staleness, StaleTrajectory, find_staleness
 from stepscope.report.step import StepReport, report_step
+from stepscope.report.waiting import VainWait, find_vain_waits
 
 __all__ = [
     "Advice",
@@ -73,6 +74,7 @@ __all__ = [
     "Table",
     "TraceRow",
     "TraceTables",
+    "VainWait",
     "Wait",
     "advise",
     "break_down",
@@ -85,6 +87,7 @@ __all__ = [
     "find_peaks",
     "find_phaseless",
     "find_staleness",
+    "find_vain_waits",
     "rank_operators",
     "report_step",
     "tabulate_traces",

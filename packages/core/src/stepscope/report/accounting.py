@@ -1,4 +1,4 @@
-"""Whose is each instant: nested, concurrent intervals become shares of the wall clock that add up exactly."""
+"""Splits wall-clock time between nested, concurrent intervals. Shares add up exactly."""
 
 from __future__ import annotations
 
@@ -23,19 +23,28 @@ class Interval(NamedTuple):
     """Its kind."""
 
 
+class Held(NamedTuple):
+    """A stretch in which the kinds of `mask` did nothing, for the reason that `label` names."""
+
+    start_ns: int
+    end_ns: int
+    mask: Mask
+    label: Label
+
+
 class Shares(msgspec.Struct):
-    """How a stretch of time divides. `sum(wall_ns.values()) + idle_ns` is its length, to the nanosecond."""
+    """The parts of a stretch of time. `sum(wall_ns.values()) + idle_ns` is its length, to the nanosecond."""
 
     wall_ns: Counter[Label]
-    """What is billed to each."""
+    """The time billed to each."""
     alone_ns: Counter[Label]
     """Of that, the time that it was billed alone."""
     active_ns: Counter[Label]
-    """When it was a leaf at all, whoever was billed."""
+    """The time in which it was a leaf at all, whoever was billed."""
     together_ns: Counter[tuple[Label, ...]]
     """Time by all that were billed at once, two or more of them."""
     idle_ns: int
-    """When there was no interval."""
+    """The time without an interval."""
 
 
 def divide(
@@ -45,6 +54,7 @@ def divide(
     *,
     labels: Sequence[Label],
     tiers: Sequence[int],
+    held: Sequence[Held] = (),
 ) -> Shares:
     """Divides the time from `start_ns` to `end_ns`.
 
@@ -58,18 +68,20 @@ def divide(
         end_ns: Exclusive.
         labels: By bit. Several bits may have one label.
         tiers: By bit.
+        held: In order, and disjoint. Within one, its kinds are billed under its label.
     """
     shares = Shares(Counter(), Counter(), Counter(), Counter(), idle_ns=0)
     billed: Counter[tuple[Label, ...]] = Counter()
-    for mask, ns in sweep(intervals, start_ns, end_ns).items():
+    for (mask, hold), ns in sweep(intervals, start_ns, end_ns, held).items():
         bits = bits_of(mask)
         if not bits:
             shares.idle_ns += ns
             continue
-        for label in {labels[bit] for bit in bits}:
+        now = {bit: labels[bit] if hold is None or not hold[0] >> bit & 1 else hold[1] for bit in bits}
+        for label in set(now.values()):
             shares.active_ns[label] += ns
         tier = min(tiers[bit] for bit in bits)
-        billed[tuple(sorted({labels[bit] for bit in bits if tiers[bit] == tier}))] += ns
+        billed[tuple(sorted({now[bit] for bit in bits if tiers[bit] == tier}))] += ns
     for together, ns in billed.items():
         each, rest = divmod(ns, len(together))
         for place, label in enumerate(together):
@@ -91,11 +103,25 @@ def bits_of(mask: Mask) -> list[int]:
     return found
 
 
-def sweep(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Mapping[Mask, int]:
-    """Time by the set of kinds that had a leaf; with the empty set it is `end_ns - start_ns`. O(n log n)."""
-    total = Counter[Mask]()
+def sweep(
+    intervals: Sequence[Interval], start_ns: int, end_ns: int, held: Sequence[Held] = ()
+) -> Mapping[tuple[Mask, tuple[Mask, Label] | None], int]:
+    """Return the time by the set of kinds that had a leaf, and by what was held then. O(n log n)."""
+    total = Counter[tuple[Mask, tuple[Mask, Label] | None]]()
+    at = 0
     for from_ns, until_ns, mask in walk(intervals, start_ns, end_ns):
-        total[mask] += until_ns - from_ns
+        while at < len(held) and held[at].end_ns <= from_ns:
+            at += 1
+        place = at
+        while from_ns < until_ns:
+            hold = held[place] if place < len(held) and held[place].start_ns < until_ns else None
+            if hold is None or hold.start_ns > from_ns:
+                next_ns, key = until_ns if hold is None else hold.start_ns, None
+            else:
+                next_ns, key = min(hold.end_ns, until_ns), (hold.mask, hold.label)
+                place += 1
+            total[mask, key] += next_ns - from_ns
+            from_ns = next_ns
     return total
 
 
@@ -121,7 +147,7 @@ def walk(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[
 
 
 class _Leaves:
-    """Which kinds have a leaf now. An interval is alive while it, or anything below it, runs."""
+    """The kinds that have a leaf now. An interval is alive while it, or anything below it, runs."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         self.mask: Mask = 0

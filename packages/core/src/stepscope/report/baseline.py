@@ -44,10 +44,10 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
-    """None where no uncaptured step is known."""
-    if not timeline.uncaptured:
-        return None
+    """None where no uncaptured step is known that the captured one compares with."""
     used = comparable(timeline.uncaptured)
+    if not used:
+        return None
     took = sorted(each.dur_ns for each in used)
     end_ns, p50_ns = timeline.window.end_ns, middle(took)
     after = (each.dur_ns for each in timeline.uncaptured if each.first and each.start_ns >= end_ns)
@@ -66,16 +66,19 @@ def find_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 
 
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
-    """Without the first ones after a capture, where enough others are left."""
-    apart = [each for each in near if not each.first]
-    return apart if len(apart) >= UNDISTURBED else near
+    """Those that a captured step compares with: no warm-up, and if enough others are left, no first one after
+    a capture.
+    """
+    warm = [each for each in near if not each.warm_up]
+    apart = [each for each in warm if not each.first]
+    return apart if len(apart) >= UNDISTURBED else warm
 
 
 def _whole(timeline: Timeline) -> bool:
     """Whether the recording lasted as long as the step: nobody's exception and no budget ended it."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(
-        part.error is not None or any(item.name == "spans" and item.truncated for item in part.expected)
+        part.ended_by is not None or any(item.kind == "spans" and item.truncated for item in part.expected)
         for part in parts
         if part.owner
     )

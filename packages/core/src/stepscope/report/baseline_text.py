@@ -13,9 +13,12 @@ RUNS = 4
 
 
 def say_usual(baseline: Baseline | None) -> str:
-    """What uncaptured steps take: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
+    """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
     if baseline is None:
-        return "No uncaptured step is known beside it: loops that open capture(step) for every step have some"
+        return (
+            "No uncaptured step is known to compare it with: loops that open capture(step) for every step "
+            "have some, behind the first, which warms up"
+        )
     steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({_numbers(baseline.steps)})"
     if len(baseline.steps) == 1:
         return f"{steps} took {duration(baseline.p50_ns)}"
@@ -24,7 +27,7 @@ def say_usual(baseline: Baseline | None) -> str:
 
 
 def say_beside(baseline: Baseline | None) -> str:
-    """How the captured one compares. Empty where there is nothing to compare with."""
+    """Compare the captured step with them. Empty if there is nothing to compare with."""
     if baseline is None:
         return ""
     if baseline.excess_ns is None or baseline.cost_ns is None:
@@ -34,7 +37,8 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline.cost_ns > 0:
         said += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
     if len(baseline.steps) < ENOUGH:
-        said += ". That is too few to say what is usual"
+        steps = "One uncaptured step is" if len(baseline.steps) == 1 else "So few uncaptured steps are"
+        said += f". {steps} not enough to say what is usual"
     if baseline.next_ns is not None:
         said += f". The step after it took {duration(baseline.next_ns)}"
     return said

@@ -1,34 +1,45 @@
-"""Where a step went, with opening and closing its capture: lines that add up to 100 % of it."""
+"""The account of a step: lines that add up to 100 % of it, with opening and closing its capture beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.report.accounting import Interval, Label, Shares, divide
+from stepscope.files.spans import PROFILING
+from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
+from stepscope.report.gaps import Gap, Stretch, find_stretches, sum_up
+from stepscope.report.names import TRANSFER, is_tool, is_transfer
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
-WAITING = frozenset({"queue", "wait"})
-"""Stages that are waiting and not work: they are billed only while nothing works."""
-_WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, _WAITING = range(5)
+STALLED: Label = ("profiler", "engine trace")
+"""What engines do when they serve nothing for their own profiler."""
+WINDOWS: Label = ("profiler", "windows of stages")
+"""Profilers that were started and stopped around stages (discrete mode)."""
+_ANY = -1
+_WORKER, _OWNER, _LATER_WORKER, _LATER_OWNER, WAITING = range(5)
+"""Tiers of leaves: an instant is billed to the lowest."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the account."""
 
     kind: LineKind
-    """`profiler`: what opening and closing the capture cost its owner. `unaccounted`: no span ran."""
+    """`profiler`: profilers inside the step: engines that served nothing for their own one, and the windows
+    of stages. `unaccounted`: no span ran."""
     role: str | None = None
     stage: str | None = None
     wall_ns: int
-    """Its share of the total."""
+    """Its share of the step."""
     alone_ns: int
     """Of that, what it did not share."""
     active_ns: int
-    """How long it went on at all; what exceeds `wall_ns` was shared or hidden behind others."""
+    """The time in which it went on at all; what exceeds `wall_ns` was shared or hidden behind others."""
+    waits: bool = False
+    """It is waiting and no work: billed only while nothing works."""
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,13 +52,23 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one step."""
 
-    total_ns: int
-    """The capture's window and what opening and closing it cost the owner: what the lines add up to."""
     window_ns: int
+    """The step alone, from the end of the capture's opening to the begin of its closing: 100 %, and what the
+    lines add up to."""
+    opening_ns: int
+    """The owner's time for opening the capture, before the step."""
+    closing_ns: int
+    """The same for closing it, after the step."""
+    total_ns: int
+    """Opening, step and closing: what passed on the clock of the code around the capture."""
     lines: tuple[Line, ...]
-    """Stages by share, then the profiler, then what is unaccounted."""
+    """Stages by share, then the profiler, if it took some of the step, then what is unaccounted."""
     overlaps: tuple[Overlap, ...]
     """The longest first."""
+    gaps: tuple[Gap, ...]
+    """The parts of the unaccounted time, the longest first. They add up to it."""
+    stalled_ns: int = 0
+    """Of the step, while what would have been an engine's work waited for the engine's own profiler."""
     left_out: tuple[str, ...]
     """Unaligned processes: where their spans belong is not known, so that they are in no line."""
 
@@ -55,23 +76,57 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 def break_down(timeline: Timeline) -> Breakdown:
     """The account of the owner's wall clock from the capture's opening to its closing, by role and stage."""
     window = timeline.window
-    shares = divide_spans(timeline, range(len(timeline.spans)), window.start_ns, window.end_ns)
+    work = work_of(timeline, range(len(timeline.spans)))
+    shares = _divide(timeline, work, window.start_ns, window.end_ns)
+    gaps = _name_transfers(find_stretches(work.intervals, window.start_ns, window.end_ns), work, shares)
+    stalled_ns = shares.wall_ns.pop(STALLED, 0)
+    profiler_ns = stalled_ns + shares.wall_ns.pop(WINDOWS, 0)
+    for label in (STALLED, WINDOWS):
+        shares.active_ns.pop(label, None)
     cost = timeline.processes[0].cost if window.opened else None
-    profiler_ns = 0 if cost is None else cost.start_ns + cost.stop_ns - cost.inside_ns
+    opening_ns, closing_ns = (0, 0) if cost is None else (cost.start_ns, cost.stop_ns)
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
-    stages = [_stage(label, shares) for label in labels]
+    works = {(span.role, span.stage) for span in timeline.spans if not span.waits}
+    waits = {(span.role, span.stage) for span in timeline.spans if span.waits} - works
+    stages = [_stage(label, shares, waits=label in waits) for label in labels]
     return Breakdown(
-        total_ns=window.wall_ns + profiler_ns,
+        total_ns=opening_ns + window.wall_ns + closing_ns,
+        stalled_ns=stalled_ns,
         window_ns=window.wall_ns,
-        lines=(*stages, _other("profiler", profiler_ns), _other("unaccounted", shares.idle_ns)),
+        opening_ns=opening_ns,
+        closing_ns=closing_ns,
+        lines=(
+            *stages,
+            *([_other("profiler", profiler_ns)] if profiler_ns else ()),
+            _other("unaccounted", shares.idle_ns),
+        ),
         overlaps=tuple(Overlap(stages=stages, wall_ns=ns) for stages, ns in shares.together_ns.most_common()),
+        gaps=gaps,
         left_out=tuple(process.name for process in timeline.processes if not process.aligned),
     )
 
 
-def _stage(label: Label, shares: Shares) -> Line:
+def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:
+    """Bill to the weight sync what passes between its ends. Return what is left without a name."""
+
+    def label_of(index: int | None) -> Label | None:
+        return None if index is None else work.labels[work.intervals[index].bit]
+
+    unnamed = []
+    for stretch in stretches:
+        before, after = label_of(stretch.before), label_of(stretch.after)
+        if after is not None and is_transfer(before, after):
+            shares.idle_ns -= stretch.wall_ns
+            for counter in (shares.wall_ns, shares.alone_ns, shares.active_ns):
+                counter[after[0], TRANSFER] += stretch.wall_ns
+        else:
+            unnamed.append((before, after, stretch.wall_ns))
+    return sum_up(unnamed)
+
+
+def _stage(label: Label, shares: Shares, *, waits: bool) -> Line:
     return Line(
         kind="stage",
         role=label[0],
@@ -79,6 +134,7 @@ def _stage(label: Label, shares: Shares) -> Line:
         wall_ns=shares.wall_ns[label],
         alone_ns=shares.alone_ns[label],
         active_ns=shares.active_ns[label],
+        waits=waits,
     )
 
 
@@ -92,21 +148,30 @@ class Work(NamedTuple):
     intervals: list[Interval]
     labels: list[Label]
     tiers: list[int]
+    engines: list[int | None]
+    """The replica that does it; `_ANY`: an engine, and nothing says which. None: no engine."""
 
 
 def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
     """Some of the spans as intervals. Those of unaligned processes have no length: nobody knows where."""
-    kinds: dict[tuple[Label, int], int] = {}
+    kinds: dict[tuple[Label, int, int | None], int] = {}
     places = {index: place for place, index in enumerate(indices)}
     intervals = []
     for index in indices:
         span = timeline.spans[index]
-        bit = kinds.setdefault(((span.role, span.stage), _tier(timeline, span)), len(kinds))
+        label = WINDOWS if span.stage == PROFILING else (span.role, span.stage)
+        kind = (label, _tier(timeline, span), _engine(timeline, span))
+        bit = kinds.setdefault(kind, len(kinds))
         parent = part_of(timeline, span)
         above = None if parent is None else places.get(parent)
         ends_ns = timeline.until_ns(span) if timeline.processes[span.process].aligned else span.start_ns
         intervals.append(Interval(span.start_ns, ends_ns, above, bit))
-    return Work(intervals, [label for label, _ in kinds], [tier for _, tier in kinds])
+    return Work(
+        intervals,
+        [label for label, _, _ in kinds],
+        [tier for _, tier, _ in kinds],
+        [engine for _, _, engine in kinds],
+    )
 
 
 def part_of(timeline: Timeline, span: Span) -> int | None:
@@ -120,13 +185,53 @@ def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_
     """Divides a stretch of time among some of the spans: this step's before a later one's, a worker's before
     the owner's, and waiting last.
     """
-    intervals, labels, tiers = work_of(timeline, indices)
-    return divide(intervals, start_ns, end_ns, labels=labels, tiers=tiers)
+    return _divide(timeline, work_of(timeline, indices), start_ns, end_ns)
+
+
+def _divide(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:
+    held = _held(timeline, work.engines)
+    return divide(work.intervals, start_ns, end_ns, labels=work.labels, tiers=work.tiers, held=held)
+
+
+def _held(timeline: Timeline, engines: Sequence[int | None]) -> list[Held]:
+    """Return the stalls of replicas, with the kinds of work that each of them held up."""
+    changes = sorted(
+        change
+        for stall in timeline.stalls
+        for change in ((stall.start_ns, 1, stall.replica), (stall.end_ns, -1, stall.replica))
+    )
+    stalled = set[int]()
+    held = []
+    for (at_ns, change, replica), (until_ns, _, _) in pairwise(changes):
+        (stalled.add if change > 0 else stalled.discard)(replica)
+        mask = _mask(engines, stalled, whole=len(stalled) >= timeline.replicas)
+        if mask and at_ns < until_ns:
+            held.append(Held(at_ns, until_ns, mask, STALLED))
+    return held
+
+
+def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> Mask:
+    """Work of an engine that nothing names is held up only when all of them stall."""
+    if not stalled:
+        return 0
+    return sum(
+        1 << bit for bit, engine in enumerate(engines) if engine in stalled or (whole and engine == _ANY)
+    )
+
+
+def _engine(timeline: Timeline, span: Span) -> int | None:
+    """A turn without a span below it waits for the model: tools have spans of their own."""
+    if is_tool(span.role, span.stage):
+        return None
+    if span.role != "rollout" and (span.role, span.stage) != ("agent_loop", "turn"):
+        return None
+    replica = timeline.processes[span.process].info.replica
+    return _ANY if replica is None else replica
 
 
 def _tier(timeline: Timeline, span: Span) -> int:
-    if span.stage in WAITING:
-        return _WAITING
+    if span.waits:
+        return WAITING
     owner = timeline.processes[span.process].owner
     if span.step > timeline.step:  # nobody in this step waits for it
         return _LATER_OWNER if owner else _LATER_WORKER

@@ -1,4 +1,4 @@
-"""What changed between two steps, or between two runs: the accounts of both, line by line."""
+"""Changes between two steps, or between two runs: the accounts of both, line by line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: tuple[int, ...]
     runs: tuple[str, ...]
-    total_ns: int
-    """Per step: the sum of this side's lines."""
+    step_ns: int
+    """Per step, the step alone: the sum of this side's lines."""
+    opening_ns: int
+    """Per step, what opening its capture took before it."""
+    closing_ns: int
+    """The same of closing, after it."""
     complete: bool
     """Of every step."""
 
@@ -46,7 +50,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     a: Figures
     b: Figures
     delta_ns: int
-    """Of the share of the total, b - a. Over all lines these add up to the change of the total."""
+    """Of the share of the step, b - a. Over all lines these add up to the change of the step."""
     apart: bool
     """Both sides have several steps, and their ranges do not meet: it is more than steps differ anyway."""
 
@@ -56,6 +60,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     a: Side
     b: Side
     delta_ns: int
+    """Of the step alone. What opening and closing its capture took is in `a` and `b`."""
     changes: tuple[Change, ...]
     """The largest first, whichever its sign."""
 
@@ -79,7 +84,7 @@ def diff(a: Sequence[StepReport], b: Sequence[StepReport]) -> Diff:
         key=lambda change: (-abs(change.delta_ns), change.kind, change.role or "", change.stage or "")
     )
     one, other = _side(a, left), _side(b, right)
-    return Diff(a=one, b=other, delta_ns=other.total_ns - one.total_ns, changes=tuple(changes))
+    return Diff(a=one, b=other, delta_ns=other.step_ns - one.step_ns, changes=tuple(changes))
 
 
 def _change(key: _Key, a: Figures, b: Figures, several: bool) -> Change:
@@ -99,7 +104,9 @@ def _side(reports: Sequence[StepReport], figures: Mapping[_Key, Figures]) -> Sid
     return Side(
         steps=tuple(report.step for report in reports),
         runs=tuple(dict.fromkeys(report.run_id for report in reports)),
-        total_ns=sum(line.wall_ns for line in figures.values()),
+        step_ns=sum(line.wall_ns for line in figures.values()),
+        opening_ns=sum(report.breakdown.opening_ns for report in reports) // len(reports),
+        closing_ns=sum(report.breakdown.closing_ns for report in reports) // len(reports),
         complete=all(report.health.complete for report in reports),
     )
 

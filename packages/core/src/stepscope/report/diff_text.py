@@ -1,4 +1,4 @@
-"""What changed, as tables for a terminal."""
+"""Changes as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from stepscope.report.figures import count, duration, plain, tenths
 from stepscope.report.step import StepReport
 from stepscope.report.tables import LISTED, table
 
+BESIDE = "+ opening, closing"
+"""The line below the account: what the capture took before the step and after it."""
 CHANGES = 4
 """The largest changes of a step against the one before it that are listed."""
 
@@ -21,13 +23,16 @@ def render_diff(found: Diff) -> RenderableType:
     """The change of the whole, then of each line; the smallest of many are summed up."""
     shown = _worth_a_line(found)
     rest = found.changes[len(shown) :]
-    rows = [_row(change, found.a.total_ns) for change in shown]
+    rows = [_row(change, found.a.step_ns) for change in shown]
     if rest:
-        rows.append(_rest(rest, found.a.total_ns))
+        rows.append(_rest(rest, found.a.step_ns))
     rows.append(
-        ("", "total", duration(found.a.total_ns), duration(found.b.total_ns), signed(found.delta_ns),
-         percentage(found.delta_ns, found.a.total_ns), "", "")
+        ("", "step", duration(found.a.step_ns), duration(found.b.step_ns), signed(found.delta_ns),
+         percentage(found.delta_ns, found.a.step_ns), "", "")
     )  # fmt: skip
+    a_ns, b_ns = (side.opening_ns + side.closing_ns for side in (found.a, found.b))
+    if a_ns or b_ns:
+        rows.append(("", BESIDE, duration(a_ns), duration(b_ns), signed(b_ns - a_ns), "", "", ""))
     columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
     return Group(_head(found), table("What changed", columns, rows, _note(found)))
 
@@ -42,17 +47,17 @@ def render_changes(reports: Sequence[StepReport]) -> RenderableType:
             for change in found.changes[:CHANGES]
             if change.delta_ns
         ]
-        percent = percentage(found.delta_ns, found.a.total_ns)
+        percent = percentage(found.delta_ns, found.a.step_ns)
         rows.append((f"{before.step} > {after.step}", signed(found.delta_ns), percent, ", ".join(largest)))
     note = "stepscope diff compares any two steps or runs, line by line."
-    return table("What changed", ("steps", ">total", ">%", "the most"), rows, note)
+    return table("What changed", ("steps", ">step", ">%", "the most"), rows, note)
 
 
 def _worth_a_line(found: Diff) -> Sequence[Change]:
     """All of a few; of many those that would not be printed as 0.0 %."""
     if len(found.changes) <= LISTED:
         return found.changes
-    least_ns = max(found.a.total_ns, found.b.total_ns) / 2000
+    least_ns = max(found.a.step_ns, found.b.step_ns) / 2000
     return [change for change in found.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
 
 
@@ -65,15 +70,15 @@ def _side(side: Side) -> str:
         f"step {side.steps[0]}" if len(side.steps) == 1
         else f"{count(len(side.steps), 'step')}, {min(side.steps)} to {max(side.steps)}"
     )  # fmt: skip
-    said = f"{steps} of run {plain(', '.join(side.runs))}: {duration(side.total_ns)}"
+    said = f"{steps} of run {plain(', '.join(side.runs))}: {duration(side.step_ns)}"
     said += " per step" if len(side.steps) > 1 else ""
     return said if side.complete else f"{said}; not complete, see stepscope report"
 
 
 def _note(found: Diff) -> str:
     note = (
-        "A and B: share of the total, with opening and closing the capture; B - A adds up. % of A: of A's "
-        "total. calls, mean call: A > B."
+        "A and B: share of the step; B - A adds up. % of A: of A's step. calls, mean call: A > B.\n"
+        f"{BESIDE}: the capture, outside of the step."
     )
     if len(found.a.steps) > 1 or len(found.b.steps) > 1:
         note += " Per step, by the mean."

@@ -61,8 +61,17 @@ def moment(unix_ns: int) -> str:
 
 def plain(text: str) -> str:
     """`text` on one line and without control characters: names come from files, and terminals obey these."""
-    one_line = re.sub(r"[\t\r\n]+", " ", text)
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in one_line)
+    return visible(re.sub(r"[\t\r\n]+", " ", text))
+
+
+def visible(text: str) -> str:
+    """Return `text` with an escape in place of each unprintable character (C0, C1, bidirectional).
+
+    Newlines stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def turn(trajectory: str | None, index: int | None) -> str:

@@ -1,4 +1,4 @@
-"""How far to trust a report: what is missing, dropped, open or broken, how sure the clocks are, the cost."""
+"""Reasons to doubt a report: missing, dropped, open or broken data, unsure clocks, the recording's cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from stepscope.files.manifest import EXITED, TERMINATED, OwnCost, ProcessPart, State
+from stepscope.files.manifest import OpenedBy, OwnCost, ProcessPart, State
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -40,6 +40,8 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     """None: it did not live to say."""
     clock: ProcessClock
     cost: OwnCost | None
+    profiled: bool = False
+    """A profiler recorded it."""
 
 
 class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +59,21 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None
     """Of the manifest. None: no process left its part."""
     missing: tuple[str, ...]
-    """One line for each thing that was promised and is missing, partial or failed, with its reason."""
+    """A line for each thing that was promised and is missing, partial, failed or pending, with its reason."""
     skipped: tuple[str, ...]
     """One line for each thing that was not recorded on purpose, with its reason."""
+    warnings: tuple[str, ...] = ()
+    """One line for each thing that was probably meant to take part and did not, with its reason."""
+    notes: tuple[str, ...] = ()
+    """One line for each thing to know of a recording that is no trouble: fewer iterations than asked for, an
+    option that was ignored.
+    """
     uncalled: tuple[str, ...] = ()
-    """Functions that `instrument` replaced in some process, and of which no process recorded a call."""
+    """Functions that `instrument` replaced in some process, and of which no process recorded a call: not
+    called in this step, or called in a process outside the capture.
+    """
+    opened_by: OpenedBy = "program"
+    """Whether the program's own code opened the capture: advice names what its reader can change."""
     user_error: str | None
     """The user's exception that ended the capture. It alone leaves nothing incomplete."""
     captures: int = 1
@@ -81,7 +93,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_health(timeline: Timeline) -> Health:
     manifest = timeline.manifest
-    missing = () if manifest is None else tuple(manifest.problems())
+    missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
     dropped = sum(process.dropped or 0 for process in timeline.processes)
     sound = all(process.aligned and process.closed_ns is not None for process in timeline.processes)
     state = None if manifest is None else manifest.state
@@ -89,7 +101,10 @@ def check_health(timeline: Timeline) -> Health:
         state=state,
         missing=missing,
         skipped=_skipped(timeline),
+        warnings=() if manifest is None else tuple(manifest.warnings()),
+        notes=() if manifest is None else tuple(manifest.notes()),
         uncalled=_uncalled(timeline),
+        opened_by="program" if manifest is None else manifest.opened_by,
         user_error=_user_error(timeline),
         captures=timeline.captures,
         broken=timeline.problems,
@@ -122,11 +137,11 @@ def find_cut(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]
 
 
 def _is_truncated(part: ProcessPart) -> bool:
-    return any(item.name == "spans" and item.truncated for item in part.expected)
+    return any(item.kind == "spans" and item.truncated for item in part.expected)
 
 
 def _ended_with_its_process(part: ProcessPart) -> bool:
-    return (part.error or "").startswith((TERMINATED, EXITED))  # more follows if it was redacted
+    return part.ended_by in ("signal", "exit")
 
 
 def _skipped(timeline: Timeline) -> tuple[str, ...]:
@@ -135,7 +150,7 @@ def _skipped(timeline: Timeline) -> tuple[str, ...]:
         f"{part.process.key}: {item.name}: {item.reason}"
         for part in parts
         for item in part.expected
-        if item.state == "skipped"
+        if item.state == "skipped" and item.kind != "selection"
     )
 
 
@@ -217,6 +232,7 @@ def _processes(timeline: Timeline) -> tuple[ProcessRow, ...]:
             dropped=process.dropped,
             clock=process.clock,
             cost=process.cost,
+            profiled=process.profiled,
         )
         for process in timeline.processes
     )

@@ -1,4 +1,4 @@
-"""How far a step's report can be trusted, as tables for a terminal."""
+"""Reasons to doubt a step's report, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from rich.text import Text
 
 from stepscope.report.figures import count, duration, plain, turn
 from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow
+from stepscope.report.sections_text import say_profiled, starred
 from stepscope.report.tables import LISTED, listing, table
+
+UNCALLED = "Instrumented, and no call recorded: not called in this step, or in a process outside this capture"
 
 
 def trust(health: Health) -> Iterator[RenderableType]:
-    """What says how far the numbers above can be trusted."""
+    """Yield the reasons to doubt the numbers above."""
     yield _processes(health.processes)
     if health.complete and not health.errors:
         yield Text(f"\n{say_complete(health)}")
@@ -30,12 +33,17 @@ def trust(health: Health) -> Iterator[RenderableType]:
         )
     if notes := clock_notes(health):
         yield listing("Collectives that align no clock", notes)
+    if health.warnings:
+        yield listing("Warnings", health.warnings)
+    if health.notes:
+        yield listing("Notes", health.notes)
     if health.uncalled:
-        yield listing("Instrumented, and not called in this step", health.uncalled)
+        yield listing(UNCALLED, health.uncalled)
     if health.skipped:
         yield listing("Not recorded, on purpose", health.skipped)
 
 
+OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."
 FIRST = "First those that something is wrong with, then the least sure clock, and who took longest to record."
 
 
@@ -64,24 +72,23 @@ def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
     ordered, first = worst_first(processes, 2 * LISTED)
     rows = [
         (
-            process.name, process.host, f"{process.spans:,}", clock(process),
+            starred(process.name, process.profiled), process.host, f"{process.spans:,}", clock(process),
             *(("-",) * 4 if process.cost is None else map(duration, (
                 process.cost.start_ns, process.cost.stop_ns, process.cost.export_ns, process.cost.spans_ns,
             ))),
         )
         for process in ordered[:2 * LISTED]
     ]  # fmt: skip
-    note = (
-        "open and close: what profiling cost; the owner's are the line `profiler`. export: in the background."
-    )
+    note = OPEN_CLOSE
     if len(processes) > len(rows):
         note = f"{count(len(processes) - len(rows), 'process')} more in --json. {first} {note}"
+    note = f"{note} {say_profiled(*(process.profiled for process in processes))}".rstrip()
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
     return table("Processes", columns, rows, note)
 
 
 def clock(process: ProcessRow) -> str:
-    """How its times got onto the owner's clock, and within what."""
+    """Describe how its times got onto the owner's clock, with the uncertainty."""
     found = process.clock
     if found.uncertainty_ns is None:
         return "unaligned"
@@ -105,7 +112,8 @@ def clock_notes(health: Health) -> list[str]:
 def say_complete(health: Health) -> str:
     """Of a complete step."""
     until = "" if health.user_error is None else ", up to where the capture ended"
-    return f"Complete: nothing is missing, dropped or broken{until}."
+    but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
+    return f"Complete: nothing is missing, dropped or broken{until}{but}."
 
 
 def say_again(health: Health) -> str:
@@ -114,7 +122,7 @@ def say_again(health: Health) -> str:
 
 
 def say_ended(health: Health) -> str:
-    """How an exception ended the capture. Empty where none did: that alone leaves nothing incomplete."""
+    """Name the exception that ended the capture. Empty if none did: that alone leaves nothing incomplete."""
     if health.user_error is None:
         return ""
     return f"The capture ended with {plain(health.user_error)}: what follows is up to there"

@@ -1,8 +1,7 @@
-"""When each process had nothing to do, and what it probably waited for."""
+"""Idle time of each process, with its probable causes."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -10,26 +9,23 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
-from stepscope.report.breakdown import WAITING, part_of
+from stepscope.report.breakdown import part_of
+from stepscope.report.gaps import find_stretches
+from stepscope.report.names import MOVES_WEIGHTS, TRANSFER, is_tool, is_transfer
 from stepscope.report.rows import Table
 from stepscope.timeline import Timeline, TraceActivity
 
 IdleKind: TypeAlias = Literal["rollout", "weight sync", "slowest rank", "other work", "unaccounted"]
 ROLLOUT = frozenset({"rollout", "agent_loop", "env", "reward"})
 """Roles whose work is the rollout."""
-MOVES_WEIGHTS = re.compile(
-    r"(weight|param).*(sync|load|update|broadcast|transfer|push|pull)"
-    r"|(sync|load|update|broadcast|transfer|push|pull).*(weight|param)|reshard",
-    re.IGNORECASE,
-)
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process probably waited for: what others did while it did nothing."""
+    """A probable cause of idle time: the work of others while a process did nothing."""
 
     kind: IdleKind
     """`slowest rank`: for others of its role in a stage that it has a part in. `unaccounted`: nobody did
-    anything that was recorded."""
+    anything that was recorded but wait."""
     role: str | None
     stage: str | None
     wall_ns: int
@@ -42,7 +38,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     rank: int | None
     busy_ns: int
-    """When something of its own ran: spans that are no waiting, and have nothing below them elsewhere."""
+    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere."""
     idle_ns: int
     causes: Table[Cause]
     """The longest first. They add up to `idle_ns`."""
@@ -53,21 +49,29 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     awaited: str | None = None
     """The process that was the last one for most of that time."""
     awaited_ns: int = 0
-    """How long it was waited for."""
+    """The time for which it was waited for."""
+    profiled: bool = False
+    """A profiler recorded it and slowed it: its busy time is longer by that."""
 
 
 class _Work(NamedTuple):
-    """What goes on, whoever does it."""
+    """Work that goes on, whoever does it."""
 
     waiting: bool
     later: bool
     """A later step consumes it."""
     owner: bool
+    runner: str
+    """The role of the process."""
     label: Label
 
 
+_Awaited: TypeAlias = "tuple[str, Label] | None"
+"""(role of the process that does it, what it does). None: nothing that was recorded."""
+
+
 class _Kind(NamedTuple):
-    """What a bit of the walk stands for."""
+    """The meaning of a bit of the walk."""
 
     process: int
     work: _Work
@@ -98,35 +102,42 @@ def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> T
             skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
             awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
             awaited_ns=min(skews[index].awaited_ns, in_collectives.get(index, 0)) if index in skews else 0,
+            profiled=process.profiled,
         )
         for index, process in enumerate(timeline.processes)
         if process.aligned
     )
 
 
-def _causes(idle: Mapping[Label | None, int], role: str, ran: set[Label]) -> Table[Cause]:
-    """What of a process' idle time passed while others did this or that, as causes."""
+def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label]) -> Table[Cause]:
+    """Return the causes of a process' idle time, by what others did meanwhile."""
+    sums: Counter[tuple[IdleKind, Label | None]] = Counter()
+    for awaited, ns in idle.items():
+        sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
     made = [
         Cause(
-            kind=_kind(label, role, ran),
+            kind=kind,
             role=None if label is None else label[0],
             stage=None if label is None else label[1],
             wall_ns=ns,
         )
-        for label, ns in idle.items()
+        for (kind, label), ns in sums.items()
         if ns
     ]
-    return Table(sorted(made, key=lambda cause: (-cause.wall_ns, cause.role or "", cause.stage or "")))
+    return Table(
+        sorted(made, key=lambda cause: (-cause.wall_ns, cause.role or "", cause.stage or "", cause.kind))
+    )
 
 
-def _kind(label: Label | None, role: str, ran: set[Label]) -> IdleKind:
-    if label is None:
+def _kind(awaited: _Awaited, role: str, ran: set[Label]) -> IdleKind:
+    if awaited is None:
         return "unaccounted"
+    runner, label = awaited
     if MOVES_WEIGHTS.search(label[1]):
         return "weight sync"
-    if label[0] == role and label in ran:
+    if runner == label[0] == role and label in ran:
         return "slowest rank"
-    return "rollout" if label[0] in ROLLOUT else "other work"
+    return "rollout" if label[0] in ROLLOUT or is_tool(*label) else "other work"
 
 
 class _Shift:
@@ -145,18 +156,19 @@ class _Shift:
         """Leaves by what they are."""
         self._workers = self._workers_now = 0
         """Leaves that work and are not the owner's; of these, those for this step."""
-        self._waited: dict[str, Counter[Label | None]] = {role: Counter() for role in self._roles}
+        self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
         """How long each label has been what a role's idle processes wait for, since the window's start."""
-        self._chosen: dict[frozenset[_Work], dict[str, Label | None]] = {}
-        self._since: dict[int, Counter[Label | None]] = {}
+        self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
+        self._since: dict[int, Counter[_Awaited]] = {}
         """By idle process: `_waited` of its role when it became idle."""
 
-    def run(self) -> list[Counter[Label | None]]:
-        """By process: idle time by the label that it passed with."""
+    def run(self) -> list[Counter[_Awaited]]:
+        """Return for each process its idle time, by what it waited for."""
         timeline, window = self._timeline, self._timeline.window
-        idle = [Counter[Label | None]() for _ in timeline.processes]
+        idle = [Counter[_Awaited]() for _ in timeline.processes]
         intervals = self._intervals()
         kinds = list(self._kinds)
+        transfers = self._transfers(intervals)
         before = 0
         for index in range(len(timeline.processes)):
             self._begin(index)
@@ -167,8 +179,9 @@ class _Shift:
                 else:
                     self._begin(index)
             before = mask
-            for role, label in self._awaited().items():
-                self._waited[role][label] += end_ns - start_ns
+            all_await = self._awaited() if mask else dict.fromkeys(self._roles, transfers.get(start_ns))
+            for role, awaited in all_await.items():
+                self._waited[role][awaited] += end_ns - start_ns
         for index in list(self._since):
             self._end(index, idle)
         return idle
@@ -178,11 +191,25 @@ class _Shift:
         for span in timeline.spans:
             process = timeline.processes[span.process]
             later = span.step > timeline.step
-            work = _Work(span.stage in WAITING, later, process.owner, (span.role, span.stage))
+            label = span.role, span.stage
+            work = _Work(span.waits, later, process.owner, process.info.role, label)
             kind = _Kind(span.process, work)
             ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
             bit = self._kinds.setdefault(kind, len(self._kinds))
             found.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
+        return found
+
+    def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
+        """By when they begin, the stretches in which nothing runs and weights are on their way."""
+        timeline, window = self._timeline, self._timeline.window
+        found: dict[int, _Awaited] = {}
+        for stretch in find_stretches(intervals, window.start_ns, window.end_ns):
+            if stretch.before is None or stretch.after is None:
+                continue
+            before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
+            if is_transfer((before.role, before.stage), (after.role, after.stage)):
+                runner = timeline.processes[after.process].info.role
+                found[stretch.start_ns] = runner, (after.role, TRANSFER)
         return found
 
     def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
@@ -217,13 +244,13 @@ class _Shift:
         if index not in self._since:
             self._since[index] = Counter(self._waited[self._timeline.processes[index].info.role])
 
-    def _end(self, index: int, idle: Sequence[Counter[Label | None]]) -> None:
+    def _end(self, index: int, idle: Sequence[Counter[_Awaited]]) -> None:
         since = self._since.pop(index, None)
         if since is not None:
             now = self._waited[self._timeline.processes[index].info.role]
-            idle[index].update({label: ns - since[label] for label, ns in now.items()})
+            idle[index].update({awaited: ns - since[awaited] for awaited, ns in now.items()})
 
-    def _awaited(self) -> dict[str, Label | None]:
+    def _awaited(self) -> dict[str, _Awaited]:
         """By role, what its idle processes wait for now."""
         running = frozenset(self._labels)
         if running not in self._chosen:
@@ -231,19 +258,21 @@ class _Shift:
         return self._chosen[running]
 
 
-def _likeliest(running: Iterable[_Work], role: str) -> Label | None:
+def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
     """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Behind
-    all that comes what a later step consumes, save for roles that do such work themselves.
+    all that comes what a later step consumes, save for roles that do such work themselves. Nobody waits for
+    one who waits.
     """
 
-    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, bool, Label]:
+    def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:
         own, label = work.label[0] == role, work.label
         moves = MOVES_WEIGHTS.search(label[1]) is not None
         later = work.later and role not in ROLLOUT
-        return work.waiting, later, not moves, work.owner, not own, label[0] not in ROLLOUT, label
+        outside, other = label[0] not in ROLLOUT, work.runner != role
+        return later, not moves, work.owner, not own, outside, label, other, work.runner
 
-    first = min(running, key=rank, default=None)
-    return None if first is None else first.label
+    first = min((work for work in running if not work.waiting), key=rank, default=None)
+    return None if first is None else (first.runner, first.label)
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
@@ -258,7 +287,7 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
 
 
 class _Skew(NamedTuple):
-    """How long a process stood in collectives before the last rank was there."""
+    """Time of a process in collectives before the last rank was there."""
 
     ns: int
     awaited: int

@@ -1,4 +1,4 @@
-"""Which trajectories held the step up, and what they waited for."""
+"""The trajectories that held the step up, and what they waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
-from stepscope.report.breakdown import WAITING, divide_spans
+from stepscope.report.breakdown import STALLED, divide_spans
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
@@ -25,7 +25,7 @@ class Extreme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How the times of one stage inside trajectories are spread. Each percentile is some span's own time."""
+    """Percentiles of one stage inside trajectories. Each one is some span's own time."""
 
     role: str
     stage: str
@@ -37,7 +37,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trajectory did or waited for, and for how long."""
+    """Something that a trajectory did or waited for, and for how long."""
 
     role: str
     stage: str
@@ -58,10 +58,12 @@ class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Of the weights it was begun with, where it says so."""
     waits: tuple[Wait, ...]
     """The longest first. By the same rule as a step's time, so that they add up to `wall_ns`."""
+    profiled: tuple[str, ...] = ()
+    """Processes that served it and that a profiler slowed, where it recorded others of their role not."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the others waited for the last ones."""
+    """The time for which the others waited for the last ones."""
 
     percent: int
     trajectories: int
@@ -71,10 +73,10 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bubble(msgspec.Struct, frozen=True, kw_only=True):
-    """What replicas did from the end of the first nine tenths of the trajectories to the end of the last."""
+    """Idle replicas from the end of the first nine tenths of the trajectories to the end of the last."""
 
     replicas: int
-    """Processes that recorded work of role `rollout`, the owner not among them."""
+    """Inference replicas that recorded work of role `rollout`. Processes that only call them do not count."""
     tail_ns: int
     idle_ns: int
     """Replica time: of `replicas * tail_ns`, what they did nothing in."""
@@ -106,7 +108,7 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     spreads: tuple[Spread, ...]
     """Trajectories, turns, then what runs in them, the longest in sum first."""
     last: int
-    """How many trajectories are the last tenth to end: a tenth of them, rounded up."""
+    """The number of trajectories in the last tenth to end: a tenth of them, rounded up."""
     held_ns: int | None
     """From the end of the others to the end of the last tenth. None with fewer than two trajectories."""
     rollout_ns: int | None
@@ -120,7 +122,14 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     late: Late | None = None
     """None: none of those under way is consumed by this step."""
     consumed: int = 0
-    """How many trajectories `consume` named in this step."""
+    """The number of trajectories that `consume` named in this step."""
+    profiled: tuple[str, ...] = ()
+    """Processes that served trajectories and that a profiler slowed, where it did not record others of their
+    role: their trajectories took longer for that."""
+    last_profiled: int = 0
+    """Number of trajectories of the last tenth that they served."""
+    stalled_ns: int = 0
+    """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
 
 
 def find_long_tail(timeline: Timeline) -> LongTail | None:
@@ -139,6 +148,8 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
     ended = [span for span in mine if span.end_ns is not None]
     placed = [span for span in ended if timeline.processes[span.process].aligned]
     last, held_ns, rollout_ns = _held(placed)
+    slowed = _slowed(timeline, members)
+    latest = sorted(placed, key=lambda span: span.end_ns or 0)[len(placed) - last :]
     return LongTail(
         trajectories=len(ended),
         open=len(mine) - len(ended),
@@ -150,10 +161,47 @@ def find_long_tail(timeline: Timeline) -> LongTail | None:
         rollout_ns=rollout_ns,
         holds=tuple(_holds(sorted(span.end_ns or 0 for span in placed))),
         bubble=_bubble(timeline, placed) if len(placed) > 1 else None,
-        worst=tuple(_slow(timeline, index, members) for index in _worst(timeline, roots)),
+        worst=tuple(_slow(timeline, index, members, slowed) for index in _worst(timeline, roots)),
         late=_late(timeline, roots),
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
+        profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
+        last_profiled=sum((span.trajectory or "") in slowed for span in latest),
+        stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
     )
+
+
+def _stalled_ns(
+    timeline: Timeline, members: Mapping[str, list[int]], last: Sequence[Span], held_ns: int
+) -> int:
+    """Return the part of the last `held_ns` of a trajectory that goes to the profilers of engines."""
+    if not (last and held_ns and timeline.stalls):
+        return 0
+    end_ns = last[0].end_ns or 0
+    shares = divide_spans(timeline, members[last[0].trajectory or ""], end_ns - held_ns, end_ns)
+    return shares.wall_ns[STALLED]
+
+
+def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
+    """By trajectory, the profiled processes that served it: those of a role of which others, that served
+    trajectories too, are not profiled.
+    """
+    served: dict[str, set[int]] = {
+        name: {timeline.spans[index].process for index in indices} for name, indices in members.items()
+    }
+    by_role: dict[str, set[bool]] = defaultdict(set)
+    for index in set().union(*served.values()):
+        process = timeline.processes[index]
+        by_role[process.info.role].add(process.profiled)
+    slowed = {
+        index
+        for index, process in enumerate(timeline.processes)
+        if process.profiled and len(by_role[process.info.role]) > 1
+    }
+    return {
+        name: tuple(timeline.processes[index].name for index in sorted(indices & slowed))
+        for name, indices in served.items()
+        if indices & slowed
+    }
 
 
 def _late(timeline: Timeline, roots: Sequence[int]) -> Late | None:
@@ -216,10 +264,10 @@ def _bubble(timeline: Timeline, ended: Sequence[Span]) -> Bubble:
     worked: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for span in timeline.spans:
         process = timeline.processes[span.process]
-        if span.role == "rollout" and process.aligned and not process.owner:
+        if span.role == "rollout" and process.aligned and process.is_replica:
             begins, stops = max(span.start_ns, from_ns), min(timeline.until_ns(span), until_ns)
             mine = worked[span.process]
-            if begins < stops and span.stage not in WAITING:
+            if begins < stops and not span.waits:
                 mine.append((begins, stops))
     tail_ns = until_ns - from_ns
     return Bubble(
@@ -244,7 +292,12 @@ def _worst(timeline: Timeline, roots: Sequence[int]) -> list[int]:
     return sorted(roots, key=lambda index: (-wall_ns(index), index))[:WORST]
 
 
-def _slow(timeline: Timeline, root: int, members: Mapping[str, list[int]]) -> SlowTrajectory:
+def _slow(
+    timeline: Timeline,
+    root: int,
+    members: Mapping[str, list[int]],
+    slowed: Mapping[str, tuple[str, ...]],
+) -> SlowTrajectory:
     span = timeline.spans[root]
     until_ns = timeline.until_ns(span)
     name = span.trajectory or ""
@@ -258,4 +311,5 @@ def _slow(timeline: Timeline, root: int, members: Mapping[str, list[int]]) -> Sl
         consumed_by=None if span.step == timeline.step else span.step,
         policy_version=span.policy_version,
         waits=tuple(waits),
+        profiled=slowed.get(name, ()),
     )

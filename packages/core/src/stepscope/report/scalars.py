@@ -13,16 +13,26 @@ _ODD = re.compile(r"[^\w.-]+")
 def to_scalars(report: StepReport) -> dict[str, float]:
     """Seconds by name, as TensorBoard, Weights & Biases and MLflow take them.
 
-    `step/wall_seconds` is the sum of `stage/<role>/<stage>_seconds` (each stage's share of the wall time),
-    `step/profiler_seconds` and `step/unaccounted_seconds`. `idle/<role>_seconds` is the mean over the role's
-    processes. `long_tail/held_seconds` and `long_tail/rollout_seconds` are there where trajectories are.
-    `uncaptured/p50_seconds` and `uncaptured/p90_seconds` are of the steps near it that were not captured,
-    where any are known. `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and
-    policy versions, where trajectories are stale.
+    `step/wall_seconds` is the step alone: the sum of `stage/<role>/<stage>_seconds` (each stage's share of
+    the wall time), `step/profiler_seconds` (profilers inside the step) and `step/unaccounted_seconds`.
+    `capture/opening_seconds` and `capture/closing_seconds` come before and after it.
+
+    `idle/<role>_seconds` is the mean over the role's processes. `long_tail/held_seconds` and
+    `long_tail/rollout_seconds` are there where trajectories are. `uncaptured/p50_seconds` and
+    `uncaptured/p90_seconds` are of the steps near it that were not captured, where any are known.
+    `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, where
+    trajectories are stale.
 
     In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
     """
-    ns: Counter[str] = Counter({"step/wall_seconds": report.breakdown.total_ns})
+    ns: Counter[str] = Counter(
+        {
+            "step/wall_seconds": report.breakdown.window_ns,
+            "step/profiler_seconds": 0,
+            "capture/opening_seconds": report.breakdown.opening_ns,
+            "capture/closing_seconds": report.breakdown.closing_ns,
+        }
+    )
     for line in report.breakdown.lines:
         of = (
             f"stage/{_plain(line.role)}/{_plain(line.stage)}" if line.kind == "stage" else f"step/{line.kind}"

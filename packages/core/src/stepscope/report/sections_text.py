@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from stepscope.report.advice import Advice
-from stepscope.report.breakdown import Breakdown
+from stepscope.report.breakdown import Breakdown, Line
 from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
-from stepscope.report.engine import Engine, Phaseless
 from stepscope.report.figures import count, duration, percents, plain, size
+from stepscope.report.gaps import GAPS, LEAST, name_gap
 from stepscope.report.idle import Idle
 from stepscope.report.long_tail import LongTail, SlowTrajectory
 from stepscope.report.staleness import Staleness, StaleTrajectory
@@ -25,8 +25,21 @@ NAME = 60
 """Characters of a kernel's name; in full they fill screens."""
 
 
+PROFILED = "*: a profiler recorded this process and slowed it."
+
+
+def starred(name: str, profiled: bool) -> str:
+    """The name of a process, with a `*` if a profiler recorded it."""
+    return f"{name}*" if profiled else name
+
+
+def say_profiled(*profiled: bool) -> str:
+    """The note on `*`; empty if none has it."""
+    return PROFILED if any(profiled) else ""
+
+
 def advise(advice: Sequence[Advice], total_ns: int) -> RenderableType:
-    """What could be done, the most urgent first."""
+    """Show what could be done, the most urgent first."""
     parts: list[RenderableType] = [Text(""), Text("What to do", style="bold")]
     for each in advice:
         said = Text(f"{'! ' if each.kind == 'alarm' else '- '}{plain(each.what)}{_saves(each, total_ns)}")
@@ -43,6 +56,14 @@ def _saves(advice: Advice, total_ns: int) -> str:
     return f" (at most {duration(advice.saves_ns)}, {share} % of the step)"
 
 
+def say_outside(breakdown: Breakdown) -> str:
+    """Return the time of the capture before and after the step, which other steps do not pay."""
+    return (
+        f"The capture took {duration(breakdown.opening_ns)} to open before the step and "
+        f"{duration(breakdown.closing_ns)} to close after it; other steps do not pay that."
+    )
+
+
 def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[RenderableType]:
     """Each process, or of many each role's mean and the most idle one."""
     shown = list(rows)
@@ -56,10 +77,11 @@ def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[RenderableType]:
     note = "Likely causes: what others did while the process did nothing. In collectives: by its trace."
     if len(shown) < len(rows):
         note = f"Of each role the most idle of {count(len(rows), 'process')}. {note}"
+    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
     cells = [
         (
-            row.process, duration(row.busy_ns), duration(row.idle_ns), percents([row.idle_ns], window_ns)[0],
-            say_causes(row), say_collectives(row),
+            starred(row.process, row.profiled), duration(row.busy_ns), duration(row.idle_ns),
+            percents([row.idle_ns], window_ns)[0], say_causes(row), say_collectives(row),
         )
         for row in shown
     ]  # fmt: skip
@@ -92,15 +114,39 @@ def say_collectives(row: Idle) -> str:
     return f"{duration(row.collective_ns)} ({duration(row.skew_ns)} before all were there{last})"
 
 
+GAP_COLUMNS = (">wall", ">%", ">gaps", "where no span ran")
+
+
+def gap_rows(breakdown: Breakdown) -> list[tuple[str, ...]]:
+    """Return the largest gaps and the sum of the others. Empty if unaccounted time is next to nothing."""
+    unaccounted_ns = sum(gap.wall_ns for gap in breakdown.gaps)
+    if unaccounted_ns * LEAST < max(breakdown.window_ns, 1):
+        return []
+    largest, rest = breakdown.gaps[:GAPS], breakdown.gaps[GAPS:]
+    parts = [(name_gap(gap), gap.wall_ns, gap.count) for gap in largest]
+    if rest:
+        parts.append(("elsewhere", sum(gap.wall_ns for gap in rest), sum(gap.count for gap in rest)))
+    shares = percents([ns for _, ns, _ in parts], breakdown.window_ns)
+    return [
+        (duration(ns), share, f"{number:,}", name)
+        for (name, ns, number), share in zip(parts, shares, strict=True)
+    ]
+
+
+def waiting(line: Line) -> str:
+    """The mark behind the name of a stage that waits."""
+    return " (waiting)" if line.waits else ""
+
+
 def say_left_out(breakdown: Breakdown) -> str:
-    """Which processes are in no line, the first few by name."""
+    """Name the processes that are in no line, the first few of them."""
     names = breakdown.left_out
     more = "" if len(names) <= LISTED else f" and {len(names) - LISTED:,} more"
     return f"Not in here, because their clocks are unaligned: {', '.join(names[:LISTED])}{more}"
 
 
 def say_held(tail: LongTail) -> str:
-    """How long the others waited for the last ones."""
+    """Return how long the others waited for the last ones."""
     if tail.held_ns is None or tail.rollout_ns is None:
         return ""
     (share,) = percents([tail.held_ns], tail.rollout_ns)
@@ -108,17 +154,31 @@ def say_held(tail: LongTail) -> str:
     return (
         f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
         f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end"
-        f"{''.join(more)}."
+        f"{''.join(more)}.{_say_stalled(tail)}"
     )
 
 
+def _say_stalled(tail: LongTail) -> str:
+    if not tail.stalled_ns:
+        return ""
+    return f" For {duration(tail.stalled_ns)} of that an engine served nothing, because its profiler wrote."
+
+
 def name_slow(slow: SlowTrajectory) -> str:
-    """`t7`, or `t7, for step 9`."""
-    return slow.trajectory + ("" if slow.consumed_by is None else f", for step {slow.consumed_by}")
+    """`t7`, or `t7*, for step 9`: with a `*` if a profiler slowed those that served it, and not all."""
+    name = starred(slow.trajectory, bool(slow.profiled))
+    return name + ("" if slow.consumed_by is None else f", for step {slow.consumed_by}")
+
+
+def say_slowed(tail: LongTail) -> str:
+    """Name the processes whose trajectories a profiler slowed; empty if none, or all alike."""
+    names = ", ".join(tail.profiled[:LISTED]) + (" ..." if len(tail.profiled) > LISTED else "")
+    served = f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
+    return served if tail.profiled else ""
 
 
 def say_bubble(tail: LongTail) -> str:
-    """What the replicas did meanwhile."""
+    """Return what the replicas did meanwhile."""
     bubble = tail.bubble
     if bubble is None or not bubble.replicas:
         return ""
@@ -160,7 +220,7 @@ def staleness(found: Staleness) -> Iterator[RenderableType]:
 
 
 def say_staleness(found: Staleness) -> str:
-    """What the step consumed."""
+    """Return what the step consumed."""
     said = f"{count(found.trajectories, 'trajectory')} consumed by this step"
     if found.policy_version is not None:
         said += f", under policy version {found.policy_version}"
@@ -186,44 +246,8 @@ def trajectories(number: float) -> str:
     return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"
 
 
-def engines(rows: Sequence[Engine], phaseless: Sequence[Phaseless]) -> Iterator[RenderableType]:
-    if rows:
-        yield _engines(rows)
-    if phaseless:
-        yield listing("No engine phases", [say_phaseless(phaseless)])
-
-
-def say_phaseless(rows: Sequence[Phaseless]) -> str:
-    """Of engines whose stages nobody named, and how to name them."""
-    names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
-    stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
-    return (
-        f"{names}: nothing says when they read prompts and when they wrote tokens; their stages are {stages}"
-        '. Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
-        "capture(engines=...)"
-    )
-
-
-def _engines(rows: Sequence[Engine]) -> RenderableType:
-    note = (
-        "prefill, decode: while only that went on in the replica. batch: requests in decode at once. By the "
-        "engine's own iterations where its trace names them, else by the spans of requests."
-    )
-    cells = [
-        (
-            row.replica, row.source, "" if row.iterations is None else f"{row.iterations:,}",
-            *(f"{duration(ns)} {percents([ns], row.window_ns)[0]} %"
-              for ns in (row.prefill_ns, row.decode_ns, row.both_ns)),
-            f"{row.decoding:g}", str(row.most_decoding),
-        )
-        for row in rows[:2 * LISTED]
-    ]  # fmt: skip
-    columns = ("replica", "by", ">iterations", ">prefill", ">decode", ">both", ">batch", ">most")
-    return table("Engines", columns, cells, note)
-
-
 def traces(found: TraceTables) -> Iterator[RenderableType]:
-    """What the profilers' traces say."""
+    """Show the tables of the profilers' traces."""
     roles: dict[str, list[OperatorRow]] = defaultdict(list)
     for row in found.operators:
         roles[row.role].append(row)

@@ -1,4 +1,4 @@
-"""How long each stage took, call by call, and how evenly over the processes that ran it."""
+"""Times of each stage, call by call, and their balance over the processes that ran it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Label, rank_of, union_ns
 from stepscope.report.figures import middle
 from stepscope.report.rows import Table
@@ -20,7 +21,15 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     calls: int
     busy_ns: int
-    """When at least one call ran. Calls that run at once in one process count once."""
+    """The time in which at least one call ran. Calls that run at once in one process count once."""
+    stalled_ns: int = 0
+    """Of `busy_ns`, while its engine served nothing because its own profiler started or wrote."""
+    profiled: bool = False
+    """A profiler recorded it and slowed it."""
+
+    @property
+    def worked_ns(self) -> int:
+        return self.busy_ns - self.stalled_ns
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +51,21 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest process over the median one. None for one process, and where the median is 0."""
     slowest: str | None
     """The busiest process. None for one process."""
+    waits: bool = False
+    """Its calls wait and do no work."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a profiler recorded some of the processes and not the others: they do not compare."""
+        return len({share.profiled for share in self.processes}) > 1
 
 
 def time_stages(timeline: Timeline) -> Table[Stage]:
     """Every role's stages, the longest total first."""
     spans: dict[Label, list[Span]] = defaultdict(list)
     for span in timeline.spans:
-        spans[span.role, span.stage].append(span)
+        if span.stage != PROFILING:
+            spans[span.role, span.stage].append(span)
     found = [_stage(timeline, label, mine) for label, mine in spans.items()]
     return Table(sorted(found, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
 
@@ -72,20 +89,32 @@ def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
         processes=shares,
         imbalance=round(busiest.busy_ns / median, 3) if several and median else None,
         slowest=busiest.process if several else None,
+        waits=all(span.waits for span in spans),
     )
 
 
 def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
     """By process, in the timeline's order."""
-    mine: dict[int, list[Span]] = defaultdict(list)
+    by_process: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
-        mine[span.process].append(span)
-    return tuple(
-        Share(
-            process=timeline.processes[process].name,
-            rank=timeline.processes[process].info.rank,
-            calls=sum(span.dur_ns is not None for span in mine[process]),
-            busy_ns=union_ns([(span.start_ns, timeline.until_ns(span)) for span in mine[process]]),
-        )
-        for process in sorted(mine)
+        by_process[span.process].append(span)
+    return tuple(_share(timeline, index, own) for index, own in sorted(by_process.items()))
+
+
+def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
+    process = timeline.processes[index]
+    running = [(span.start_ns, timeline.until_ns(span)) for span in spans]
+    stalls = [
+        (stall.start_ns, stall.end_ns)
+        for stall in timeline.stalls
+        if stall.replica == process.info.replica and spans[0].role == "rollout"
+    ]
+    busy_ns = union_ns(running)
+    return Share(
+        process=process.name,
+        rank=process.info.rank,
+        calls=sum(span.dur_ns is not None for span in spans),
+        busy_ns=busy_ns,
+        stalled_ns=busy_ns + union_ns(stalls) - union_ns([*running, *stalls]),
+        profiled=process.profiled,
     )

@@ -13,13 +13,15 @@ from stepscope.report.engine import Engine, Phaseless, find_phaseless, view_engi
 from stepscope.report.health import Health, check_health, find_cut
 from stepscope.report.idle import Idle, find_idle
 from stepscope.report.long_tail import LongTail, find_long_tail
+from stepscope.report.profiling import find_profiling
 from stepscope.report.stages import Stage, time_stages
 from stepscope.report.staleness import Staleness, find_staleness
+from stepscope.report.waiting import VainWait, find_vain_waits
 from stepscope.timeline import Timeline, Traces
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one step went. All times are integer ns; names end in `_ns`."""
+    """The report of one step. All times are integer ns; names end in `_ns`."""
 
     format: int = 1
     step: int
@@ -27,7 +29,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[str, ...]
     """All runs that left something in the step's folder."""
     opened_ns: int
-    """When the capture opened, unix ns."""
+    """The capture's opening, unix ns."""
     advice: tuple[Advice, ...]
     """Alarms first, then what could save most."""
     breakdown: Breakdown
@@ -39,6 +41,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness: Staleness | None
     """None: nothing is stale, or nothing says so."""
     idle: tuple[Idle, ...]
+    vain_waits: tuple[VainWait, ...] = ()
+    """Waits during which nobody was busy who could have ended them."""
     engines: tuple[Engine, ...]
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]
@@ -64,9 +68,11 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         stages=time_stages(timeline),
         long_tail=find_long_tail(timeline),
         idle=find_idle(timeline, activities),
+        vain_waits=find_vain_waits(timeline),
         engines=view_engines(timeline, activities),
         traces=None if traces is None else tabulate_traces(traces, timeline.window.start_ns),
         health=check_health(timeline),
+        profiling=find_profiling(timeline, activities),
         cut=find_cut(timeline),
         over_budget=find_cut(timeline, by_a_budget=True),
     )
@@ -82,6 +88,7 @@ def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
         long_tail=found.long_tail,
         staleness=find_staleness(timeline),
         idle=found.idle,
+        vain_waits=found.vain_waits,
         engines=found.engines,
         phaseless=find_phaseless(timeline, found.engines),
         traces=found.traces,

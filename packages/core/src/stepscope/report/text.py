@@ -11,21 +11,29 @@ from rich.text import Text
 from stepscope.report.accounting import Label
 from stepscope.report.baseline_text import say_beside, say_usual
 from stepscope.report.breakdown import Breakdown
+from stepscope.report.diff_text import BESIDE
+from stepscope.report.engine_text import engines
 from stepscope.report.figures import duration, middle, moment, percents, plain, turn
 from stepscope.report.health_text import say_again, say_ended, say_incomplete, trust
 from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
 from stepscope.report.memory_text import cuda_memory
 from stepscope.report.sections_text import (
+    GAP_COLUMNS,
     advise,
-    engines,
+    gap_rows,
     idle,
     name_slow,
     say_bubble,
     say_held,
     say_left_out,
     say_others,
+    say_outside,
+    say_profiled,
+    say_slowed,
     staleness,
+    starred,
     traces,
+    waiting,
 )
 from stepscope.report.stages import Stage
 from stepscope.report.step import StepReport
@@ -40,28 +48,36 @@ def render(report: StepReport) -> Group:
     return Group(*_sections(report))
 
 
+def render_short(report: StepReport) -> Group:
+    """Show how long one step took, what to do first, and where its time went."""
+    first = [advise(report.advice[:1], report.breakdown.window_ns)] if report.advice else []
+    return Group(_head(report), *first, _breakdown(report.breakdown))
+
+
 def render_overview(reports: Sequence[StepReport]) -> RenderableType:
     """One line for each of several steps."""
     runs = len({report.run_id for report in reports}) > 1
     columns = (
-        ">step", *(["run"] * runs), ">took", ">uncaptured", ">with capture", ">unaccounted", ">profiler",
-        "largest stages", "complete",
+        ">step", *(["run"] * runs), ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "largest stages",
+        "complete",
     )  # fmt: skip
-    note = "uncaptured: the median of steps near it that were not captured. with capture: with opening and\n"
-    note += "closing it; percentages are of that."
+    note = "%: of the step (took). uncaptured: the median of steps near it that were not captured.\n"
+    note += f"{BESIDE}: the capture, outside of the step."
     return table("Steps", columns, [_overview(report, runs) for report in reports], note)
 
 
 def _overview(report: StepReport, runs: bool) -> list[str]:
-    lines, total = report.breakdown.lines, report.breakdown.total_ns
-    shares = list(zip(lines, percents([line.wall_ns for line in lines], total), strict=True))
+    breakdown, lines = report.breakdown, report.breakdown.lines
+    shares = list(zip(lines, percents([line.wall_ns for line in lines], breakdown.window_ns), strict=True))
     other = {line.kind: f"{share} %" for line, share in shares if line.kind != "stage"}
     most = ", ".join(f"{line.stage} {share} %" for line, share in shares[:2] if line.kind == "stage")
     complete = "yes" if report.health.complete else "no"
+    complete += "" if report.health.user_error is None else ", ended early"
     run = [report.run_id] * runs
     usual_ns = None if report.baseline is None else report.baseline.p50_ns
-    took = duration(report.breakdown.window_ns), duration(usual_ns), duration(total)
-    return [str(report.step), *run, *took, other["unaccounted"], other["profiler"], most, complete]
+    beside_ns = breakdown.opening_ns + breakdown.closing_ns
+    took = duration(breakdown.window_ns), duration(usual_ns), duration(beside_ns)
+    return [str(report.step), *run, *took, other["unaccounted"], most, complete]
 
 
 def _sections(report: StepReport) -> Iterator[RenderableType]:
@@ -69,6 +85,7 @@ def _sections(report: StepReport) -> Iterator[RenderableType]:
     if report.advice:
         yield advise(report.advice, report.breakdown.window_ns)
     yield _breakdown(report.breakdown)
+    yield from _gaps(report.breakdown)
     if report.breakdown.overlaps:
         yield _overlaps(report.breakdown)
     if report.stages:
@@ -101,7 +118,7 @@ def _head(report: StepReport) -> Text:
 
 
 def _breakdown(breakdown: Breakdown) -> RenderableType:
-    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.total_ns)
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
     rows: list[Sequence[str]] = []
     for line, share in zip(breakdown.lines, shares, strict=True):
         wall = duration(line.wall_ns)
@@ -109,7 +126,7 @@ def _breakdown(breakdown: Breakdown) -> RenderableType:
             rows.append(
                 (
                     line.role or "",
-                    line.stage or "",
+                    (line.stage or "") + waiting(line),
                     wall,
                     share,
                     duration(line.alone_ns),
@@ -118,26 +135,27 @@ def _breakdown(breakdown: Breakdown) -> RenderableType:
             )
         else:
             rows.append(("", line.kind, wall, share, "", ""))
-    rows.append(
-        (
-            "",
-            "total",
-            duration(breakdown.total_ns),
-            *percents([breakdown.total_ns], breakdown.total_ns),
-            "",
-            "",
-        )
-    )
-    note = "%: of the total, with opening and closing the capture (profiler).\n"
-    note += "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    (whole,) = percents([breakdown.window_ns], breakdown.window_ns)
+    rows.append(("", "step", duration(breakdown.window_ns), whole, "", ""))
+    note = "alone: not shared with other stages. active: how long it went on at all, billed to it or not."
+    beside_ns = breakdown.opening_ns + breakdown.closing_ns
+    if beside_ns:
+        rows.append(("", BESIDE, duration(beside_ns), "", "", ""))
+        note += f"\n{say_outside(breakdown)}"
     if breakdown.left_out:
         note += f"\n{plain(say_left_out(breakdown))}"
     return table("Where it went", ("role", "stage", ">wall", ">%", ">alone", ">active"), rows, note)
 
 
+def _gaps(breakdown: Breakdown) -> Iterator[RenderableType]:
+    rows = gap_rows(breakdown)
+    if rows:
+        yield table("Unaccounted: the largest gaps", GAP_COLUMNS, rows)
+
+
 def _overlaps(breakdown: Breakdown) -> RenderableType:
     longest = breakdown.overlaps[: LISTED // 2]
-    shares = percents([overlap.wall_ns for overlap in longest], breakdown.total_ns)
+    shares = percents([overlap.wall_ns for overlap in longest], breakdown.window_ns)
     rows = [
         (duration(overlap.wall_ns), share, " + ".join(map(_label, overlap.stages)))
         for overlap, share in zip(longest, shares, strict=True)
@@ -174,17 +192,17 @@ def _by_process(stages: Sequence[Stage]) -> Iterator[RenderableType]:
     for role, mine in roles.items():
         names = dict.fromkeys(share.process for stage in mine for share in stage.processes)
         title = f"Busy time by process: {plain(role)}"
+        profiled = {share.process for stage in mine for share in stage.processes if share.profiled}
+        note = say_profiled(bool(profiled))
         if len(names) <= SIDE_BY_SIDE:
-            yield table(
-                title,
-                ("stage", *(f">{name}" for name in names), ">max/median"),
-                [_each(s, names) for s in mine],
-            )
+            heads = (f">{starred(name, name in profiled)}" for name in names)
+            yield table(title, ("stage", *heads, ">max/median"), [_each(s, names) for s in mine], note)
         else:
             yield table(
                 title,
                 ("stage", ">processes", ">min", ">median", ">max", ">max/median", "slowest"),
                 map(_summed, mine),
+                note,
             )
 
 
@@ -196,7 +214,12 @@ def _each(stage: Stage, names: dict[str, None]) -> list[str]:
 def _summed(stage: Stage) -> list[str]:
     busy = sorted(share.busy_ns for share in stage.processes)
     spread = (busy[0], middle(busy), busy[-1])
-    return [stage.stage, str(len(busy)), *map(duration, spread), _ratio(stage.imbalance), stage.slowest or ""]
+    return [stage.stage, str(len(busy)), *map(duration, spread), _ratio(stage.imbalance), _slowest(stage)]
+
+
+def _slowest(stage: Stage) -> str:
+    profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
+    return starred(stage.slowest or "", profiled)
 
 
 def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
@@ -212,7 +235,7 @@ def _long_tail(tail: LongTail) -> Iterator[RenderableType]:
         "Long tail",
         columns,
         rows,
-        "\n".join(filter(None, (say_held(tail), say_bubble(tail), say_others(tail)))),
+        "\n".join(filter(None, (say_held(tail), say_bubble(tail), say_others(tail), say_slowed(tail)))),
     )
     if tail.worst:
         yield table(

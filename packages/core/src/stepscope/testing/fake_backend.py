@@ -35,11 +35,14 @@ class FakeBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        PROCESS_LOCK.acquire(f"the fake trace of step {window.step}")
-        if self.fails_to_start:
-            PROCESS_LOCK.release()
-            raise BackendError("the fake profiler cannot start")
-        self._window, self._events = window, []
+        self._window, self._events = window, []  # first: interrupted from here on, stop() undoes it
+        try:
+            PROCESS_LOCK.acquire(f"the fake trace of step {window.step}", by=self)
+            if self.fails_to_start:
+                raise BackendError("the fake profiler cannot start")
+        except Exception:
+            self._end()
+            raise
 
     def advance(self) -> None:
         if self._window is not None:
@@ -54,12 +57,13 @@ class FakeBackend:
         yield
 
     def stop(self) -> list[PendingArtifact]:
-        window, self._window = self._window, None
+        window = self._window
         if window is None:
             return []
-        if PROCESS_LOCK.holder is None:
-            return []  # the child of a fork: the window is the parent's
-        PROCESS_LOCK.release()
+        is_parents = PROCESS_LOCK.holder is None  # this is the child of a fork
+        self._end()
+        if is_parents:
+            return []
         trace = {"step": window.step, "stage": window.stage, "events": self._events}
 
         def write(path: Path) -> None:
@@ -69,3 +73,7 @@ class FakeBackend:
             kind="fake_trace", suffix=".json", write=write, compress=True, lacking=self.lacks
         )
         return [made]
+
+    def _end(self) -> None:
+        PROCESS_LOCK.release(by=self)
+        self._window = None  # last: interrupted before, stop() does all of it

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.files.manifest import Ending
 from stepscope.recording import capture, run, runtime
 from stepscope.testing.fake_clock import FakeClock
 from stepscope.testing.recorded_run import RecordedRun
@@ -23,7 +24,7 @@ def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
     try:
         yield RecordedRun(tmp_path / "stepscope")
     finally:
-        capture.close_everything("the test is over", deadline_s=30)
+        capture.close_everything(Ending("exit", "the test is over"), deadline_s=30)
         run._configured = before
         assert runtime.active is None
 

@@ -12,7 +12,7 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Absent, Expectation, OwnCost, ProcessPart
+from stepscope.files.manifest import Absent, EndedBy, Expectation, OpenedBy, OwnCost, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue
@@ -82,10 +82,16 @@ class FakeProcess:
         self.info = info
         self.expected: list[Expectation] = []
         self.absent: list[Absent] = []
+        self.began: dict[str, str] = {}
+        """Of the owner: {`ProcessInfo.key`: name} of its workers."""
         self.clocks: list[ClockOffset] = []
         self.dropped = 0
         self.error: str | None = None
+        self.ended_by: EndedBy | None = None
         """What ended its capture, if it was an exception or a signal."""
+        self.opened_by: OpenedBy = "program"
+        self.profiled = False
+        """Whether a profiler ran in it."""
         self.closed_ns: int | None = None
         self._folder = folder
         self._owner = owner
@@ -162,15 +168,17 @@ class FakeProcess:
         self.span_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines()))
 
     def _part(self) -> ProcessPart:
-        spans = Expectation(name="spans", state="ok")
+        spans = Expectation(name="spans", kind="spans", state="ok")
         if self.closed_ns is None:
-            spans = Expectation(name="spans", state="missing", reason="the process did not close its capture")
+            spans = awaited("spans", "spans", "closing")
         return ProcessPart(
             run_id=self._folder.run_id, step=self._folder.step, process=self.info, owner=self._owner,
             opened=self.anchor(0), closed=None if self.closed_ns is None else self.anchor(self.closed_ns),
             recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
             dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
-            error=self.error,
+            ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,
+            opened_by=self.opened_by,
+            profiled=self.profiled, began=self.began,
         )  # fmt: skip
 
     @property

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepscope.timeline.merged import Merged, MergedFile, MergedRow
     from stepscope.timeline.model import (
         Alignment,
+        EngineStall,
         FileProblem,
         Process,
         ProcessClock,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alignment",
+    "EngineStall",
     "FileProblem",
     "Format",
     "Merged",
@@ -51,7 +53,16 @@ _WHERE = {
     "load": ("load_step", "span_bytes"),
     "merge": ("Format", "merge_bytes", "merge_step"),
     "merged": ("Merged", "MergedFile", "MergedRow"),
-    "model": ("Alignment", "FileProblem", "Process", "ProcessClock", "Span", "Timeline", "Window"),
+    "model": (
+        "Alignment",
+        "EngineStall",
+        "FileProblem",
+        "Process",
+        "ProcessClock",
+        "Span",
+        "Timeline",
+        "Window",
+    ),
     "selection": ("Selection",),
 }
 _LATER = {name: module for module, names in _WHERE.items() for name in names}

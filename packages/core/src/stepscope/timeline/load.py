@@ -11,7 +11,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.parts import fold
-from stepscope.files.spans import CONSUME, Open
+from stepscope.files.spans import CONSUME, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.captures import of_the_last
@@ -19,7 +19,9 @@ from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align
 from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
 from stepscope.timeline.names import names_of
+from stepscope.timeline.profiled import profiled_keys
 from stepscope.timeline.sources import Source, read_sources
+from stepscope.timeline.stalls import replicas_of, stalls_of
 from stepscope.timeline.tree import parents_of
 
 
@@ -89,8 +91,12 @@ def _assemble(
     aligned = _align(sources, layout, earlier_files)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
-    processes = tuple(map(_process, sources, names, aligned, records))
     parts = [source.part for source in sources if source.part is not None]
+    profiled = profiled_keys(parts)
+    processes = tuple(
+        _process(source, name, placed, mine, source.info.key in profiled)
+        for source, name, placed, mine in zip(sources, names, aligned, records, strict=True)
+    )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, consumed = _apart(spans)
     return Timeline(
@@ -103,6 +109,8 @@ def _assemble(
         consumed=consumed,
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
+        stalls=stalls_of(parts, processes),
+        replicas=replicas_of(parts),
         uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
     )
 
@@ -116,16 +124,32 @@ def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[s
         aligned = [_align_one(source, reference) for source in sources]
     else:
         placed = align_owner(owner.opened, owner.closed)
-        reference = Reference(owner.info.host, placed.place, owner.opened.uncertainty_ns, owner.part.clocks)
+        reference = Reference(
+            owner.info.host,
+            placed.place,
+            placed.clock.uncertainty_ns or 0,
+            owner.part.clocks,
+            first_ns=owner.opened.wall_ns,
+            last_ns=placed.place(owner.opened.mono_ns + max(map(_lasted_ns, sources))),
+            jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
+        )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
     return refine(sources, aligned, reference, layout, earlier_files)
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:
-    return align(source.info.key, source.info.host, source.opened, source.closed, reference)
+    latest_ns = None if source.file is None else source.file.latest_ns
+    return align(source.info.key, source.info.host, source.opened, source.closed, reference, latest_ns)
 
 
-def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open]) -> Process:
+def _lasted_ns(source: Source) -> int:
+    """From its opening to its closing or, where it was not closed, to its last sign of life."""
+    latest_ns = None if source.file is None else source.file.latest_ns
+    end_ns = latest_ns if source.closed is None else source.closed.mono_ns
+    return 0 if end_ns is None else max(0, end_ns - source.opened.mono_ns)
+
+
+def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open], profiled: bool) -> Process:
     place, file, part = aligned.place, source.file, source.part
     closed_ns = None if source.closed is None else place(source.closed.mono_ns)
     opened_ns = place(source.opened.mono_ns)
@@ -141,6 +165,7 @@ def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open
         spans=sum(isinstance(record, SpanLine) for record in records),
         dropped=_dropped(source),
         cost=None if part is None else part.cost,
+        profiled=profiled,
     )
 
 
@@ -196,6 +221,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         turn=record.turn,
         thread=record.thread,
         attrs=record.attrs,
+        waits=record.stage in WAITING or (record.attrs or {}).get(WAIT) is True,
     )
     if isinstance(record, SpanLine):
         span.end_ns = place(record.start_ns + record.dur_ns)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -36,7 +36,7 @@ from stepscope.timeline.row_traces import (
 from stepscope.timeline.rows import Row, Rows, axis_of
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
-from stepscope.timeline.tracks import Tracks
+from stepscope.timeline.tracks import Event, Tracks
 from stepscope.timeline.workers import Made, clear, idle_cores, size_of, workers, workers_for
 from stepscope.timeline.write import Stored, TimelineFile, timeline_file
 
@@ -47,6 +47,8 @@ Format: TypeAlias = Literal["json", "perfetto"]
 Output: TypeAlias = "TimelineFile | PerfettoFile"
 
 _EVERYTHING = Selection()
+_BATCH = 1000
+"""Spans that are held as events at once."""
 _COMPRESSED = 12
 """Times that JSON of traces gets smaller."""
 _RESERVE = 1 << 16
@@ -162,12 +164,13 @@ class _Merge:
     def write(self, out: Output, target: Path, earlier: Earlier) -> None:
         """With what an earlier merge wrote, and the help of workers."""
         for row in self._order:
-            spans = [*self._drawn.of(row, self._tracks), *self._drawn.consumed(row, self._tracks)]
-            if spans:
+            spans = chain(self._drawn.of(row, self._tracks), self._drawn.consumed(row, self._tracks))
+            for batch in _batches(spans):
                 show(row, self._tracks, out)
-                out.objects(spans)
-                self._spans += len(spans)
-        out.objects([*self._tracks.take(), *self._drawn.arrows(FlowIds(0, self._common.files))])
+                out.objects(batch)
+                self._spans += len(batch)
+        for batch in _batches(chain(self._tracks.take(), self._drawn.arrows(FlowIds(0, self._common.files)))):
+            out.objects(batch)
         if self._drawn.outside:
             self._left_out.append(f"{self._drawn.outside} spans outside the time that was asked for")
         left = iter(range(sum(len(of.traces) for of in self._chosen) + len(self._recorded), 0, -1))
@@ -298,6 +301,13 @@ def _appended(out: TimelineFile, made: Made, text: Path) -> tuple[Told, Stored]:
         stored = out.append(made.piece, source)
     clear(text)
     return made.told, stored
+
+
+def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Yield lists of events that are small enough for memory to be no matter."""
+    remaining = iter(events)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
 
 
 def _weight(path: bytes) -> int:

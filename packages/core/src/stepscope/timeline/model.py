@@ -62,10 +62,19 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     """Spans that it did not write. None: it did not live to say."""
     cost: OwnCost | None
     """None: its part of the manifest is not there."""
+    profiled: bool = False
+    """A profiler recorded it, an engine's own among them: it is slower than its like that none recorded."""
 
     @property
     def aligned(self) -> bool:
         return self.clock.alignment != "unaligned"
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it is, or belongs to, an inference replica. The role of its spans does not decide that: an
+        agent loop calls its wait for a replica `rollout` too.
+        """
+        return not self.owner and (self.info.replica is not None or self.info.role == "rollout")
 
 
 class Span(msgspec.Struct, kw_only=True, gc=False):
@@ -92,6 +101,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     thread: int = 0
     attrs: dict[str, AttrValue] | None = None
     error: str | None = None
+    waits: bool = False
+    """It waits and does no work: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +118,14 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wall_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+
+class EngineStall(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch in which a replica served nothing, because its own profiler started or wrote."""
+
+    replica: int
+    start_ns: int
+    end_ns: int
 
 
 class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +161,10 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """How many times the step was captured in one process (a retry). This is the last of them."""
     earlier_files: tuple[str, ...] = ()
     """Recordings of the captures before it, relative to the step's folder."""
+    stalls: tuple[EngineStall, ...] = ()
+    """Of engines, for their own profilers: by replica, disjoint and in order."""
+    replicas: int = 0
+    """How many inference engines the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Steps of the same loop that were not captured, in the order of their starts: the nearest ones that were
     kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ class Rows:
         known = self._by_key.get(key or "") or self._same_process(info)
         if known is not None and unaligned is None:
             return known
-        clock = known.clock if known is not None else self._clock_of(info.host)
+        clock = known.clock if known is not None else clock_of(info.host, self._timeline.processes)
         reason = None if clock is not None else _never_measured(info.host)
         if unaligned is not None:
             clock, reason = None, unaligned
@@ -161,13 +161,6 @@ class Rows:
         mine = (row for row in self.of_process if (row.info.host, row.info.pid) == (info.host, info.pid))
         return next(mine, None)
 
-    def _clock_of(self, host: str) -> Process | None:
-        """The process on `host` whose clock is known best."""
-        there = [
-            process for process in self._timeline.processes if process.info.host == host and process.aligned
-        ]
-        return min(there, key=lambda process: process.clock.uncertainty_ns or 0, default=None)
-
     def _order(self, row: Row) -> tuple[object, ...]:
         info = row.info
         owner = row.process is not None and self._timeline.processes[row.process].owner
@@ -187,6 +180,12 @@ def _or_first(number: int | None) -> int:
 def _name(info: ProcessInfo) -> str:
     (name,) = names_of([info])
     return name
+
+
+def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
+    """Return the process on `host` whose clock is known best."""
+    aligned = [process for process in processes if process.info.host == host and process.aligned]
+    return min(aligned, key=lambda process: process.clock.uncertainty_ns or 0, default=None)
 
 
 def offset_at(process: Process, wall_ns: int) -> int:

@@ -1,14 +1,16 @@
-"""What each process left in a step's folder: its part of the manifest, its span file, or both."""
+"""The files of each process in a step's folder: its part of the manifest, its span file, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import ProcessPart
-from stepscope.files.parts import part_files
+from stepscope.files.manifest import Expectation, ProcessPart
+from stepscope.files.parts import part_files, settled
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
@@ -37,7 +39,7 @@ def read_sources(
     layout: StepLayout, on_read: Callable[[int], None] | None = None
 ) -> tuple[list[Source], list[FileProblem]]:
     """All processes that left something, of every run, and what could not be used."""
-    parts, unreadable = part_files(layout)
+    parts, unreadable = part_files(layout, as_written=True)
     # A part and a span file of one capture in a process have one name: a file that lost its header is known.
     left = {path.stem: part for path, part in parts.items()}
     files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
@@ -68,7 +70,30 @@ def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
         return None
     opened = said.anchor if isinstance(said, Header) else said.opened
     closed = end.anchor if end is not None else part.closed if part is not None else None
+    if end is not None and part is not None:
+        part = _closed(part)
+    part = None if part is None else settled(part)
     return Source(said.run_id, said.step, said.process, opened, closed, part, file)
+
+
+def _closed(part: ProcessPart) -> ProcessPart:
+    """Return the part of a process that closed its capture, by its span file: a full disk may have refused
+    the part's last words.
+    """
+    expected = (
+        item if item.pending != "closing" else _unknown(item) if item.kind != "spans" else _whole(item)
+        for item in part.expected
+    )
+    return msgspec.structs.replace(part, expected=tuple(expected))
+
+
+def _whole(item: Expectation) -> Expectation:
+    return msgspec.structs.replace(item, state="ok", pending=None, reason=None)
+
+
+def _unknown(item: Expectation) -> Expectation:
+    reason = "its process closed the capture, and could not write what became of this"
+    return msgspec.structs.replace(item, state="missing", pending=None, reason=reason)
 
 
 def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FileProblem]:

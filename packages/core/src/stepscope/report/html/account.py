@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.breakdown import Breakdown, Line
+from stepscope.report.diff_text import BESIDE
 from stepscope.report.figures import count, duration, percents
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
-from stepscope.report.sections_text import say_left_out
+from stepscope.report.sections_text import GAP_COLUMNS, gap_rows, say_left_out, say_outside, waiting
 
 LINES = 24
 """Stages with a bar of their own; the smallest of more are one bar."""
@@ -17,7 +18,8 @@ LINES = 24
 
 def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
     """Each line of the account begins where the one above it ends."""
-    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.total_ns)
+    whole_ns = breakdown.window_ns
+    shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
     stages = [line for line in breakdown.lines if line.kind == "stage"]
     folded = stages[LINES:]
     rows: list[Sequence[str | Html]] = []
@@ -27,18 +29,22 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
             folded_ns += line.wall_ns
             continue
         if line.kind != "stage" and folded_ns:
-            rows.append(_folded(len(folded), at_ns, folded_ns, breakdown.total_ns))
+            rows.append(_folded(len(folded), at_ns, folded_ns, whole_ns))
             at_ns, folded_ns = at_ns + folded_ns, 0
-        rows.append(_row(line, share, at_ns, breakdown.total_ns, colours))
+        rows.append(_row(line, share, at_ns, whole_ns, colours))
         at_ns += line.wall_ns
-    (whole,) = percents([at_ns], breakdown.total_ns)
-    bar = _bar("total", 0, at_ns, breakdown.total_ns, f"total {duration(at_ns)}")
-    rows.append((tag("b", "total"), bar, tag("b", whole), duration(at_ns), "", ""))
+    (whole,) = percents([at_ns], whole_ns)
+    bar = _bar("total", 0, at_ns, whole_ns, f"step {duration(at_ns)}")
+    rows.append((tag("b", "step"), bar, tag("b", whole), duration(at_ns), "", ""))
+    beside_ns = breakdown.opening_ns + breakdown.closing_ns
+    if beside_ns:
+        rows.append((BESIDE, "", "", duration(beside_ns), "", ""))
     columns = ("stage", "", ">%", ">wall", ">alone", ">active")
     return section(
         "account",
         "Where it went",
         table(columns, rows, "waterfall"),
+        *_gaps(breakdown),
         *_overlaps(breakdown),
         note=_note(breakdown),
     )
@@ -47,7 +53,10 @@ def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
 def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) -> Sequence[str | Html]:
     if line.kind == "stage":
         label = (line.role or "", line.stage or "")
-        kind, name = colours.of(label), join(colours.swatch(label), tag("span", " ".join(label)))
+        kind, name = (
+            colours.of(label),
+            join(colours.swatch(label), tag("span", " ".join(label) + waiting(line))),
+        )
         times = (duration(line.alone_ns), duration(line.active_ns))
     else:
         kind, name = line.kind, join(tag("i", class_=f"swatch {line.kind}"), tag("span", line.kind))
@@ -72,11 +81,23 @@ def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, said: str) -> Html:
 def _note(breakdown: Breakdown) -> str:
     note = (
         "alone: not shared with other stages. active: how long it went on at all, billed to it or not. "
-        "profiler: opening and closing the capture. unaccounted: no span ran anywhere."
+        "unaccounted: no span ran anywhere."
     )
+    if any(line.kind == "profiler" for line in breakdown.lines):
+        note += " profiler: profilers inside the step."
+    if breakdown.opening_ns or breakdown.closing_ns:
+        note += f" {say_outside(breakdown)}"
     if breakdown.left_out:
         note += f" {say_left_out(breakdown)}."
     return note
+
+
+def _gaps(breakdown: Breakdown) -> Iterator[Html]:
+    rows = gap_rows(breakdown)
+    if rows:
+        ns, number = sum(gap.wall_ns for gap in breakdown.gaps), sum(gap.count for gap in breakdown.gaps)
+        title = f"Unaccounted: {duration(ns)} in {count(number, 'gap')}"
+        yield tag("details", tag("summary", title), table(GAP_COLUMNS, rows))
 
 
 def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
@@ -84,7 +105,7 @@ def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
     if not breakdown.overlaps:
         yield EMPTY
         return
-    shares = percents([overlap.wall_ns for overlap in breakdown.overlaps], breakdown.total_ns)
+    shares = percents([overlap.wall_ns for overlap in breakdown.overlaps], breakdown.window_ns)
     rows = [
         (duration(overlap.wall_ns), share, " + ".join(" ".join(label) for label in overlap.stages))
         for overlap, share in zip(breakdown.overlaps, shares, strict=True)

@@ -1,11 +1,11 @@
-"""Which stage has which colour on a page."""
+"""Colours of stages on a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from stepscope.report.accounting import Label
-from stepscope.report.breakdown import WAITING
+from stepscope.report.breakdown import STALLED, WINDOWS
 from stepscope.report.html.markup import Html, join, tag
 
 COLOURS = 14
@@ -15,13 +15,17 @@ COLOURS = 14
 class Colours:
     """A class for each stage: the same one all over a page."""
 
-    def __init__(self, labels: Iterable[Label]) -> None:
+    def __init__(self, labels: Iterable[Label], waiting: Iterable[Label] = ()) -> None:
+        """Args: waiting: Those of the labels that stand for waiting, and share a grey."""
         self.labels: Sequence[Label] = tuple(dict.fromkeys(labels))
-        working = (label for label in self.labels if label[1] not in WAITING)
+        self._waiting = frozenset(waiting)
+        working = (label for label in self.labels if label not in self._waiting)
         self._named = {label: f"c{place}" for place, label in zip(range(COLOURS), working, strict=False)}
 
     def of(self, label: Label) -> str:
-        return "cw" if label[1] in WAITING else self._named.get(label, "co")
+        if label in (STALLED, WINDOWS):
+            return "profiler"
+        return "cw" if label in self._waiting else self._named.get(label, "co")
 
     def swatch(self, label: Label) -> Html:
         return tag("i", class_=f"swatch {self.of(label)}")

@@ -5,17 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.engine import Engine, Load, Phaseless
-from stepscope.report.figures import duration, percents
+from stepscope.report.engine_text import (
+    REQUEST_COLUMNS,
+    REQUESTS_NOTE,
+    engine_note,
+    engine_times,
+    iterations_of,
+    name_engine,
+    request_cells,
+    say_phaseless,
+    shares_of,
+)
+from stepscope.report.figures import duration
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import EMPTY, Html, tag
+from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.html.timecharts import axis
 from stepscope.report.marks import pick
-from stepscope.report.sections_text import say_phaseless
 
 CHARTS = 16
 """Replicas whose load is drawn."""
 _PARTS = ("decode", "prefill", "queue")
+_PHASES = (
+    ("prefill", "prefill"),
+    ("decode", "decode"),
+    ("mixed", "mixed"),
+    ("held up", "held"),
+    ("paused", "paused"),
+    ("writing", "writing"),
+    ("idle", "idle"),
+)
+"""(name, class) of the times of a row, in the order of `engine_times`."""
+_TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{name}" for name, _ in _PHASES))
 
 
 def engines(
@@ -29,57 +50,53 @@ def engines(
 
 
 def _engines(rows: Sequence[Engine], unsaid: Html, window_ns: int, colours: Colours) -> Html:
-    tops = {row.source: _top(rows, row.source) for row in rows}
-    busiest = max(range(len(rows)), key=lambda at: rows[at].decode_ns + rows[at].both_ns)
-    drawn = [rows[at] for at in pick(len(rows), CHARTS, [busiest])]
-    charts = [_load(row, tops[row.source], window_ns, colours) for row in drawn]
+    chart, height = _chart([row for row in rows if row.load], window_ns, colours)
+    named = [(name, _colour(name, css, colours)) for name, css in _PHASES]
+    phases = tag(
+        "p", *(tag("span", tag("i", class_=f"swatch {css}"), name) for name, css in named), class_="legend"
+    )
+    times = table(_TIMES, [_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
+    requests = table(REQUEST_COLUMNS, list(map(request_cells, rows)), "engine-requests")
+    note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
+    return section("engines", "Engines", chart, phases, times, requests, unsaid, note=note)
+
+
+def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
+    """Draw the load of some replicas, and say how high it is. Nothing of engines without a load."""
+    if not rows:
+        return EMPTY, ""
+    highest = max(sum(_levels(load)) for row in rows for load in row.load) or 1.0
+    busiest = max(range(len(rows)), key=lambda at: rows[at].decode_ns + rows[at].mixed_ns)
+    picked = [rows[at] for at in pick(len(rows), CHARTS, [busiest])]
+    charts = [_load(row, highest, window_ns, colours) for row in picked]
     body = tag("div", axis(window_ns), *charts, class_="chart", id="engine-load", data_ns=window_ns)
-    named = any(row.iterations is not None for row in rows)
-    columns = (
-        "replica", "by", "prefill, both, decode", ">prefill alone", ">both", ">decode alone", ">batch",
-        ">most", *((">iterations", ">prompt tokens") if named else ()),
-    )  # fmt: skip
-    highest = " and ".join(f"{top:.1f} ({source})" for source, top in tops.items())
     note = (
         "Height: requests in decode, in prefill, and waiting, on average over each bar, of at most "
-        f"{highest}. By the iterations that an engine's trace names, or by the spans of its requests. "
-        "batch: requests in decode at once, on average while there were any."
+        f"{highest:.1f}."
     )
-    if len(drawn) < len(rows):
-        note += f" Drawn are {len(drawn)} of {len(rows):,} replicas, evenly chosen, and the busiest."
-    legend = colours.legend([("rollout", part) for part in _PARTS])
-    cells = [_row(row, colours, named) for row in rows]
-    shown = table(columns, cells, "engine-table")
-    return section("engines", "Engines", legend, body, shown, unsaid, note=note)
+    if len(picked) < len(rows):
+        note += f" Drawn are {len(picked)} of {len(rows):,} replicas, evenly chosen, and the busiest."
+    return join(colours.legend([("rollout", part) for part in _PARTS]), body), note
 
 
-def _row(row: Engine, colours: Colours, named: bool) -> tuple[str | Html, ...]:
-    times = (row.prefill_ns, row.both_ns, row.decode_ns)
+def _colour(name: str, css: str, colours: Colours) -> str:
+    """Return the class of the stage of that name, so that it looks the same all over the page."""
+    stage = "rollout", name
+    return colours.of(stage) if stage in colours.labels else f"e-{css}"
+
+
+def _times(name: str, row: Engine, named: Sequence[tuple[str, str]]) -> tuple[str | Html, ...]:
     bars, at_ns = [], 0
-    for ns, kind in zip(times, ("prefill", "both", "decode"), strict=True):
-        place = f"left:{percent(at_ns, row.window_ns)};width:{percent(ns, row.window_ns)}"
-        colour = kind if kind == "both" else colours.of(("rollout", kind))
-        bars.append(tag("i", class_=f"m {colour}", style=place, data_t=f"{kind} {duration(ns)}"))
-        at_ns += ns
-    return (
-        row.replica,
-        row.source,
-        tag("div", *bars, class_="fall"),
-        *(f"{duration(ns)} ({percents([ns], row.window_ns)[0]} %)" for ns in times),
-        f"{row.decoding:g}",
-        str(row.most_decoding),
-        *((_number(row.iterations), _number(row.prefill_tokens)) if named else ()),
-    )
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _top(rows: Sequence[Engine], source: str) -> float:
-    """The highest bar of any replica, so that they can be compared."""
-    loads = (load for row in rows if row.source == source for load in row.load)
-    return max((sum(_levels(load)) for load in loads), default=0.0) or 1.0
+    shares = shares_of(row)
+    cells = []
+    for (phase, css), ns, share in zip(named, engine_times(row), shares, strict=True):
+        cells.append("-" if ns is None else f"{duration(ns)} ({share} %)")
+        if ns:
+            place = f"left:{percent(at_ns, row.recorded_ns)};width:{percent(ns, row.recorded_ns)}"
+            bars.append(tag("i", class_=f"m {css}", style=place, data_t=f"{phase} {duration(ns)}"))
+            at_ns += ns
+    bar = tag("div", *bars, class_="fall")
+    return name, row.source, bar, iterations_of(row), duration(row.recorded_ns), *cells
 
 
 def _levels(load: Load) -> tuple[float, float, float]:
@@ -104,7 +121,7 @@ def _load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
     track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
     return tag(
         "div",
-        tag("span", f"{row.replica}, {row.source}", class_="name"),
+        tag("span", row.replica, class_="name"),
         track,
         class_="row",
         style="height:44px",

@@ -1,4 +1,4 @@
-"""How evenly a stage's time lies on the processes that ran it: a map of processes by stage, and the calls."""
+"""The balance of a stage over its processes: a map of processes by stage, and the calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import section, table
 from stepscope.report.marks import pick
+from stepscope.report.sections_text import say_profiled, starred
 from stepscope.report.stages import Stage
 
 NUMBERED = 8
@@ -34,6 +35,8 @@ def heat(stages: Sequence[Stage], colours: Colours) -> list[Html]:
     note = (
         "Busy time of each process in each stage, concurrent calls counted once, against the stage's median."
     )
+    profiled = (share.profiled for stage in stages for share in stage.processes)
+    note = f"{note} {say_profiled(*profiled)}".rstrip()
     return [section("ranks", "Busy time by process and stage", key, *maps, note=note)]
 
 
@@ -53,15 +56,19 @@ def _map(role: str, stages: Sequence[Stage], colours: Colours) -> Iterator[Html]
 def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Html]:
     busy = {share.process: share.busy_ns for share in stage.processes}
     median_ns = middle(busy.values())
-    cells = [_cell(name, busy.get(name), median_ns, len(names) <= NUMBERED) for name in names]
+    profiled = {share.process for share in stage.processes if share.profiled}
+    cells = [
+        _cell(starred(name, name in profiled), busy.get(name), median_ns, len(names) <= NUMBERED)
+        for name in names
+    ]
     ratio = "-" if stage.imbalance is None else f"{stage.imbalance:.2f}"
     return [
         join(colours.swatch((stage.role, stage.stage)), tag("span", stage.stage)),
         tag("div", *cells, class_="cells"),
         duration(median_ns),
         duration(max(busy.values())),
-        tag("b", ratio) if stage.imbalance is not None and stage.imbalance >= 1.2 else ratio,
-        stage.slowest or "",
+        tag("b", ratio) if (stage.imbalance or 0) >= 1.2 and not stage.uneven else ratio,
+        starred(stage.slowest or "", stage.slowest in profiled),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Who waited, for what: a bar for each process, from busy to idle by cause."""
+"""Idle time as pictures: a bar for each process, from busy to idle by cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.idle import Idle, IdleKind
 from stepscope.report.marks import pick
-from stepscope.report.sections_text import say_causes, say_collectives
+from stepscope.report.sections_text import say_causes, say_collectives, say_profiled, starred
 
 DRAWN = 128
 """Processes of a role with a row of their own; of more every k-th has one, and the most idle."""
@@ -33,6 +33,7 @@ def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[Html]:
     )
     if collectives:
         note += " In collectives: of its busy time, by its trace, with no computation beside it."
+    note = f"{note} {say_profiled(*(row.profiled for row in shown))}".rstrip()
     if len(shown) < len(rows):
         note += f" {len(shown):,} of {count(len(rows), 'process')} are shown, and the most idle of each role."
     head = (*columns, "in collectives") if collectives else columns
@@ -61,7 +62,7 @@ def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]
             at_ns += parts[kind]
     (share,) = percents([row.idle_ns], window_ns)
     cells = (
-        row.process,
+        starred(row.process, row.profiled),
         tag("div", *bars, class_="fall"),
         duration(row.busy_ns),
         duration(row.idle_ns),

@@ -11,7 +11,7 @@ import msgspec
 
 from stepscope.report.accounting import Label
 from stepscope.report.diff import Change, diff
-from stepscope.report.diff_text import both, percentage, signed
+from stepscope.report.diff_text import BESIDE, both, percentage, signed
 from stepscope.report.figures import count, duration, middle, percents
 from stepscope.report.html.account import LINES
 from stepscope.report.html.colours import Colours
@@ -19,6 +19,8 @@ from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import listing, page, percent, section, table
 from stepscope.report.step import StepReport
 
+OTHERS = ("profiler", "unaccounted")
+"""Lines of the account that are no stages."""
 CHANGES = 5
 """The largest changes of a step against the one before it that are listed."""
 
@@ -39,7 +41,8 @@ def render_run(steps: Sequence[RunStep], unreadable: Sequence[str] = ()) -> str:
         unreadable: What is to be said of steps that nothing could be made of.
     """
     reports = [step.report for step in steps]
-    colours = Colours(_labels(reports))
+    lines = (line for report in reports for line in report.breakdown.lines if line.waits)
+    colours = Colours(_labels(reports), [(line.role or "", line.stage or "") for line in lines])
     parts = [_head(reports), _side_by_side(steps, colours)]
     if len(steps) > 1:
         parts += [_by_stage(reports, colours), _changes(reports)]
@@ -70,15 +73,17 @@ def _head(reports: Sequence[StepReport]) -> Html:
 
 
 def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
-    longest_ns = max(step.report.breakdown.total_ns for step in steps)
+    longest_ns = max(step.report.breakdown.window_ns for step in steps)
     runs = len({step.report.run_id for step in steps}) > 1
     rows = [_step(step, longest_ns, colours, runs) for step in steps]
-    columns = ("step", "", ">took", ">uncaptured", ">with capture", ">unaccounted", ">profiler", "complete")
+    columns = ("step", "", ">took", ">uncaptured", f">{BESIDE}", ">unaccounted", "complete")
     used = [label for label in colours.labels if any(_has(step.report, label) for step in steps)]
-    other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in ("profiler", "unaccounted")]
+    kinds = [kind for kind in OTHERS if any(_of_kind(step.report, kind) for step in steps)]
+    other = [tag("span", tag("i", class_=f"swatch {kind}"), kind) for kind in kinds]
     legend = join(colours.legend(used), tag("p", *other, class_="legend"))
     body = tag("div", table(columns, rows, "steps-table"), class_="steps")
-    note = "uncaptured: the median of steps near it that were not captured."
+    note = "%: of the step (took). uncaptured: the median of steps near it that were not captured. "
+    note += f"{BESIDE}: the capture, outside of the step."
     return section("steps", "Where each step went", legend, body, note=note)
 
 
@@ -86,20 +91,28 @@ def _has(report: StepReport, label: Label) -> bool:
     return any((line.role, line.stage) == label and line.wall_ns for line in report.breakdown.lines)
 
 
+def _of_kind(report: StepReport, kind: str) -> int:
+    return sum(line.wall_ns for line in report.breakdown.lines if line.kind == kind)
+
+
 def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple[str | Html, ...]:
     report = step.report
-    lines, total_ns = report.breakdown.lines, report.breakdown.total_ns
-    shares = percents([line.wall_ns for line in lines], total_ns)
+    breakdown, lines = report.breakdown, report.breakdown.lines
+    shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
     other = {line.kind: f"{share} %" for line, share in zip(lines, shares, strict=True)}
     name = f"{report.step} ({report.run_id})" if runs else str(report.step)
     bar = tag("div", *_bars(report, longest_ns, colours), class_="fall")
+    early = "" if report.health.user_error is None else ", ended early"
     complete = (
-        tag("span", "yes", class_="good") if report.health.complete else tag("span", "no", class_="bad")
+        tag("span", f"yes{early}", class_="bad" if early else "good")
+        if report.health.complete
+        else tag("span", f"no{early}", class_="bad")
     )
     linked = tag("a", name, href="./" + quote(step.href)) if step.href else name
     took, usual = duration(report.breakdown.window_ns), report.baseline
     beside = duration(None if usual is None else usual.p50_ns)
-    return linked, bar, took, beside, duration(total_ns), other["unaccounted"], other["profiler"], complete
+    outside = duration(breakdown.opening_ns + breakdown.closing_ns)
+    return linked, bar, took, beside, outside, other["unaccounted"], complete
 
 
 def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:
@@ -122,8 +135,9 @@ def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
     """Wall time by stage and step, shaded against the stage's median."""
     columns = ("stage", *(f">{report.step}" for report in reports), ">median")
     walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
-    labels: list[Label] = [*colours.labels[:LINES], ("", "profiler"), ("", "unaccounted")]
-    least_ns = middle(report.breakdown.total_ns for report in reports) // 100
+    kinds = [kind for kind in OTHERS if any(_of_kind(report, kind) for report in reports)]
+    labels: list[Label] = [*colours.labels[:LINES], *(("", kind) for kind in kinds)]
+    least_ns = middle(report.breakdown.window_ns for report in reports) // 100
     rows = [_stage(label, [wall.get(label, 0) for wall in walls], least_ns, colours) for label in labels]
     note = "Shaded where a stage is off its median by 1 % of the median step or more."
     if len(colours.labels) > LINES:
@@ -152,10 +166,10 @@ def _changes(reports: Sequence[StepReport]) -> Html:
         found = diff([before], [after])
         pair = f"{before.step} > {after.step}"
         whole = signed(found.delta_ns)
-        rows.append((tag("b", pair), tag("b", "total"), tag("b", whole, class_=_sign(found.delta_ns)),
-                     percentage(found.delta_ns, found.a.total_ns), "", ""))  # fmt: skip
+        rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(found.delta_ns)),
+                     percentage(found.delta_ns, found.a.step_ns), "", ""))  # fmt: skip
         rows += [
-            ("", *_change(change, found.a.total_ns)) for change in found.changes[:CHANGES] if change.delta_ns
+            ("", *_change(change, found.a.step_ns)) for change in found.changes[:CHANGES] if change.delta_ns
         ]
     columns = ("steps", "line", ">change", ">% of the step", ">calls", ">mean call")
     note = f"The {CHANGES} largest against the step before. stepscope diff compares any two steps or runs."

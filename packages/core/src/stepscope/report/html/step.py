@@ -34,7 +34,8 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
 
 
 def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
-    colours = Colours(_by_sight(report.stages))
+    waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
+    colours = Colours(_by_sight(report.stages), waiting)
     yield _head(timeline, report)
     yield from todo.todo(report.advice, report.breakdown.window_ns)
     yield account.waterfall(report.breakdown, colours)
@@ -80,7 +81,7 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
 
 
 def _ended(found: Health) -> list[Html]:
-    """What must be known before anything below is read."""
+    """Return what a reader must know before anything below."""
     ended, again = say_ended(found), say_again(found)
     incomplete = say_incomplete(found)
     parts = [tag("p", ended, class_="said bad")] if ended else []
@@ -119,7 +120,7 @@ def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, s
         )
         yield "uncaptured", duration(usual.p50_ns), f"median of {len(usual.steps)}{excess}", ""
     lines = breakdown.lines
-    shares = percents([line.wall_ns for line in lines], breakdown.total_ns)
+    shares = percents([line.wall_ns for line in lines], breakdown.window_ns)
     if lines[0].kind == "stage":
         yield "largest stage", f"{shares[0]} %", f"{lines[0].role} {lines[0].stage}, of all", ""
     yield "unaccounted", f"{shares[-1]} %", "no span ran", ""

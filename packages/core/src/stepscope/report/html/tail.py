@@ -14,6 +14,7 @@ from stepscope.report.sections_text import (
     say_bubble,
     say_held,
     say_others,
+    say_slowed,
     say_staleness,
     stale_cells,
 )
@@ -28,7 +29,7 @@ def tail(found: LongTail, colours: Colours) -> Html:
 
 
 def staleness(found: Staleness) -> Html:
-    """How far what the step trained on was behind."""
+    """Draw how far behind the consumed trajectories were."""
     lags = (("steps", found.steps), ("policy versions", found.versions))
     rows = [
         (name, *(f"{n:,}" for n in (lag.known, lag.p50, lag.p90, lag.max)))
@@ -45,7 +46,7 @@ def staleness(found: Staleness) -> Html:
 
 
 def _held(found: LongTail) -> Html:
-    said = " ".join(filter(None, (say_held(found), say_bubble(found), say_others(found))))
+    said = " ".join(filter(None, (say_held(found), say_bubble(found), say_others(found), say_slowed(found))))
     return tag("p", said, class_="said") if said else EMPTY
 
 

@@ -14,7 +14,7 @@ def todo(advice: Sequence[Advice], total_ns: int) -> Iterator[Html]:
     """Nothing where no rule speaks."""
     if advice:
         items = [_item(each, total_ns) for each in advice]
-        note = "Only what the numbers carry. Savings are the most that is to be had, and do not add up."
+        note = "Savings are upper bounds and do not add up."
         yield section("todo", "What to do", tag("ul", *items, class_="todo"), note=note)
 
 

@@ -1,4 +1,4 @@
-"""How far a page can be trusted: what is missing and why, the processes, and the files behind it."""
+"""Reasons to doubt a page: missing data with the reason, the processes, and the files behind it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import msgspec
 from stepscope.report.figures import duration, size
 from stepscope.report.health import Health, ProcessRow
 from stepscope.report.health_text import (
+    OPEN_CLOSE,
+    UNCALLED,
     clock,
     clock_notes,
     doubts,
@@ -20,6 +22,7 @@ from stepscope.report.health_text import (
 )
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import ROWS, listing, section, table
+from stepscope.report.sections_text import say_profiled, starred
 
 
 class StepFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,12 +31,12 @@ class StepFile(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """Relative to the page, with `/` between its parts."""
     what: str
-    """What it is, for people."""
+    """A description for people."""
     bytes: int
 
 
 def health(found: Health) -> Html:
-    """What is missing, partial, failed, open or broken, each with its reason."""
+    """List what is missing, partial, failed, open or broken, each with its reason."""
     return section("complete", "Complete, or not", *_lists(found))
 
 
@@ -51,8 +54,12 @@ def _lists(found: Health) -> Iterator[Html]:
         yield listing("Work of other steps, recorded in this one", [say_other(o) for o in found.other_steps])
     if notes := clock_notes(found):
         yield listing("Collectives that align no clock", notes)
+    if found.warnings:
+        yield listing("Warnings", found.warnings)
+    if found.notes:
+        yield listing("Notes", found.notes)
     if found.uncalled:
-        yield listing("Instrumented, and not called in this step", found.uncalled)
+        yield listing(UNCALLED, found.uncalled)
     if found.skipped:
         yield listing("Not recorded, on purpose", found.skipped)
 
@@ -63,10 +70,10 @@ def processes(rows: Sequence[ProcessRow]) -> Html:
         "process", "host", ">pid", ">spans", ">dropped", "clock", ">open", ">close", ">export", ">in spans",
     )  # fmt: skip
     note = (
-        "clock: how its times got onto the owner's clock; the true position is within +- this. open, close: "
-        "what profiling cost; the owner's are the line profiler. export: in the background. in spans: inside "
-        "the stages' time."
+        f"clock: how its times got onto the owner's clock; the true position is within +- this. {OPEN_CLOSE} "
+        "in spans: inside the stages' time."
     )
+    note = f"{note} {say_profiled(*(row.profiled for row in rows))}".rstrip()
     ordered, first = worst_first(rows, ROWS)
     shown = table(columns, [_process(row) for row in ordered])
     return section("processes", "Processes", shown, note=f"{first} {note}" if first else note)
@@ -75,7 +82,8 @@ def processes(rows: Sequence[ProcessRow]) -> Html:
 def _process(row: ProcessRow) -> tuple[str | Html, ...]:
     cost = row.cost
     times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
-    name: str | Html = tag("b", row.name, " (owner)") if row.owner else row.name
+    starry = starred(row.name, row.profiled)
+    name: str | Html = tag("b", starry, " (owner)") if row.owner else starry
     dropped = "-" if row.dropped is None else str(row.dropped or "")
     spans = f"{row.spans:,}" if row.closed else f"{row.spans:,}, never closed"
     return (name, row.host, str(row.pid), spans, dropped, clock(row), *map(duration, times))

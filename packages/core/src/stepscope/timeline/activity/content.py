@@ -12,7 +12,7 @@ Work: TypeAlias = Literal["compute", "communication", "memory"]
 
 
 class Iteration(msgspec.Struct, gc=False):
-    """One forward pass of an inference engine, as its own annotation says."""
+    """One forward pass of an inference engine over at least one request, by the engine's own annotation."""
 
     start_us: float
     dur_us: float
@@ -21,6 +21,8 @@ class Iteration(msgspec.Struct, gc=False):
     decodes: int
     """Requests that got a token in it."""
     prefill_tokens: int | None
+    mixed: bool = False
+    """`prefills` counts requests of both kinds: the engine does not say how many are of each."""
 
 
 class Operator(msgspec.Struct):

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from heapq import merge
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[float, float]
 """(start, end)."""
-_CHUNK = 1 << 15
+CHUNK = 1 << 15
+
+
+class Stretches:
+    """Ascending intervals of which none touches another, in 16 bytes each."""
+
+    __slots__ = ("_flat",)
+
+    def __init__(self, ascending: Iterable[Pair] = ()) -> None:
+        """Args: ascending: Intervals in the order of their starts. Those that touch become one."""
+        self._flat = array("d")
+        for pair in united(ascending):
+            self._flat.extend(pair)
+
+    def __bool__(self) -> bool:
+        return bool(self._flat)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return _unpacked(self._flat)
+
+    @property
+    def first(self) -> float:
+        """The earliest start. There is one unless it is empty."""
+        return self._flat[0]
+
+    @property
+    def last(self) -> float:
+        """The latest end."""
+        return self._flat[-1]
 
 
 class Cover:
     """Adds up intervals in 16 bytes each; those that touch the latest one, in none."""
 
-    def __init__(self, chunk: int = _CHUNK) -> None:
+    def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
         self._chunks: list[array[float]] = []
         self._latest: list[Pair] = []
@@ -32,12 +60,10 @@ class Cover:
         if len(self._latest) >= self._chunk:
             self._pack()
 
-    def pairs(self) -> list[Pair]:
-        """The intervals as they are covered: ascending, none touching another."""
-        if not self._chunks:
-            return list(united(sorted(self._latest)))
+    def stretches(self) -> Stretches:
+        """Return the time that is covered."""
         self._pack()
-        return list(united(sorted(chain.from_iterable(map(_unpacked, self._chunks)))))
+        return Stretches(merge(*map(_unpacked, self._chunks)))
 
     def _pack(self) -> None:
         flat = array("d")
@@ -66,8 +92,8 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def length(*covers: Iterable[Pair]) -> float:
-    """How long at least one of several covers is covered."""
-    return sum(end - start for start, end in united(sorted(chain.from_iterable(covers))))
+    """Return how long at least one of several covers is covered. Each is in the order of its starts."""
+    return sum(end - start for start, end in united(merge(*covers)))
 
 
 def _unpacked(flat: array[float]) -> Iterator[Pair]:

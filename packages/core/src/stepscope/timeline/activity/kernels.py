@@ -7,9 +7,11 @@ Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
+from heapq import merge
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -26,7 +28,7 @@ from stepscope.timeline.activity.content import (
     TraceContent,
     Work,
 )
-from stepscope.timeline.activity.cover import Cover, Pair, length
+from stepscope.timeline.activity.cover import CHUNK, Cover, Pair, Stretches, length
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 
@@ -99,6 +101,37 @@ _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _Thread: TypeAlias = tuple[int | str, int | str]
 
 
+class _Unordered:
+    """Operators that come in any order and go in that of their starts, in 20 bytes each."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[float, float, str]] = []
+        self._chunks: list[tuple[array[float], array[float], array[int]]] = []
+        self._numbers: dict[str, int] = {}
+
+    def add(self, start: float, dur: float, name: str) -> None:
+        self._latest.append((start, -dur, name))
+        if len(self._latest) >= CHUNK:
+            self._pack()
+
+    def __iter__(self) -> Iterator[tuple[float, float, str]]:
+        """Yield (start, -duration, name): of two that begin at once, the longer one comes first."""
+        self._pack()
+        names = list(self._numbers)
+        return merge(
+            *(zip(starts, durs, map(names.__getitem__, of), strict=True) for starts, durs, of in self._chunks)
+        )
+
+    def _pack(self) -> None:
+        starts, durs, of = array("d"), array("d"), array("I")
+        for start, minus_dur, name in sorted(self._latest):
+            starts.append(start)
+            durs.append(minus_dur)
+            of.append(self._numbers.setdefault(name, len(self._numbers)))
+        self._chunks.append((starts, durs, of))
+        self._latest.clear()
+
+
 class _Nesting:
     """The operators of one thread that have begun and, as far as one knows, not ended."""
 
@@ -107,8 +140,8 @@ class _Nesting:
     def __init__(self) -> None:
         self.last = float("-inf")
         self.open: list[tuple[float, Operator]] = []
-        self.later: list[tuple[float, float, str]] | None = None
-        """(start, -duration, name) of all, where they must be sorted first."""
+        self.later: _Unordered | None = None
+        """All of them, where they must be sorted first."""
 
 
 def _covers() -> dict[Work, Cover]:
@@ -134,7 +167,7 @@ class _Reading:
         """Categories that nothing was taken from."""
         self._threads: dict[_Thread, _Nesting] = defaultdict(_Nesting)
         for thread in sort:
-            self._threads[thread].later = []
+            self._threads[thread].later = _Unordered()
         self._thread: _Thread | None = None
         self._nesting = _Nesting()
         self._handlers: dict[str, Callable[[_Complete], None]] = {
@@ -178,7 +211,7 @@ class _Reading:
             self._thread, self._nesting = thread, self._threads[thread]
         nesting = self._nesting
         if nesting.later is not None:
-            nesting.later.append((start, -event.dur, event.name))
+            nesting.later.add(start, event.dur, event.name)
             return
         if start < nesting.last:
             self.unordered.add(thread)
@@ -246,11 +279,11 @@ class _Reading:
 
     def finish(self, fields: TraceFields) -> TraceContent:
         for nesting in self._threads.values():
-            for start, minus_dur, name in sorted(nesting.later or ()):
+            for start, minus_dur, name in nesting.later or ():
                 self._nest(nesting.open, name, start, -minus_dur)
-        ran = self.ran.pairs()
+        ran = self.ran.stretches()
         if ran:
-            self._seen(ran[0][0], ran[-1][1])
+            self._seen(ran.first, ran.last)
         devices = [_device(key, covers) for key, covers in sorted(self.devices.items(), key=_by_name)]
         for device in devices:
             self._seen(device.first_us, device.last_us)
@@ -301,18 +334,19 @@ def _read(
 
 
 def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
-    pairs = {work: cover.pairs() for work, cover in covers.items()}
-    compute, communication = pairs.get("compute", []), pairs.get("communication", [])
+    stretches = {work: cover.stretches() for work, cover in covers.items()}
+    nothing = Stretches()
+    compute, communication = stretches.get("compute", nothing), stretches.get("communication", nothing)
     compute_us = length(compute)
     return Device(
         name=str(key),
-        first_us=min(each[0][0] for each in pairs.values()),
-        last_us=max(each[-1][1] for each in pairs.values()),
-        busy_us=length(*pairs.values()),
+        first_us=min(some.first for some in stretches.values()),
+        last_us=max(some.last for some in stretches.values()),
+        busy_us=length(*stretches.values()),
         compute_us=compute_us,
         communication_us=length(communication),
         alone_us=length(compute, communication) - compute_us,
-        memory_us=length(pairs.get("memory", [])),
+        memory_us=length(stretches.get("memory", nothing)),
     )
 
 

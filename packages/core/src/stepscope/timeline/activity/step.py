@@ -31,6 +31,10 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Index in `Timeline.processes`. None: it left no spans (an engine's worker)."""
     stage: str | None
     """None: of the whole capture."""
+    replica: int | None = None
+    """Of the inference replica that was recorded. `info` may be a process that says none."""
+    topology: Mapping[str, int] | None = None
+    """Place in the parallel layout of the replica: `{"tp": 1, "dp": 0}`. None: the sidecar does not say."""
     unaligned: str | None
     """Why its times cannot be placed in the step. None: they can."""
     shift_ns: int
@@ -117,6 +121,8 @@ def _activity(timeline: Timeline, trace: TraceFile, content: TraceContent, row: 
         info=row.info,
         process=row.process,
         stage=None if sidecar is None else sidecar.artifact.stage,
+        replica=row.info.replica if sidecar is None else sidecar.artifact.replica,
+        topology=None if sidecar is None else sidecar.artifact.topology,
         unaligned=row.unaligned,
         shift_ns=base_ns - offset_ns,
         content=content,

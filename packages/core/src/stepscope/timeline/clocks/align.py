@@ -1,18 +1,30 @@
-"""From one process' monotonic clock to the wall clock of the capture's owner."""
+"""From one process' monotonic clock to the wall clock of the capture's owner.
+
+A bound holds what the samples leave open: every steady drift up to `DRIFT_PPM` that fits them, and every step
+of a wall clock that the anchors at its opening and closing show.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
+from stepscope.timeline.clocks.band import Band
 from stepscope.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
 """A wall clock that gains more than both on the monotonic one was set: kernels slew by at most 500 ppm."""
-_WANDER_PPM = 15
-"""How fast an offset is taken to grow uncertain after it was measured (PHI of RFC 5905)."""
+WANDER_PPM = (0, 1, 15)
+"""How far from a steady drift clocks may be, of the step's length; the first that fits counts. Up to PHI of
+RFC 5905.
+"""
+REACH_NS = 3_600_000_000_000
+"""How wrong a sample, or the first collective, can be."""
+_MOST_SAMPLES = 8
+"""The outermost samples of a clock that was set: each may be from before the step, or from after it."""
 
 
 class Placement:
@@ -33,13 +45,18 @@ class Placement:
 
 
 class Reference(NamedTuple):
-    """What a step's processes are aligned to."""
+    """The owner's clock, to which a step's processes are aligned."""
 
     host: str
     place: Placement | None
     """The owner's placement; None when the owner left no anchor."""
     uncertainty_ns: int
     offsets: Sequence[ClockOffset]
+    first_ns: int = 0
+    last_ns: int = 0
+    """From when until when the owner's capture was open. 0: not known."""
+    jump_ns: int = 0
+    """By how much the owner's wall clock was set meanwhile, between these two."""
 
 
 class Aligned(NamedTuple):
@@ -50,38 +67,170 @@ class Aligned(NamedTuple):
 def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
     """The owner's own placement: by its anchors."""
     knots, drift_ns, jumped = _knots(opened, closed)
-    uncertainty_ns = opened.uncertainty_ns + abs(drift_ns) * jumped
+    uncertainty_ns = anchored(opened, closed)
     clock = ProcessClock(alignment="owner", uncertainty_ns=uncertainty_ns, drift_ns=drift_ns, jumped=jumped)
     return Aligned(Placement(knots), clock)
 
 
+def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
+    """Return how far apart, in ns, a process' monotonic clock and its wall clock may place one moment.
+
+    Kernels slew both alike: what one gains on the other was a step, at a moment that nothing tells. Traces
+    are timed by the wall clock and spans by the monotonic one, so it may show in either.
+    """
+    if closed is None:
+        return opened.uncertainty_ns
+    _, drift_ns, _ = _knots(opened, closed)
+    return max(opened.uncertainty_ns, closed.uncertainty_ns) + abs(drift_ns)
+
+
 def align(
-    key: str, host: str, opened: ClockAnchor, closed: ClockAnchor | None, reference: Reference
+    key: str,
+    host: str,
+    opened: ClockAnchor,
+    closed: ClockAnchor | None,
+    reference: Reference,
+    latest_ns: int | None = None,
 ) -> Aligned:
     """Another process' placement: by its anchors and by what the owner measured of its clock.
 
     On the owner's host the offset is 0: a measured one is the noise of the exchange, unless it rules 0 out
-    (two machines of one name). On another host each knot is moved by the offset most certain there.
+    (two machines of one name). On another host the offset follows the middle of all straight lines that fit
+    the samples.
+
+    Args:
+        latest_ns: Its last sign of life, on its monotonic clock.
     """
     knots, drift_ns, jumped = _knots(opened, closed)
-    offsets = sampled(key, reference)
+    samples = _samples(key, reference)
     same_host = host == reference.host
-    if same_host and all(abs(offset.offset_ns) <= offset.uncertainty_ns for offset in offsets.values()):
-        offsets = {}
-    moved = [_offset_at(wall_ns, offsets) for _, wall_ns in knots]
-    known_ns = opened.uncertainty_ns + reference.uncertainty_ns + max(within_ns for _, within_ns in moved)
-    if closed is None:  # its positions follow its own pace from its opening on
-        known_ns += max((abs(offset.offset_ns - moved[0][0]) for offset in offsets.values()), default=0)
+    if same_host and (
+        jumped or reference.jump_ns or all(abs(offset) <= within for _, offset, within in samples)
+    ):
+        samples = []
+    found = None
+    if samples:
+        end_ns = max(latest_ns or opened.mono_ns, opened.mono_ns) if closed is None else closed.mono_ns
+        extent = opened.wall_ns, knots[-1][1] if len(knots) > 1 else opened.wall_ns + end_ns - opened.mono_ns
+        found = _fit(samples, extent, reference, drift_ns if jumped else 0)
+    offsets_ns = [0 if found is None else found.at(wall_ns) for _, wall_ns in knots]
+    known_ns = anchored(opened, closed) + reference.uncertainty_ns
+    if found is not None:
+        known_ns += found.within_ns
+        if len(knots) == 1:  # its positions follow its own pace from its opening on
+            known_ns += abs(found.last_offset_ns - found.first_offset_ns)
     clock = ProcessClock(
-        alignment="measured" if offsets else "same host" if same_host else "unaligned",
-        offset_ns=moved[0][0],
-        closing_offset_ns=moved[-1][0],
-        uncertainty_ns=known_ns + abs(drift_ns) * jumped if same_host or offsets else None,
+        alignment="measured" if samples else "same host" if same_host else "unaligned",
+        offset_ns=offsets_ns[0],
+        closing_offset_ns=offsets_ns[-1],
+        uncertainty_ns=known_ns if same_host or samples else None,
         drift_ns=drift_ns,
         jumped=jumped,
-        drift_ppm=_ppm(knots, moved[-1][0] - moved[0][0]) if len(offsets) > 1 else None,
+        drift_ppm=_ppm(knots, offsets_ns[-1] - offsets_ns[0]) if len(samples) > 1 else None,
     )
-    return Aligned(_moved(knots, [offset_ns for offset_ns, _ in moved]), clock)
+    return Aligned(_moved(knots, offsets_ns), clock)
+
+
+class _Offset(NamedTuple):
+    """The lead of a clock: steadily changing between two times that it shows, right within a bound."""
+
+    first_ns: int
+    last_ns: int
+    first_offset_ns: int
+    last_offset_ns: int
+    within_ns: int
+
+    def at(self, wall_ns: int) -> int:
+        change_ns = self.last_offset_ns - self.first_offset_ns
+        return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // (self.last_ns - self.first_ns)
+
+
+_Sample = tuple[int, int, int]
+"""(when on the owner's clock, how far the other was ahead, within what), ns."""
+
+
+def _samples(key: str, reference: Reference) -> list[_Sample]:
+    place = reference.place
+    if place is None:
+        return []
+    mine = [offset for offset in reference.offsets if offset.process == key]
+    return sorted((place(one.at_mono_ns), one.offset_ns, one.uncertainty_ns) for one in mine)
+
+
+def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, jump_ns: int) -> _Offset:
+    """The offset during the process' life and the owner's capture.
+
+    Args:
+        extent: The process' life, as its clock would have shown without a step.
+        jump_ns: That step.
+    """
+    if jump_ns or reference.jump_ns:
+        samples = samples[: _MOST_SAMPLES // 2] + samples[max(_MOST_SAMPLES // 2, len(samples) - 4) :]
+    near_ns = min(samples, key=lambda sample: sample[2])[1]
+    first_ns, last_ns = extent
+    if reference.last_ns > reference.first_ns:
+        drift_ns = (reference.last_ns - reference.first_ns) * DRIFT_PPM // 1_000_000
+        first_ns = min(first_ns, reference.first_ns + near_ns - drift_ns)
+        last_ns = max(last_ns, reference.last_ns + near_ns + drift_ns)
+    last_ns = max(last_ns, first_ns + 1)
+    cases = list(_without_steps(samples, reference, jump_ns))
+    fits = [fit for case in cases if (fit := _steady(case, first_ns, last_ns)) is not None]
+    if not fits:  # they contradict each other: anything between them
+        offsets = [(offset - within, offset + within) for case in cases for _, offset, within in case]
+        fits = [(*bounds, DRIFT_PPM * (last_ns - first_ns) // 1_000_000) for bounds in offsets]
+    ends = []
+    for end in (0, 1):
+        lowest, highest = min(fit[end] - fit[2] for fit in fits), max(fit[end] + fit[2] for fit in fits)
+        ends.append(((lowest + highest) // 2, (highest - lowest + 1) // 2))
+    (first_offset_ns, one_ns), (last_offset_ns, other_ns) = ends
+    return _Offset(first_ns, last_ns, first_offset_ns, last_offset_ns, max(one_ns, other_ns))
+
+
+def _without_steps(samples: list[_Sample], reference: Reference, jump_ns: int) -> Iterator[list[_Sample]]:
+    """The samples as they would have been without steps: one case for each place that a step may have had."""
+    many = len(samples)
+    own = range(many + 1) if jump_ns else (many,)
+    owners = range(many + 1) if reference.jump_ns else (many,)
+    for before_own, before_owners in product(own, owners):
+        if (
+            any(
+                (number < before_owners and at_ns > reference.last_ns)
+                or (number >= before_owners and at_ns < reference.first_ns)
+                for number, (at_ns, _, _) in enumerate(samples)
+            )
+            and reference.jump_ns
+        ):
+            continue
+        yield [
+            (
+                at_ns,
+                offset_ns
+                - (jump_ns if number >= before_own else 0)
+                + (reference.jump_ns if number >= before_owners else 0),
+                within_ns,
+            )
+            for number, (at_ns, offset_ns, within_ns) in enumerate(samples)
+        ]
+
+
+def _steady(samples: list[_Sample], first_ns: int, last_ns: int) -> tuple[int, int, int] | None:
+    """(offset at the first time, at the last, within what) by the samples; None: no steady drift fits."""
+    lasted_ns, near_ns = last_ns - first_ns, samples[0][1]
+    for ppm in WANDER_PPM:
+        slack_ns = lasted_ns * ppm // 1_000_000
+        band = Band(REACH_NS, lasted_ns * DRIFT_PPM / (1_000_000 - DRIFT_PPM))  # its time, which drifts too
+        for at_ns, offset_ns, within_ns in samples:
+            apart_ns, timed_ns = offset_ns - near_ns, with_time(within_ns) + slack_ns
+            band.cut((at_ns + offset_ns - first_ns) / lasted_ns, apart_ns - timed_ns, apart_ns + timed_ns)
+        if band:
+            fit = band.fit()
+            return near_ns + fit.first_ns, near_ns + fit.last_ns, fit.within_ns + slack_ns
+    return None
+
+
+def with_time(uncertainty_ns: int) -> int:
+    """What is not known of an offset is not known of when it was measured either, and meanwhile it drifts."""
+    return uncertainty_ns + uncertainty_ns * DRIFT_PPM // 1_000_000
 
 
 def align_at(
@@ -138,33 +287,6 @@ def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
     return {place(offset.at_mono_ns) + offset.offset_ns: offset for offset in mine}
 
 
-def _offset_at(wall_ns: int, offsets: Mapping[int, ClockOffset]) -> tuple[int, int]:
-    """(offset, uncertainty) at one time of the other's wall clock, by the measurement that knows most."""
-    gained_ns, within_ns, during_ns = _gain(offsets)
-    known = []
-    for at_ns, offset in offsets.items():
-        age_ns = wall_ns - at_ns
-        uncertainty_ns = aged(offset.uncertainty_ns, age_ns) + abs(age_ns) * within_ns // during_ns
-        known.append((uncertainty_ns, offset.offset_ns + age_ns * gained_ns // during_ns))
-    uncertainty_ns, offset_ns = min(known, default=(0, 0))
-    return offset_ns, uncertainty_ns
-
-
-def _gain(offsets: Mapping[int, ClockOffset]) -> tuple[int, int, int]:
-    """How much the first and the last measurement say that it gains, within what, during how long.
-
-    Nothing, unless they say for certain that it is more than a clock is taken to wander anyway.
-    """
-    if len(offsets) < 2:
-        return 0, 0, 1
-    first, last = min(offsets), max(offsets)
-    gained_ns = offsets[last].offset_ns - offsets[first].offset_ns
-    within_ns = offsets[last].uncertainty_ns + offsets[first].uncertainty_ns
-    if abs(gained_ns) <= aged(within_ns, last - first):
-        return 0, 0, 1
-    return gained_ns, within_ns, last - first
-
-
 def aged(uncertainty_ns: int, age_ns: int) -> int:
     """The uncertainty of an offset that long before, or after, it was measured."""
-    return uncertainty_ns + abs(age_ns) * _WANDER_PPM // 1_000_000
+    return uncertainty_ns + abs(age_ns) * DRIFT_PPM // 1_000_000

@@ -11,8 +11,8 @@ import msgspec
 from stepscope.timeline.clocks.align import Aligned, Reference, aged, sampled
 from stepscope.timeline.sources import Source
 
-DRIFT_PPM = 500
-"""How much faster than the other one of two clocks can be: as much as kernels slew one."""
+MOST_DRIFT_PPM = 500
+"""How fast clocks may drift apart for collectives to be matched: as fast as kernels slew one."""
 
 
 class Line(NamedTuple):
@@ -92,7 +92,7 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
             for at_ns, offset in sampled(sources[index].info.key, reference).items()
             if host != reference.host
         ]
-        extents = [extent(sources[index]) for index in indices]
+        extents = [extent(sources[index], aligned[index], reference) for index in indices]
         clock = Clock(
             host,
             host == reference.host,
@@ -107,21 +107,24 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
 
 def _with_time(uncertainty_ns: int) -> int:
     """What is not known of an offset is not known of when it was measured either, and meanwhile it drifts."""
-    return uncertainty_ns + uncertainty_ns * DRIFT_PPM // 1_000_000 + 2
+    return uncertainty_ns + uncertainty_ns * MOST_DRIFT_PPM // 1_000_000 + 2
 
 
 def _one_clock(samples: Sequence[Sample]) -> bool:
     return all(
         abs(a.offset_ns - b.offset_ns)
-        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * DRIFT_PPM // 1_000_000
+        <= a.within_ns + b.within_ns + abs(a.wall_ns - b.wall_ns) * MOST_DRIFT_PPM // 1_000_000
         for a, b in pairwise(samples)
     )
 
 
-def extent(source: Source) -> tuple[int, int]:
-    """From when until when it lived, by its own wall clock."""
+def extent(source: Source, aligned: Aligned, reference: Reference) -> tuple[int, int]:
+    """From when until when it lived, by its own wall clock; at most, where it was not closed."""
     opened, closed = source.opened, source.closed
     if closed is not None:
         return opened.wall_ns, closed.wall_ns
     latest_ns = opened.mono_ns if source.file is None else source.file.latest_ns or opened.mono_ns
-    return opened.wall_ns, opened.wall_ns + max(0, latest_ns - opened.mono_ns)
+    last_ns = reference.last_ns + aligned.clock.offset_ns
+    if aligned.clock.alignment == "unaligned":
+        last_ns = opened.wall_ns + reference.last_ns - reference.first_ns
+    return opened.wall_ns, max(last_ns, opened.wall_ns + latest_ns - opened.mono_ns)

@@ -3,7 +3,7 @@
 No rank leaves an all-reduce before the last one has entered it. So each one that two hosts took part in
 bounds from both sides by how much the clock of one can be ahead; all of them and the clock samples together
 bound it more. The offset is taken to change steadily during the step (two crystals that differ), which is the
-line that `Band` looks for; if no line fits, clocks may wander from one as far as `_WANDER_PPM` allows.
+line that `Band` looks for; if no line fits, clocks may wander from one as far as `WANDER_PPM` allows.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Sidecar
-from stepscope.timeline.clocks.align import Aligned, Reference, align_at
+from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
 from stepscope.timeline.clocks.band import Band
 from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match, read_collectives
-from stepscope.timeline.clocks.hosts import DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
 from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")
-_REACH_NS = 3_600_000_000_000
-"""How wrong a sample, or the first collective, can be."""
-_WANDER_PPM = (0, 1, 15)
-"""How far from a steady offset clocks may be, of the step's length; the first that fits counts. Up to PHI of
-RFC 5905."""
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 """By how much the windows of two ranks might differ, without that their numbers of collectives do."""
 
@@ -166,7 +161,7 @@ class _Search:
 
     @property
     def _slacks(self) -> list[int]:
-        return [self._lasted_ns * ppm // 1_000_000 for ppm in _WANDER_PPM]
+        return [self._lasted_ns * ppm // 1_000_000 for ppm in WANDER_PPM]
 
     def _begin(self, pairs: Pairs) -> list[Band]:
         """One band for each of the wanderings, of lines relative to `_near_ns`."""
@@ -175,7 +170,7 @@ class _Search:
             self._near_ns = (mine.entered_ns + mine.left_ns - theirs.entered_ns - theirs.left_ns) // 2
         bands = []
         for slack_ns in self._slacks:
-            band = Band(_REACH_NS, self._lasted_ns * DRIFT_PPM // 1_000_000)
+            band = Band(REACH_NS, self._lasted_ns * MOST_DRIFT_PPM // 1_000_000)
             for at_ns, offset_ns, within_ns in self._samples:
                 self._bound(band, at_ns, offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns)
             bands.append(band)
@@ -192,8 +187,8 @@ class _Search:
         return cut
 
     def _bound(self, band: Band, at_ns: int, low_ns: int | None, high_ns: int | None) -> None:
-        low = -2.0 * _REACH_NS if low_ns is None else low_ns - self._near_ns
-        high = 2.0 * _REACH_NS if high_ns is None else high_ns - self._near_ns
+        low = -2.0 * REACH_NS if low_ns is None else low_ns - self._near_ns
+        high = 2.0 * REACH_NS if high_ns is None else high_ns - self._near_ns
         band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
 
     def _ambiguous(self, theirs: Series | Refused, mine: Series | Refused, band: Band, slack_ns: int) -> bool:
@@ -294,9 +289,9 @@ def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
         return "collectives align it to other hosts, but nothing to the owner's"
     lasted_ns = max(root.last_ns - root.first_ns, 1)
     near_ns = samples[0].offset_ns
-    for ppm in _WANDER_PPM:
+    for ppm in WANDER_PPM:
         slack_ns = lasted_ns * ppm // 1_000_000
-        band = Band(_REACH_NS, lasted_ns * DRIFT_PPM // 1_000_000)
+        band = Band(REACH_NS, lasted_ns * MOST_DRIFT_PPM // 1_000_000)
         for at_ns, offset_ns, within_ns in samples:
             low_ns, high_ns = offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns
             band.cut((at_ns - root.first_ns) / lasted_ns, low_ns - near_ns, high_ns - near_ns)
@@ -308,8 +303,8 @@ def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
 def _better(source: Source, before: Aligned, found: Found, reference: Reference) -> Aligned:
     """By the collectives, unless the samples alone know more and agree."""
     line, within_ns, matched = found
-    offsets = [line.at(wall_ns) for wall_ns in extent(source)]
-    known_ns = source.opened.uncertainty_ns + reference.uncertainty_ns + within_ns
+    offsets = [line.at(wall_ns) for wall_ns in extent(source, before, reference)]
+    known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
     was = before.clock
     if source.closed is None:
         known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own pace from its opening on

@@ -17,6 +17,10 @@ igzip takes a sixth longer for such a text in blocks of half the size."""
 _STEP = 1 << 12
 _KEPT = 8 << 20
 _GZIP = b"\x1f\x8b"
+INFLATED = 250
+"""Times the size of its file that gzip may inflate to: traces do to 10 to 50 times, deflate can to 1,032."""
+_SMALL = 64 << 20
+"""Bytes that any file may inflate to."""
 
 
 @cache
@@ -89,14 +93,18 @@ def _gunzip(
     """All members, one after the other."""
     from isal import igzip_lib  # not when a report imports this package
 
-    start, taken, given = 0, len(data), 0
-    """Bytes of the file before this member and of those read, and what the member gave."""
+    start, taken, given, inflated = 0, len(data), 0, 0
+    """Bytes: of the file before this member, of those read, from this member, and from all."""
     try:
         member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
         while True:
             # A block may decompress to a thousand of them: never more than one at a time.
             if block := member.decompress(data, size):
                 given += len(block)
+                inflated += len(block)
+                if inflated > max(_SMALL, INFLATED * taken):
+                    notes.file(f"left out from here on: it inflates to over {INFLATED} times its size")
+                    return
                 yield block
             data = b""
             if member.eof:

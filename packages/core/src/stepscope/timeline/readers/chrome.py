@@ -10,17 +10,16 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from stepscope.timeline.readers.blocks import BLOCK, Notes, read_blocks
-from stepscope.timeline.readers.elements import EVENT, LONGEST, TOKEN, Elements, mend, raw_elements
+from stepscope.timeline.readers.elements import BARREN, BOUNDARY, LONGEST, TOKEN, Elements, mend, raw_elements
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
-_FURTHER = re.compile(rb"\}\s*,\s*(?=%b)" % EVENT.pattern)
-"""In front of an event that follows another one: arguments look like an event's beginning as well."""
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
@@ -88,7 +87,7 @@ class ChromeTrace:
         """Takes the fields behind the events from the file's end. False: they are not to be seen there."""
         blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
         text = b"".join(blocks)
-        start = _FURTHER.search(text)
+        start = BOUNDARY.search(text)
         if start is None:
             return False
         elements = Elements(Notes(), raw_elements)
@@ -127,17 +126,24 @@ class ChromeTrace:
         size: int = BLOCK,
     ) -> Iterator[_T]:
         header: bytes | None = b""
+        enough = 0
         elements = Elements(self.notes, parse)
-        for block in read_blocks(self.path, self.notes, on_read, size):
+        for block in chain(read_blocks(self.path, self.notes, on_read, size), [b""]):
             if header is None:
                 yield from elements.feed(block)
+                if elements.given_up:
+                    yield from elements.end()
+                    self.notes.file(f"left out from here on: {BARREN >> 20} MiB without an event")
+                    return
                 continue
             header += block
-            at = _array(header)
-            if at is not None:
-                found.update(_object(header[: at[0]] + b"}"))
-                block, header = header[at[1] :], None
-                yield from elements.feed(block)
+            if block and len(header) < enough:
+                continue
+            enough = min(2 * len(header), LONGEST)  # looked through again when it is twice as long: linear
+            events = _behind_header(header, found)
+            if events is not None:
+                header = None
+                yield from elements.feed(events)
             elif len(header) > LONGEST:
                 break
         if header is None:
@@ -159,6 +165,15 @@ def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
     trace.notes = notes
     for some in trace.texts(raw_elements):
         yield from some
+
+
+def _behind_header(text: bytes, found: dict[str, msgspec.Raw]) -> bytes | None:
+    """Take the fields before the events into `found`. Return what follows them; None: no events in `text`."""
+    at = _array(text)
+    if at is None:
+        return None
+    found.update(_object(text[: at[0]] + b"}"))
+    return text[at[1] :]
 
 
 def _array(text: bytes) -> tuple[int, int] | None:

@@ -20,13 +20,23 @@ _CANDIDATES = 256
 """Braces that are looked at, from the end of a piece, for one that begins an element."""
 _SPARE = 100
 """Calls, each of which msgspec counts as it counts a bracket."""
+BARREN = 2 * LONGEST
+"""Bytes without an event behind which no further one is looked for."""
+_REACH = 4
+"""Times the size of a damaged text that may be looked at beyond the parts of it that are no JSON."""
+_OVERLAP = 256
+"""Bytes kept of an element that was given up, to find the next event's beginning in."""
 NO_JSON = "events that are no JSON"
 MENDED = "events mended: bad UTF-8, NaN, or escapes that JSON does not have"
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
 _BLANK = b" \t\r\n,"
+_BRACE = ord("{")
+_SOMETHING = re.compile(rb"[^ \t\r\n,]")
 _BETWEEN = re.compile(rb"\}\s*,\s*\Z")
 EVENT = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts)"\s*:')
+BOUNDARY = re.compile(rb"\}\s*,\s*(?=%b)" % EVENT.pattern)
+"""Between two events. Arguments may look like events as well."""
 _STRING_OR_NUMBER = re.compile(
     rb'"[^"\\]*(?:\\.[^"\\]*)*"|[-+]?\b(?:nan|inf(?:inity)?)\b', re.DOTALL | re.IGNORECASE
 )
@@ -42,7 +52,13 @@ T = TypeVar("T")
 
 
 class Elements(Generic[T]):
-    """Feed it the text from behind the `[` on; it hands out elements and stops behind the `]`."""
+    """Splits the text of an array into its elements. Feed it the text from behind the `[` on.
+
+    Reading takes linear time, whatever the text is. Text that is no sound JSON is split where events seem to
+    begin. Brackets are counted only in a part that is still no JSON. How far that may look beyond the part is
+    limited to a multiple of the text. An element that does not end is looked at again when the text has
+    grown to twice its size, and given up at `LONGEST`.
+    """
 
     def __init__(self, notes: Notes, parse: Callable[[bytes], T]) -> None:
         """
@@ -52,19 +68,41 @@ class Elements(Generic[T]):
         """
         self._parse = parse
         self.trailer: bytes | None = None
-        """What stands behind the array's end. None: its end was not seen."""
+        """The text behind the array's end. None: its end was not seen."""
         self._notes = notes
         self._rest = b""
+        self._enough = 0
+        """Bytes of text below which looking at `_rest` again is too early."""
+        self._barren = 0
+        """Bytes since the last event."""
+        self._astray = False
+        """Whether the text goes on inside an element that was given up."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether too much text held no event, and the rest is not looked at."""
+        return self.trailer is None and self._barren > BARREN
 
     def feed(self, block: bytes) -> Iterator[T]:
+        """Yield the elements that end in this block, in batches."""
+        self._barren += len(block)
+        for batch in self._elements(block):
+            self._barren = 0
+            yield batch
+
+    def _elements(self, block: bytes) -> Iterator[T]:
         if self.trailer is not None:
             if len(self.trailer) < LONGEST:
                 self.trailer += block
             return
-        cut = last_boundary(block)
+        if len(self._rest) + len(block) < self._enough:
+            self._rest += block
+            return
+        self._enough = 0
+        cut = 0 if self._astray else last_boundary(block)
         if not cut:
             self._rest, block = b"", self._rest + block
-            cut = last_boundary(block)
+            cut = 0 if self._astray else last_boundary(block)
         some = b"".join((b"[", self._rest, memoryview(block)[:cut], b"]"))  # without another copy of them
         batch = _sound(some, self._parse) if cut else None
         if batch is not None:
@@ -72,55 +110,104 @@ class Elements(Generic[T]):
             yield batch
             return
         text = self._rest + block
-        if len(text) >= LONGEST or cut:
-            yield from self._walk(text, last=False)
+        if len(text) >= LONGEST or cut or self._astray:
+            yield from self._recover(text, last=False)
         else:
             self._rest = text
 
     def end(self) -> Iterator[T]:
-        """The text is over: what is left of it."""
+        """Yield what is left when the text is over."""
         if self.trailer is None:
-            yield from self._walk(self._rest, last=True)
+            yield from self._recover(self._rest, last=True)
 
-    def _walk(self, text: bytes, *, last: bool) -> Iterator[T]:
-        """Element by element. One that is no JSON costs itself: the search goes on at the next event."""
+    def _recover(self, text: bytes, *, last: bool) -> Iterator[T]:
+        """Yield the sound elements of damaged text, at most one batch. The part that may go on is kept."""
+        self._rest = b""
         found: list[bytes] = []
-        at = 0
-        while True:
-            start, end, closed = _element(text, at)
-            if (closed or end is not None) and text[at:start].strip(_BLANK):
-                self._notes.events(NO_JSON)  # zeros of a disk that was full, say
-            if closed:
-                self.trailer = text[end:]
-                break
-            element = b"" if end is None else self._checked(text[start:end])
-            if element:
-                found.append(element)
-                at = end or start
+        at, credit = 0, _REACH * len(text)
+        for bound in [*(match.end() for match in BOUNDARY.finditer(text)), len(text)]:
+            if self._astray and bound < len(text):
+                self._astray, at = False, bound
+            if at >= bound or self._astray:
+                continue  # inside an element that goes beyond what looked like an event, or one given up
+            part = text[at:bound].strip(_BLANK)
+            if part.startswith(b"{") and self._is_sound(part) and _are_objects(part):
+                found.append(part)
+                at = bound
                 continue
-            if end is None and not last and len(text) - start < LONGEST:
-                self._rest = text[start:]
-                break
-            if not text[start:].strip(_BLANK):
-                break
-            self._notes.events(NO_JSON)
-            following = EVENT.search(text, start + 1)
-            if following is None:
-                self._rest = b""
-                break
-            at = following.start()
+            at, reached = self._walk(text, at, bound, min(len(text), bound + credit), last, found)
+            credit -= reached - bound
+        if self._astray and not last:
+            self._rest = text[-_OVERLAP:]
         if found:
             yield self._parse(array_of(found))
 
+    def _walk(
+        self, text: bytes, at: int, bound: int, limit: int, last: bool, found: list[bytes]
+    ) -> tuple[int, int]:
+        """Add the sound elements of a part to `found`, by its strings and brackets.
+
+        Args:
+            bound: The end of the part. Events follow, unless it is the end of the text.
+            limit: The farthest end that is looked for.
+
+        Returns:
+            Where to go on, and how far the text was looked at.
+        """
+        is_final = bound == len(text)
+        reached = bound
+        while _SOMETHING.search(text, at, bound):
+            start, end, closed = _element(text, at, limit)
+            reached = max(reached, end or limit)
+            if end is not None and text[at:start].strip(_BLANK):
+                self._notes.events(NO_JSON)  # zeros of a disk that was full, say
+            if closed and is_final:
+                self.trailer = text[end:]
+                break
+            if end is None and self._may_go_on(text, start, limit, last, is_final):
+                return len(text), reached
+            if end is None or closed:
+                self._notes.events(NO_JSON)
+                self._astray = is_final and not last
+                break
+            element = self._checked(text[start:end]) if text[start] == _BRACE else b""
+            if element:
+                found.append(element)
+            else:
+                self._notes.events(NO_JSON)
+                if end > bound:
+                    break
+            at = end
+        return max(at, bound), reached
+
+    def _may_go_on(self, text: bytes, start: int, limit: int, last: bool, is_final: bool) -> bool:
+        """Keep the text from `start` on for the next block, if an element may begin there and end later."""
+        size = len(text) - start
+        begins = text[start : start + 1] in (b"{", b"[", b'"')
+        if last or size >= LONGEST or limit < len(text) or not (is_final or begins):
+            return False
+        if not is_final and len(text) >= LONGEST:
+            return False  # it was given time enough
+        self._rest = text[start:]
+        self._enough = min(2 * size, LONGEST)
+        return True
+
+    def _is_sound(self, part: bytes) -> bool:
+        return _sound(_deeper(part), raw_elements) is not None
+
     def _checked(self, element: bytes) -> bytes:
-        """The element, mended where that helps; nothing where it does not."""
-        if _sound(_deeper(element), raw_elements) is not None:
+        """Return the element, mended if that makes it sound, or nothing."""
+        if self._is_sound(element):
             return element
         mended = mend(element)
-        if _sound(_deeper(mended), raw_elements) is None:
+        if not self._is_sound(mended):
             return b""
         self._notes.events(MENDED)
         return mended
+
+
+def _are_objects(part: bytes) -> bool:
+    return all(bytes(element).startswith(b"{") for element in raw_elements(array_of([part])))
 
 
 def _deeper(element: bytes) -> bytes:
@@ -175,10 +262,10 @@ def last_boundary(text: bytes) -> int:
     return 0
 
 
-def _element(text: bytes, at: int) -> tuple[int, int | None, bool]:
-    """(start, end, whether the array ends there) of the next element. End None: it does not end in `text`."""
+def _element(text: bytes, at: int, limit: int) -> tuple[int, int | None, bool]:
+    """Return (start, end, whether the array ends there) of the next element. End None: not before `limit`."""
     depth = start = 0
-    for token in TOKEN.finditer(text, at):
+    for token in TOKEN.finditer(text, at, limit):
         mark = text[token.start()]
         if depth == 0:
             start = token.start()

@@ -1,0 +1,151 @@
+"""Engines as tables for a terminal, and their cells for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+
+from stepscope.files.manifest import OpenedBy
+from stepscope.report.engine import Engine, Phaseless
+from stepscope.report.figures import count, duration, percents
+from stepscope.report.sections_text import PROFILED, starred
+from stepscope.report.tables import LISTED, listing, table
+
+
+def engines(rows: Sequence[Engine], phaseless: Sequence[Phaseless]) -> Iterator[RenderableType]:
+    if rows:
+        yield _engines(rows)
+    if phaseless:
+        yield listing("No engine phases", [say_phaseless(phaseless)])
+
+
+_NAME_PHASES: dict[tuple[OpenedBy, bool], str] = {
+    ("program", False): (
+        'Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
+        "capture(engines=...)"
+    ),
+    ("program", True): (
+        'Call them `prefill` and `decode`, as in span("decode", role="rollout"): no trace of the engines '
+        "given names their iterations"
+    ),
+    ("instrument", False): (
+        "List the functions that do so under `instrument`, with role: rollout and stage: prefill or decode"
+    ),
+    ("instrument", True): (
+        "List the functions that do so under `instrument`, with role: rollout and stage: prefill or decode"
+    ),
+}
+
+
+def say_phaseless(rows: Sequence[Phaseless]) -> str:
+    """Of engines whose stages nobody named, and how to name them."""
+    names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
+    stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
+    return (
+        f"{names}: nothing says when they read prompts and when they wrote tokens; their stages are {stages}"
+        f". {_NAME_PHASES[rows[0].opened_by, rows[0].given]}"
+    )
+
+
+ENGINE_NOTE = (
+    "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
+    "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
+    "names them, else by the spans of requests. -: nothing says it."
+)
+REQUESTS_NOTE = (
+    "Of requests that ended, else by the engine's own counters. prompt, tokens: tokens read and written. "
+    "cached: of the prompt, in the prefix cache. tokens/s: while it had requests. running, waiting: requests "
+    "at once, on average while there were any (and at most)."
+)
+REQUEST_COLUMNS = (
+    "replica", ">requests", ">prompt", ">cached", ">tokens", ">tokens/s", ">preempted",
+    ">running", ">waiting",
+)  # fmt: skip
+
+
+def _engines(rows: Sequence[Engine]) -> RenderableType:
+    shown = rows[: 2 * LISTED]
+    columns = (
+        "replica", ">iterations", ">recorded", ">prefill", ">decode", ">mixed", ">held up", ">paused",
+        ">writing", ">idle",
+    )  # fmt: skip
+    cells = [
+        (
+            name_engine(row, rows),
+            iterations_of(row),
+            duration(row.recorded_ns),
+            *(part or "-" for part in shares_of(row)),
+        )
+        for row in shown
+    ]
+    note = engine_note(rows)
+    if len(rows) > len(shown):
+        note = f"{count(len(rows) - len(shown), 'replica')} more in --json. {note}"
+    return Group(
+        table("Engines", columns, cells, note),
+        table("Requests of engines", REQUEST_COLUMNS, map(request_cells, shown), REQUESTS_NOTE),
+    )
+
+
+def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
+    """Return its name, with a `*` if a profiler recorded it and not all of them."""
+    return starred(row.replica, row.profiled and not all(other.profiled for other in rows))
+
+
+def engine_note(rows: Sequence[Engine]) -> str:
+    """Return the note below the times."""
+    differ = len({row.profiled for row in rows}) > 1
+    return f"{ENGINE_NOTE} {PROFILED}" if differ else ENGINE_NOTE
+
+
+def iterations_of(row: Engine) -> str:
+    """Return `0 (idle)`, or with those of each data-parallel engine `50 (24 + 26)`."""
+    if row.is_idle:
+        return "0 (idle)"
+    parts = row.iterations_by_engine
+    apart = f" ({' + '.join(f'{number:,}' for number in parts)})" if len(parts) > 1 else ""
+    return f"{known(row.iterations)}{apart}"
+
+
+def engine_times(row: Engine) -> tuple[int | None, ...]:
+    """Return the times of a row in the order in which they are shown."""
+    return (
+        row.prefill_ns, row.decode_ns, row.mixed_ns, row.held_ns, row.paused_ns, row.writing_ns, row.idle_ns,
+    )  # fmt: skip
+
+
+def shares_of(row: Engine) -> list[str]:
+    """Return the percentages of `engine_times`; empty for what is not known."""
+    times = engine_times(row)
+    found = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
+    return ["" if ns is None else next(found) for ns in times]
+
+
+def request_cells(row: Engine) -> tuple[str, ...]:
+    """Return the cells of a row in `REQUEST_COLUMNS`."""
+    cached = "-"
+    if row.cached_tokens is not None and row.prompt_tokens:
+        cached = f"{percents([row.cached_tokens], row.prompt_tokens)[0]} %"
+    rate = row.output_tokens_per_s
+    return (
+        row.replica,
+        known(row.requests),
+        known(row.prompt_tokens),
+        cached,
+        known(row.output_tokens),
+        known(rate if rate is None or rate < 100 else round(rate)),
+        known(row.preemptions),
+        _at_once(row.running_mean, row.running_most),
+        _at_once(row.waiting_mean, row.waiting_most),
+    )
+
+
+def _at_once(mean: float | None, most: int | None) -> str:
+    """Return `3.8 (12)`: the mean and the most."""
+    return known(mean) if mean is None else f"{mean:,.1f} ({known(most)})"
+
+
+def known(value: float | None) -> str:
+    """Return `1,234`, `3.79`, or `-` for what is not known."""
+    return "-" if value is None else f"{value:,}"

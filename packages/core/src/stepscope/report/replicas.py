@@ -1,0 +1,351 @@
+"""Inference replicas of a step: their recordings, their processes, and the requests that they served."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from stepscope.files.spans import WAITING
+from stepscope.report.names import MOVES_WEIGHTS
+from stepscope.timeline import Span, Timeline, TraceActivity
+from stepscope.timeline.activity.content import Iteration
+
+REPLICA = "replica"
+"""The attribute of a span that names the replica by its number, for requests that somebody else records."""
+_CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
+"""Roles of processes that call a replica and are none."""
+_SERVED = frozenset({"prefill", "decode"})
+_PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
+_RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")
+
+Mark: TypeAlias = Literal["pause", "resume", "weights"]
+"""Effect of a span on an engine: it serves nothing until it is resumed, or while it loads weights."""
+
+
+class Pass(NamedTuple):
+    """One forward pass, on the owner's clock."""
+
+    start_ns: int
+    end_ns: int
+    iteration: Iteration
+
+
+class Recording(NamedTuple):
+    """The recording of one data-parallel engine of a replica: of one of its workers, all files of it."""
+
+    passes: list[Pass]
+    stretches: list[tuple[int, int]]
+    """(start, end) of each file."""
+    idle: bool
+    """Nothing ran in it, named or not."""
+
+
+class Tokens(msgspec.Struct):
+    """Sums over requests. None: no request says it."""
+
+    requests: int | None = None
+    prompt: int | None = None
+    cached: int | None = None
+    output: int | None = None
+    preemptions: int | None = None
+
+
+class Replica(msgspec.Struct, kw_only=True):
+    """One inference replica, or a process whose requests name none."""
+
+    name: str
+    number: int | None
+    processes: list[int] = []
+    """Indices in `Timeline.processes`."""
+    recordings: list[Recording] = []
+    """Of each data-parallel engine, in the order of their ranks."""
+    served: list[Span] = []
+    """Spans `queue`, `wait`, `prefill` and `decode` of its requests."""
+    pauses: list[tuple[int, int]] | None = None
+    """The stretches in which it was paused. None: no span says."""
+    stalls: list[tuple[int, int]] | None = None
+    """The stretches in which its own profiler kept it from serving. None: no recording says."""
+    tokens: Tokens = msgspec.field(default_factory=Tokens)
+    idle: bool = False
+    """The manifest says that it was recorded, and that it ran nothing."""
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [each for recording in self.recordings for each in recording.passes]
+
+
+_Key = tuple[str, int]
+"""("replica", its number), ("process", index) or ("requests of", index)."""
+
+
+def find_replicas(timeline: Timeline, activities: Sequence[TraceActivity]) -> list[Replica]:
+    """Return what is known of each replica, numbered ones first."""
+    return _Search(timeline, activities).run()
+
+
+class _Search:
+    def __init__(self, timeline: Timeline, activities: Sequence[TraceActivity]) -> None:
+        self._timeline = timeline
+        self._recorded: dict[_Key, list[TraceActivity]] = defaultdict(list)
+        self._number_of: dict[int, int] = {}
+        """By index of a process."""
+        for index, process in enumerate(timeline.processes):
+            if process.info.replica is not None:
+                self._number_of[index] = process.info.replica
+        for activity in activities:
+            if activity.replica is not None:
+                self._recorded["replica", activity.replica].append(activity)
+                if activity.process is not None:
+                    self._number_of.setdefault(activity.process, activity.replica)
+            elif activity.content.iterations and activity.process is not None:
+                self._recorded["process", activity.process].append(activity)
+        self._announced = dict(_announced(timeline))
+        recorded = {number for kind, number in self._recorded if kind == "replica"}
+        self._numbers = sorted({*self._number_of.values(), *recorded, *self._announced})
+        self._replicas: dict[_Key, Replica] = {}
+
+    def run(self) -> list[Replica]:
+        for number in self._numbers:
+            self._replica(("replica", number)).idle = self._announced.get(number, False)
+        for index, number in sorted(self._number_of.items()):
+            self._replica(("replica", number)).processes.append(index)
+        for key, activities in self._recorded.items():
+            self._replica(key).recordings = _recordings(activities)
+        marks: dict[_Key, list[tuple[int, int, Mark]]] = defaultdict(list)
+        for span in self._timeline.spans:
+            if self._timeline.processes[span.process].aligned:
+                self._take(span, marks)
+        for key, found in marks.items():
+            self._replica(key).pauses = _stretches(found, self._timeline.window.end_ns)
+        self._stall()
+        self._count()
+        order = {"replica": 0, "process": 1, "requests of": 2}
+        return [self._replicas[key] for key in sorted(self._replicas, key=lambda key: (order[key[0]], key))]
+
+    def _replica(self, key: _Key) -> Replica:
+        if key not in self._replicas:
+            kind, number = key
+            if kind == "replica":
+                made = Replica(name=f"replica {number}", number=number)
+            else:
+                name = self._timeline.processes[number].name
+                made = Replica(name=name if kind == "process" else f"requests of {name}", number=None)
+                made.processes.append(number)
+            self._replicas[key] = made
+        return self._replicas[key]
+
+    def _take(self, span: Span, marks: dict[_Key, list[tuple[int, int, Mark]]]) -> None:
+        if span.role == "rollout" and span.stage in _SERVED | WAITING:
+            self._replica(self._owner_of(span)).served.append(span)
+            return
+        mark = _mark(span)
+        key = None if mark is None else self._owner_of(span)
+        if mark is not None and key is not None and key[0] != "requests of":
+            marks[key].append((span.start_ns, self._timeline.until_ns(span), mark))
+
+    def _stall(self) -> None:
+        parts = self._timeline.manifest.processes if self._timeline.manifest is not None else ()
+        artifacts = [each for part in parts for item in part.expected for each in item.artifacts]
+        for number in {each.replica for each in artifacts if each.replica is not None and each.stalls}:
+            mine = [stall for stall in self._timeline.stalls if stall.replica == number]
+            self._replica(("replica", number)).stalls = [(stall.start_ns, stall.end_ns) for stall in mine]
+
+    def _count(self) -> None:
+        counted = _count_requests(self._timeline, self._owner_of)
+        read = {key: _count_between(activities) for key, activities in self._recorded.items()}
+        several = Counter(map(msgspec.structs.astuple, read.values()))
+        for key in {*counted, *self._replicas}:
+            replica = self._replica(key)
+            replica.tokens = counted.get(key) or _count_phases(replica.served)
+            engine = read.get(key, Tokens())
+            # Engines of one process share its counters: of several, these say nothing of one.
+            if replica.tokens == Tokens() and several[msgspec.structs.astuple(engine)] == 1:
+                replica.tokens = engine
+
+    def _owner_of(self, span: Span) -> _Key:
+        """Return the key of the replica that served a request."""
+        named = self._named(span)
+        if named is not None:
+            return "replica", named
+        index = span.process
+        if index in self._number_of:
+            return "replica", self._number_of[index]
+        process = self._timeline.processes[index]
+        if process.is_replica or ("process", index) in self._recorded:
+            return "process", index
+        if len(self._numbers) == 1:
+            return "replica", self._numbers[0]
+        calls = self._numbers or process.owner or process.info.role in _CALLERS
+        return "requests of" if calls else "process", index
+
+    def _named(self, span: Span) -> int | None:
+        """Return the number that the span, or one around it, gives as its attribute."""
+        above: Span | None = span
+        while above is not None:
+            value = (above.attrs or {}).get(REPLICA)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            above = None if above.parent is None else self._timeline.spans[above.parent]
+        return None
+
+
+def _mark(span: Span) -> Mark | None:
+    if span.role != "rollout":
+        return None
+    if _PAUSES.fullmatch(span.stage):
+        return "pause"
+    if _RESUMES.fullmatch(span.stage):
+        return "resume"
+    return "weights" if MOVES_WEIGHTS.search(span.stage) else None
+
+
+def _announced(timeline: Timeline) -> Iterator[tuple[int, bool]]:
+    """Yield the number of each engine of the capture, and whether it ran nothing."""
+    for part in timeline.manifest.processes if timeline.manifest is not None else ():
+        for item in part.expected:
+            number = item.name.rpartition(" ")[2]
+            if part.owner and item.kind == "engine" and number.isdecimal():
+                yield int(number), item.idle
+
+
+def _recordings(activities: Iterable[TraceActivity]) -> list[Recording]:
+    """Return one recording for each data-parallel engine.
+
+    Workers of one engine (tensor and pipeline parallel) run the same passes: the one that recorded most of
+    them stands for all. Files of one worker are parts of its recording: of stages, or of times.
+    """
+    workers: dict[tuple[str, int, str, int], list[TraceActivity]] = defaultdict(list)
+    for activity in activities:
+        if activity.unaligned is None:
+            info, place = activity.info, sorted((activity.topology or {}).items())
+            rank = -1 if info.rank is None else info.rank
+            workers[info.host, info.pid, str(place), rank].append(activity)
+    engines: dict[int, list[Recording]] = defaultdict(list)
+    worlds: Counter[int | None] = Counter()
+    for _, files in sorted(workers.items()):
+        recording = _of_worker(files)
+        dp = (files[0].topology or {}).get("dp")
+        if dp is None:
+            stated = files[0].content.distributed
+            if stated is not None:
+                # Two processes of one rank are of two worlds: each data-parallel engine has its own.
+                dp = worlds[stated.rank]
+                worlds[stated.rank] += 1
+        engines[dp or 0].append(recording)
+    return [_merged(engines[dp]) for dp in sorted(engines)]
+
+
+def _of_worker(files: Iterable[TraceActivity]) -> Recording:
+    passes: dict[tuple[int, int, int, int], Pass] = {}
+    """Two files may hold the same pass."""
+    stretches, idle = [], True
+    for file in files:
+        content = file.content
+        for iteration in content.iterations:
+            start_ns = file.unix_ns(iteration.start_us)
+            end_ns = file.unix_ns(iteration.start_us + iteration.dur_us)
+            key = start_ns, end_ns, iteration.prefills, iteration.decodes
+            passes[key] = Pass(start_ns, end_ns, iteration)
+        if content.first_us is not None and content.last_us is not None:
+            stretches.append((file.unix_ns(content.first_us), file.unix_ns(content.last_us)))
+        idle = idle and not content.operators and not content.kernels and not content.problems
+    return Recording([passes[key] for key in sorted(passes)], stretches, idle and not passes)
+
+
+def _merged(workers: Sequence[Recording]) -> Recording:
+    """Return the recording of one engine, of those of its workers."""
+    fullest = max(workers, key=lambda worker: len(worker.passes))
+    return fullest._replace(idle=all(worker.idle for worker in workers))
+
+
+_FACTS = {
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "output_tokens": "output",
+    "preemptions": "preemptions",
+}
+"""Attributes of a request's span, as `record_request` sets them, and the field that they count for."""
+_PHASE_FACTS = {"prefill": "prompt", "decode": "output"}
+"""Stages whose attribute `tokens` counts likewise, where no request says it."""
+_COUNTERS = {"prompt_tokens": "prompt", "generation_tokens": "output", "preemptions": "preemptions"}
+"""Counters that an adapter reads at start and stop."""
+
+
+def _count_requests(timeline: Timeline, owner_of: Callable[[Span], _Key]) -> dict[_Key, Tokens]:
+    """Return the sums over the requests of each replica that ended."""
+    stated = [index for index, span in enumerate(timeline.spans) if _is_request(span)]
+    around = set[int]()
+    for index in stated:
+        above = timeline.spans[index].parent
+        while above is not None and above not in around:
+            around.add(above)
+            above = timeline.spans[above].parent
+    sums: dict[_Key, Tokens] = defaultdict(Tokens)
+    for index in stated:
+        if index not in around:  # what stands around a request repeats it, or adds several up
+            span = timeline.spans[index]
+            _add(sums[owner_of(span)], span.attrs or {})
+    return sums
+
+
+def _is_request(span: Span) -> bool:
+    attrs = span.attrs or {}
+    own = "request_id" in attrs or span.role == "rollout"
+    return own and any(_number(attrs, name) is not None for name in ("prompt_tokens", "output_tokens"))
+
+
+def _add(tokens: Tokens, attrs: Mapping[str, object]) -> None:
+    tokens.requests = (tokens.requests or 0) + 1
+    for name, field in _FACTS.items():
+        value = _number(attrs, name)
+        if value is not None:
+            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
+
+
+def _count_phases(served: Iterable[Span]) -> Tokens:
+    """Return the sums of `tokens` on spans `prefill` and `decode`, for engines that record nothing else."""
+    tokens = Tokens()
+    for span in served:
+        field, value = _PHASE_FACTS.get(span.stage), _number(span.attrs or {}, "tokens")
+        if field is not None and value is not None:
+            setattr(tokens, field, (getattr(tokens, field) or 0) + value)
+    decodes = sum(span.stage == "decode" and span.end_ns is not None for span in served)
+    tokens.requests = decodes or None
+    return tokens
+
+
+def _count_between(activities: Iterable[TraceActivity]) -> Tokens:
+    """Return the difference of the engine's own counters over its recording."""
+    tokens = Tokens()
+    servers = {str(activity.options.get("server")): activity.options for activity in activities}
+    for options in servers.values():
+        for name, field in _COUNTERS.items():
+            before, after = (_number(options, f"{name}_at_{when}") for when in ("start", "stop"))
+            if before is not None and after is not None and after >= before:
+                setattr(tokens, field, (getattr(tokens, field) or 0) + after - before)
+    return tokens
+
+
+def _number(attrs: Mapping[str, object], name: str) -> int | None:
+    value = attrs.get(name)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if whole and not isinstance(value, bool) else None  # type: ignore[call-overload]  # checked
+
+
+def _stretches(marks: Iterable[tuple[int, int, Mark]], until_ns: int) -> list[tuple[int, int]]:
+    """Return when a replica was paused: from the start of each pause to the end of what resumes it."""
+    stretches: list[tuple[int, int]] = []
+    since_ns: int | None = None
+    for start_ns, end_ns, mark in sorted(marks):
+        if mark == "pause":
+            since_ns = start_ns if since_ns is None else since_ns
+        elif mark == "resume" and since_ns is not None:
+            stretches.append((since_ns, end_ns))
+            since_ns = None
+        else:
+            stretches.append((start_ns, end_ns))
+    return stretches if since_ns is None else [*stretches, (since_ns, until_ns)]

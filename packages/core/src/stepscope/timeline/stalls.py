@@ -1,0 +1,69 @@
+"""Stretches in which engines served nothing for their own profiler, on the owner's clock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from stepscope.files.manifest import ProcessPart
+from stepscope.files.sidecar import Artifact
+from stepscope.timeline.model import EngineStall, Process
+from stepscope.timeline.rows import clock_of, offset_at
+
+
+def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:
+    """Return the stalls of each replica, disjoint and in order.
+
+    A replica stalls while all of its data-parallel engines do: each serves requests of its own. Files of
+    hosts whose clock was not measured say nothing.
+    """
+    engines: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for part in parts:
+        for item in part.expected:
+            for artifact in item.artifacts:
+                if artifact.replica is not None:
+                    dp = (artifact.topology or {}).get("dp", 0)
+                    engines[artifact.replica][dp] += _placed(artifact, processes)
+    return tuple(
+        EngineStall(replica=replica, start_ns=start_ns, end_ns=end_ns)
+        for replica, of_engines in sorted(engines.items())
+        for start_ns, end_ns in _common(of_engines)
+    )
+
+
+def replicas_of(parts: Iterable[ProcessPart]) -> int:
+    """Return the number of replicas that the capture was given, recorded or not."""
+    return len({item.name for part in parts for item in part.expected if item.kind == "engine"})
+
+
+def _placed(artifact: Artifact, processes: Sequence[Process]) -> list[tuple[int, int]]:
+    process = clock_of(artifact.host, processes)
+    if process is None:
+        return []
+    placed = (
+        (stall.start_ns - offset_at(process, stall.start_ns), stall.end_ns - offset_at(process, stall.end_ns))
+        for stall in artifact.stalls
+    )
+    return [(start_ns, end_ns) for start_ns, end_ns in placed if start_ns < end_ns]
+
+
+def _common(engines: Mapping[int, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the stretches in which every engine has at least one interval."""
+    events = sorted(
+        event
+        for engine, intervals in engines.items()
+        for start_ns, end_ns in intervals
+        for event in ((start_ns, 1, engine), (end_ns, -1, engine))
+    )
+    depth, began_ns = dict.fromkeys(engines, 0), None
+    common = []
+    for at_ns, change, engine in events:
+        depth[engine] += change
+        stalled = all(depth.values())
+        if stalled and began_ns is None:
+            began_ns = at_ns
+        elif not stalled and began_ns is not None:
+            if began_ns < at_ns:
+                common.append((began_ns, at_ns))
+            began_ns = None
+    return common

@@ -1,0 +1,34 @@
+"""One rank under torchrun (gloo): captures step 1, which rank 0 closes first and the last rank last.
+
+torchrun spmd_main.py FOLDER
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+import torch.distributed as dist
+
+from stepscope import ProfileConfig, capture
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
+    config = ProfileConfig(save_path=folder, steps=[1], roles={"*": {"ranks": "all"}})
+    opened = capture(1, config=config).open()
+    torch.ones(100) @ torch.ones(100)
+    dist.barrier()
+    for turn in range(dist.get_world_size()):
+        if turn == rank:
+            opened.close()
+        dist.barrier()
+    opened.result.raise_for_missing(60)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,146 @@
+"""Replicas with exactly equal loads, as real Ray actors with torch work: who is profiled is no straggler."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from stepscope import ProfileConfig, attach, capture, carrier, prepare, profile_step, trajectory
+from stepscope.files.layout import RunLayout
+from stepscope.report import Advice, StepReport, report_step
+from stepscope.report.text import render
+from stepscope.timeline import load_step
+
+ray = pytest.importorskip("ray")
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+ROUNDS = 5_000
+
+
+class Replica:
+    """Generates with many short operators, which is what a profiler slows most."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.state = torch.zeros(8, 8)
+        self.generate(2000, {})
+
+    def generate(self, rounds: int, place: Mapping[str, object]) -> tuple[float, float]:
+        """Its seconds, by the clock on the wall and by that of its CPU: an own clock, which no span has."""
+        began, used = time.perf_counter(), time.thread_time()
+        with attach(place):
+            self.decode(rounds)
+        return time.perf_counter() - began, time.thread_time() - used
+
+    @profile_step(role="rollout")
+    def decode(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.state = (self.state + 1).relu()
+
+
+class Step(NamedTuple):
+    report: StepReport
+    advice: dict[str, Advice]
+    seconds: list[float]
+    """By replica, on its own clock."""
+
+    @property
+    def profiled(self) -> list[bool]:
+        (decode,) = (stage for stage in self.report.stages if stage.stage == "decode")
+        return [share.profiled for share in decode.processes]
+
+
+def captured(root: Path, ranks: str | list[int] | None, loads: list[float], attempt: int = 0) -> Step:
+    """A step of replicas that serve five trajectories each, in turn: none disturbs another on few cores.
+
+    Args:
+        ranks: The replicas that torch.profiler records. None: none of them.
+        loads: By replica, how many times the usual one.
+    """
+    role = {"profiler": "off"} if ranks is None else {"ranks": ranks}
+    config = ProfileConfig(
+        save_path=root / str(attempt),
+        steps=[0],
+        roles={"rollout": role},
+        torch={"activities": ["cpu"], "with_stack": True},
+    )
+    replicas = [ray.remote(Replica).options(num_cpus=0).remote() for _ in loads]
+    seconds, used = [0.0] * len(loads), [0.0] * len(loads)
+    try:
+        prepare(workers={"rollout": replicas}, config=config)
+        with capture(0, workers={"rollout": replicas}, config=config) as cap:
+            for number in range(5):
+                for index, (replica, load) in enumerate(zip(replicas, loads, strict=True)):
+                    with trajectory(f"{index}-{number}"):
+                        wall, cpu = ray.get(replica.generate.remote(int(ROUNDS * load), carrier()))
+                        seconds[index] += wall
+                        used[index] += cpu
+        cap.result.wait(120)
+    finally:
+        for replica in replicas:
+            ray.kill(replica)
+    if attempt < 3 and any(wall > 1.2 * cpu for wall, cpu in zip(seconds, used, strict=True)):
+        return captured(root, ranks, loads, attempt + 1)  # others used the machine: the loads were not equal
+    report = report_step(load_step(RunLayout(config.save_path).step(0).root))
+    return Step(report, {each.rule: each for each in report.advice}, seconds)
+
+
+def test_one_of_equal_replicas_that_the_profiler_slowed_is_no_straggler(tmp_path: Path) -> None:
+    step = captured(tmp_path, "first", [1, 1])
+    assert step.profiled == [True, False]
+    assert step.seconds[0] > 1.2 * step.seconds[1]
+    assert "straggler" not in step.advice
+    found = step.advice["uneven-profiling"]
+    assert (
+        found.what == "rollout 0 took longer in rollout decode, and a profiler slowed it and not the others"
+    )
+    assert found.saves_ns is None
+
+
+def test_equal_replicas_without_a_profiler_are_equal(tmp_path: Path) -> None:
+    step = captured(tmp_path, None, [1, 1])
+    assert step.profiled == [False, False]
+    assert not step.advice.keys() & {"straggler", "uneven-profiling"}
+
+
+@pytest.mark.parametrize("ranks", [None, "all"])
+def test_a_slow_replica_is_named_where_all_are_profiled_alike(tmp_path: Path, ranks: str | None) -> None:
+    step = captured(tmp_path, ranks, [1, 2])
+    assert "rollout 1 is slower than the others" in step.advice["straggler"].what
+    assert "uneven-profiling" not in step.advice
+
+
+def test_a_slow_replica_is_named_though_the_profiler_slowed_another_one(tmp_path: Path) -> None:
+    step = captured(tmp_path, "first", [1, 1, 3])
+    found = step.advice["straggler"]
+    assert "rollout 2 is slower than the others" in found.what
+    assert found.because[1] == "no profiler recorded it, though some of the others"
+
+
+def test_a_slow_replica_that_alone_is_profiled_is_told_with_its_doubt(tmp_path: Path) -> None:
+    step = captured(tmp_path, "first", [3, 1])
+    assert "straggler" not in step.advice
+    assert "this step cannot tell a slow process from its profiler" in step.advice["uneven-profiling"].do
+
+
+def test_marks_stand_at_the_profiled_wherever_processes_are_compared(tmp_path: Path) -> None:
+    step = captured(tmp_path, "first", [1, 1])
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(step.report))
+    text = console.export_text()
+    for section in ("Busy time by process: rollout", "Idle", "Slowest trajectories", "Processes"):
+        part = text.split(f"\n{section}\n", 1)[1].split("\n\n", 1)[0]
+        assert "*" in part, section
+    assert "*: a profiler recorded this process and slowed it." in text
+    assert step.report.long_tail is not None
+    assert step.report.long_tail.profiled == ("rollout 0",)
+    slowed = {slow.trajectory[0] for slow in step.report.long_tail.worst if slow.profiled}
+    assert slowed == {"0"}

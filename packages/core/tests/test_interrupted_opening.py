@@ -1,0 +1,231 @@
+"""A signal at any moment of opening: its handler raises, or closes the capture and lets the program go on.
+
+As in `test_interrupted`, it comes where the interpreter looks for signals: at every such moment of the
+profiler's own start, and at some of all others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import pytest
+
+import stepscope
+from stepscope import ProfileConfig, capture
+from stepscope.backends import user_profilers
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.protocol import Backend
+from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest import Ending, Manifest, ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording import capture as captures
+from stepscope.recording import runtime
+from stepscope.recording.ledger import Ledger
+from stepscope.recording.windows import Windows
+from stepscope.recording.worker import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.testing.fake_backend import FakeBackend
+
+OURS = os.path.dirname(stepscope.__file__)
+LIBRARIES = ("torch/autograd/profiler.py", "torch/profiler/profiler.py", "/threading.py")
+LEFT_ALONE = tuple(os.path.join(OURS, name) for name in ("config", "files", "errors.py"))
+"""Nothing opens there."""
+
+
+class Signal:
+    """Comes at the moment of that number, once; `where` it was, None when there were not so many."""
+
+    def __init__(self, number: int, handler: Callable[[], object]) -> None:
+        self.where: str | None = None
+        self._left = number
+        self._handler = handler
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event not in ("call", "c_return") or file.startswith(LEFT_ALONE):
+            return
+        if not file.startswith(OURS) and not file.endswith(LIBRARIES):
+            return
+        self._left -= 1
+        if self._left < 0:
+            sys.setprofile(None)
+            self.where = f"{file}:{frame.f_lineno} {event}"
+            self._handler()
+
+
+@contextmanager
+def under(signal: Signal) -> Iterator[None]:
+    before = sys.getprofile()
+    try:
+        sys.setprofile(signal)
+        yield
+    except (KeyboardInterrupt, SystemExit, RuntimeError):
+        pass  # RuntimeError: of a lock of Python's own whose wait was interrupted
+    finally:
+        sys.setprofile(before)
+
+
+def raises(_: Callable[[], object]) -> None:
+    raise KeyboardInterrupt
+
+
+def closes(close: Callable[[], object]) -> None:
+    close()
+
+
+def closes_and_raises(close: Callable[[], object]) -> None:
+    close()
+    raise SystemExit(1)
+
+
+handlers = pytest.mark.parametrize("handler", [raises, closes, closes_and_raises])
+
+
+earlier: frozenset[threading.Thread] = frozenset()
+"""Threads of other tests. One writer: `as_in_a_run`."""
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in opening is noted and not raised."""
+    global earlier
+    earlier = frozenset(threading.enumerate())
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    import torch  # noqa: F401  # loaded, so that there is something to record
+
+    return ProfileConfig(
+        save_path=str(tmp_path),
+        steps="0:1000",
+        torch={"activities": ["cpu"]},
+        roles={"*": {"ranks": "all"}},
+        control={"requests": False},
+    )
+
+
+def end_of_the_process() -> None:
+    captures.close_everything(Ending("signal", "SIGTERM"), deadline_s=0.0)
+
+
+def nothing_records(where: str | None) -> None:
+    assert runtime.active is None, where
+    assert captures.opened() is None, where
+    assert user_profilers.busy() is None, where
+    PROCESS_LOCK.acquire("this test")  # raises where it is held by nobody, too
+    PROCESS_LOCK.release()
+    assert not threads_of_captures(), where
+
+
+def threads_of_captures() -> list[str]:
+    """Those that do not end by themselves, as one does that was about to begin."""
+    names = ("stepscope-spans", "stepscope-watchdog")
+    own = [each for each in threading.enumerate() if each.name in names and each not in earlier]
+    until = time.monotonic() + 10
+    while any(each.is_alive() for each in own) and time.monotonic() < until:
+        time.sleep(0.001)
+    return [each.name for each in own if each.is_alive()]
+
+
+def files_left_open(folder: Path) -> list[str]:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    paths = [os.readlink(link) for link in links if os.path.islink(link)]
+    return [path for path in paths if path.startswith(f"{folder}/")]
+
+
+def whole_capture(config: ProfileConfig, step: int) -> None:
+    with capture(step, config=config) as cap:
+        pass
+    cap.result.wait()
+    assert cap.result.problems() == []
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a generator's own end
+@pytest.mark.parametrize(("handler", "first"), [(raises, 0), (closes, 3), (closes_and_raises, 6)])
+def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
+    config: ProfileConfig, tmp_path: Path, handler: Callable[[Callable[[], object]], None], first: int
+) -> None:
+    whole_capture(config, 999)  # and with it the one-off costs
+    for count in itertools.count():
+        cap = capture(count, config=config)
+        signal = Signal(first + 9 * count, lambda cap=cap: handler(cap.close))  # type: ignore[misc]  # mypy
+        with under(signal):
+            cap.open()
+        if handler is closes_and_raises and signal.where is not None and cap._claim is not None:
+            assert captures.opened() is None, signal.where
+        cap.close()
+        nothing_records(signal.where)
+        layout = RunLayout(config.save_path).step(count)
+        if layout.manifest.exists():
+            (part,) = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest).processes
+            assert part.closed is not None, signal.where
+            assert all(item.pending != "closing" for item in part.expected), signal.where
+        else:  # closed before anything was written
+            assert not layout.root.exists(), signal.where
+        if signal.where is None:
+            break
+    assert count > 30
+    whole_capture(config, count + 1)
+    assert not files_left_open(tmp_path)
+
+
+@pytest.mark.needs("torch")
+@handlers
+@pytest.mark.parametrize("kind", [TorchBackend, lambda _: FakeBackend()], ids=["torch", "fake"])
+def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
+    config: ProfileConfig,
+    tmp_path: Path,
+    handler: Callable[[Callable[[], object]], None],
+    kind: Callable[[ProfileConfig], Backend],
+) -> None:
+    process = ProcessInfo(role="actor", rank=0, world_size=1, host="here", pid=os.getpid())
+    anchor = ClockAnchor(wall_ns=0, mono_ns=0)
+    part = ProcessPart(run_id="r", step=1, process=process, owner=True, opened=anchor, recorded=True, why="")
+    kind(config).prepare()
+    for number in itertools.count():
+        windows = Windows(
+            kind(config), config=config, layout=RunLayout(tmp_path).step(1), process=process, step=1,
+            run_id="r", ledger=Ledger(tmp_path / "part", part),
+        )  # fmt: skip
+        signal = Signal(number, lambda w=windows: handler(lambda: w.finish(discard="closed")))  # type: ignore[misc]  # mypy
+        with under(signal):
+            windows.open(None, "actor")
+            windows.finish(discard="over")
+        windows.finish(discard="over")
+        nothing_records(signal.where)
+        if signal.where is None:
+            break
+    assert number > 20
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("handler", [raises, closes])
+def test_a_signal_while_a_worker_opens_leaves_nothing_recording(
+    config: ProfileConfig, handler: Callable[[Callable[[], object]], None]
+) -> None:
+    whole_capture(config, 999)
+    for count in itertools.count():
+        request = StartRequest(
+            capture_id=f"{handler}{count}", run_id="r", step=count, config=config, role="actor"
+        )
+        signal = Signal(19 * count, lambda: handler(end_of_the_process))
+        with under(signal):
+            start_worker(request)
+        stop_worker(StopRequest(capture_id=request.capture_id))
+        nothing_records(signal.where)
+        if signal.where is None:
+            return

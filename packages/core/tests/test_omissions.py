@@ -1,0 +1,273 @@
+"""A capture lacks what was asked for: its manifest, `ls`, the report and the exit codes say so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stepscope import ProfileConfig, capture, flush, prepare, profile_step, span
+from stepscope.cli import run
+from stepscope.errors import MissingArtifactsError
+from stepscope.files.manifest import Expectation
+from stepscope.recording import identity, session, untold, wrappers
+from stepscope.recording.result import CaptureResult
+from stepscope.testing.fake_backend import FakeBackend
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untold, "_warned", set())
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    made = FakeBackend()
+    for user in ("session", "worker"):
+        monkeypatch.setattr(f"stepscope.recording.{user}.load_backend", lambda name, config: made)
+    monkeypatch.setattr(session, "_LIBRARY", {})
+    return made
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "library_loaded", lambda tool: False)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 0 of 2."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def config_of(folder: Path, **roles: Any) -> ProfileConfig:
+    settings = {"roles": roles} if roles else {}
+    return ProfileConfig(save_path=folder, steps=[1], **settings)  # type: ignore[arg-type]  # forms
+
+
+def captured(config: ProfileConfig, **given: Any) -> CaptureResult:
+    with capture(1, config=config, **given) as cap, span("update", role="actor"):
+        pass
+    flush()  # `ls` tells of a trace that is still being written
+    return cap.result
+
+
+def item(result: CaptureResult, name: str) -> Expectation:
+    manifest = result.manifest()
+    assert manifest is not None
+    (found,) = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return found
+
+
+def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:
+    """The exit code of `ls`, and whether the report calls the step complete."""
+    capsys.readouterr()
+    code = run(["ls", str(folder)])
+    capsys.readouterr()
+    run(["report", str(folder), "--json"])
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    return code, step["health"]["complete"]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_mistyped_role_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = captured(config_of(tmp_path, actr={"ranks": "all"}, **{"*": {"ranks": "first"}}), workers={})
+    assert item(result, "roles.actr").state == "missing"
+    with pytest.raises(MissingArtifactsError, match="Did you mean 'actor'"):
+        result.raise_for_missing()
+    assert codes(tmp_path, capsys) == (3, False)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_role_that_asks_for_spans_alone_may_be_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(config_of(tmp_path, rollout={"profiler": "off"}, **{"*": {"ranks": "first"}}), workers={})
+    assert codes(tmp_path, capsys) == (0, True)
+
+
+@pytest.mark.usefixtures("backend", "two_ranks")
+def test_a_rank_that_nobody_has_is_missing_and_prepare_warns_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, trainer={"ranks": [0, 7]})
+    prepare(config=config, workers={})
+    assert "trainer rank 7: no such rank: world_size is 2" in caplog.text
+    result = captured(config, workers={})
+    assert item(result, "trainer rank 7").state == "missing"
+    assert codes(tmp_path, capsys) == (3, False)
+
+
+@pytest.mark.usefixtures("backend", "two_ranks")
+def test_a_rank_that_a_pattern_asks_of_all_roles_is_a_warning_where_one_role_lacks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`"*": {ranks: [0, 7]}` is right where another role has eight ranks."""
+    result = captured(config_of(tmp_path, **{"*": {"ranks": [0, 7]}}), workers={})
+    assert (item(result, "trainer rank 7").state, item(result, "trainer rank 7").kind) == (
+        "skipped",
+        "selection",
+    )
+    assert codes(tmp_path, capsys) == (0, True)
+
+
+class Sized(FakeEngineProfiler):
+    world_size = 2
+
+
+def test_a_rank_that_no_engine_has_is_missing(tmp_path: Path) -> None:
+    engines = [Sized(FakeEngine()), Sized(FakeEngine())]
+    result = captured(config_of(tmp_path, rollout={"ranks": [3, 4]}), engines=engines)
+    assert item(result, "replica 1").state == "ok"
+    assert item(result, "rollout rank 4").reason == "no such rank: the engines given have ranks up to 3"
+    assert item(result, "rollout rank 4").state == "missing"
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_capture_in_which_no_profiler_ran_is_not_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = captured(config_of(tmp_path, **{"*": {"ranks": "all"}}), workers={})
+    assert item(result, "profiler").state == "missing"
+    assert "no profiler ran: torch is not imported" in str(result.problems())
+    assert codes(tmp_path, capsys) == (3, False)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_run_that_asks_for_no_profiler_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured(config_of(tmp_path, **{"*": {"profiler": "off"}}), workers={})
+    assert codes(tmp_path, capsys) == (0, True)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_of_roles_that_nobody_wrote_a_capture_without_a_profiler_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    captured(config_of(tmp_path), workers={})
+    assert caplog.text.count("no profiler ran") == 1
+    assert run(["ls", str(tmp_path)]) == 0
+    assert "no profiler ran" in capsys.readouterr().out
+    run(["report", str(tmp_path), "--json"])
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    (warning,) = step["health"]["warnings"]
+    assert "no profiler ran" in warning
+
+
+def test_a_rank_that_closes_before_the_others_opened_says_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "ranks", lambda: 2)
+    result = captured(config_of(tmp_path, nobody={"ranks": "all"}))
+    assert not [line for line in result.problems() if "matched nothing" in line]
+
+
+# Ray's actors.
+
+
+class Learner:
+    @profile_step(role="learner")
+    def step(self) -> int:
+        return 1
+
+
+class Other:
+    pass
+
+
+@pytest.fixture
+def learners(ray_cluster: None) -> Iterator[SimpleNamespace]:
+    import ray
+
+    handles: list[Any] = [ray.remote(num_cpus=0)(Learner).remote() for _ in range(2)]
+    ray.get([handle.step.remote() for handle in handles])
+    yield SimpleNamespace(handles=handles, call=lambda: ray.get([one.step.remote() for one in handles]))
+    for handle in handles:
+        ray.kill(handle)
+
+
+@pytest.mark.usefixtures("backend")
+def test_actors_that_were_called_and_are_not_in_workers_are_missing(
+    tmp_path: Path, learners: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with capture(1, config=config_of(tmp_path)) as cap:
+        learners.call()
+    left_out = item(cap.result, "actors of Learner")
+    assert left_out.state == "missing"
+    assert (left_out.reason or "").startswith("2 actors of this job, and none in workers")
+
+
+@pytest.mark.usefixtures("backend")
+def test_actors_beside_the_workers_that_were_given_are_a_warning(
+    tmp_path: Path, learners: SimpleNamespace
+) -> None:
+    import ray
+
+    other: Any = ray.remote(num_cpus=0)(Other).remote()
+    with capture(1, config=config_of(tmp_path), workers={"other": other}) as cap:
+        learners.call()
+    ray.kill(other)
+    assert item(cap.result, "actors of Learner").state == "skipped"
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    assert [line for line in manifest.warnings() if "actors of Learner" in line]
+
+
+def test_actors_of_a_class_of_which_one_was_given_are_left_out_on_purpose(
+    tmp_path: Path, learners: SimpleNamespace
+) -> None:
+    with capture(1, config=config_of(tmp_path), workers={"learner": learners.handles[:1]}) as cap:
+        learners.call()
+    assert "Learner" not in str([line for line in cap.result.problems() if "actors of" in line])
+
+
+def test_workers_that_are_said_to_be_none_are_not_looked_for(
+    tmp_path: Path, learners: SimpleNamespace
+) -> None:
+    with capture(1, config=config_of(tmp_path), workers={}) as cap:
+        learners.call()
+    assert not [line for line in cap.result.problems() if "actors of" in line]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_capture_closes_while_ray_does_not_say_which_actors_there_are(
+    tmp_path: Path,
+    learners: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from ray._private.state import state
+
+    answers = threading.Event()
+
+    def actor_table(*_: object) -> dict[str, Any]:
+        assert answers.wait(60)
+        return {}
+
+    monkeypatch.setattr(state, "actor_table", actor_table)
+    monkeypatch.setattr(untold, "_ASK_S", 0.01)
+    monkeypatch.setattr(untold, "_warned", set())
+    with capture(1, config=config_of(tmp_path)) as cap:
+        learners.call()
+    assert not answers.is_set()
+    answers.set()
+    assert item(cap.result, "spans").state == "ok"
+    assert "Ray did not answer within 0.01 s" in caplog.text
+
+
+def test_only_classes_are_looked_for_among_the_actors() -> None:
+    @profile_step(role="actor")
+    def update() -> None:
+        pass
+
+    assert not wrappers.declared_classes & {"", "<locals>"}

@@ -1,0 +1,63 @@
+"""Advice about a step that an `instrument` entry captured: its reader can change no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from packages.core.tests.test_report_advice import MS, Case, other_host
+from stepscope.report import StepReport, report_step
+from stepscope.timeline.load import load_step
+
+IN_CODE = ("prepare()", "capture(", "span(", "profile_step", "decorate", "trajectory(")
+
+
+def unedited(case: Case) -> StepReport:
+    case.driver.opened_by = "instrument"
+    for process in case.folder.processes:
+        process.close(1000 * MS)
+    return report_step(load_step(case.folder.write()))
+
+
+def costly(folder: Path) -> Case:
+    return Case(folder, cost_ms=400)
+
+
+def blind(folder: Path) -> Case:
+    return Case(folder, update=False)
+
+
+def apart(folder: Path) -> Case:
+    case = Case(folder)
+    other_host(case)
+    return case
+
+
+def supervised(folder: Path) -> Case:
+    case = Case(folder, update=False)
+    case.driver.span("update", 0, 900 * MS, role="critic")
+    case.driver.span("never", 900 * MS, None)
+    return case
+
+
+@pytest.mark.parametrize("make", [costly, blind, apart, supervised])
+def test_no_advice_asks_for_a_line_of_code(tmp_path: Path, make: Callable[[Path], Case]) -> None:
+    advice = unedited(make(tmp_path)).advice
+    assert advice
+    assert not [line.do for line in advice for word in IN_CODE if word in line.do]
+
+
+def test_engine_phases_are_to_be_listed_and_not_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepscope.cli import app
+
+    case = Case(tmp_path)
+    case.replica.span("answer", 0, 400 * MS)
+    unedited(case)
+    assert app.run(["report", str(case.folder.layout.root), "--no-html"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "with role: rollout and stage: prefill or decode" in text
+    assert "capture(engines" not in text

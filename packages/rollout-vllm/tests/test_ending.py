@@ -1,0 +1,92 @@
+"""Who ended a recording of vLLM, and what is told of it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+from stepscope_vllm import _traces
+from stepscope_vllm._ending import Ending, ending_of
+
+
+def ending(
+    recorded: int | None,
+    *,
+    asked: int | None = None,
+    early: bool = False,
+    ran: int | None = None,
+    expired: str | None = None,
+    certain: bool = True,
+) -> Ending:
+    return ending_of(recorded=recorded, asked=asked, early=early, ran=ran, expired=expired, certain=certain)
+
+
+def test_our_stop_ends_what_nothing_else_has() -> None:
+    assert ending(9) == Ending("capture", None, None)
+
+
+def test_fewer_iterations_than_asked_for_are_noted() -> None:
+    assert ending(9, asked=50) == Ending("capture", None, "9 of 50 engine iterations: the engine ran no more")
+
+
+def test_a_count_that_is_reached_ends_it() -> None:
+    assert ending(4, asked=4, early=True, ran=40) == Ending("count", None, None)
+
+
+def test_a_budget_ends_it() -> None:
+    why = "open for more than 3 s"
+    assert ending(4, asked=8, expired=why) == Ending("budget", why, None)
+
+
+def test_somebody_elses_stop_cuts_it_short_with_numbers() -> None:
+    ended, truncated, note = ending(8, asked=16, early=True, ran=16)
+    assert (ended, note) == ("others", None)
+    assert truncated is not None
+    assert truncated.endswith("after 8 engine iterations of the 16 asked for; it ran 8 more")
+
+
+def test_somebody_elses_stop_behind_the_last_iteration_is_a_note() -> None:
+    ended, truncated, note = ending(8, early=True, ran=8)
+    assert (ended, truncated) == ("others", None)
+    assert note is not None
+    assert note.endswith("after 8 engine iterations; it ran no more")
+
+
+def test_nobody_is_blamed_where_the_engine_may_end_recordings_itself() -> None:
+    assert ending(8, early=True, ran=16, certain=False) == Ending(None, None, None)
+
+
+def a_trace(folder: Path, name: str, iterations: int) -> Path:
+    """As torch writes it, with its own marks last."""
+    step = '{"ph": "X", "name": "execute_context_0(0)_generation_1(1)", "ts": 1000.5}, '
+    marks = '{"name": "Iteration Start: PyTorch Profiler", "ts": 1000.5},'
+    marks += '{"name": "Record Window End", "ts": 9000.25}'
+    text = '{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [' + step * iterations + marks + "]}"
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()))
+    return path
+
+
+def test_a_trace_says_how_many_iterations_it_has_and_when_its_recording_ended(tmp_path: Path) -> None:
+    trace = _traces.read(a_trace(tmp_path, "p_rank0.1.pt.trace.json.gz", 50_000))
+    assert trace.iterations == 50_000
+    assert trace.window == (1_700_000_000_001_000_500, 1_700_000_000_009_000_250)
+
+
+def test_an_engine_writes_until_its_table_is_whole(tmp_path: Path) -> None:
+    name = "p_rank0.17.pt.trace.json.gz"
+    for file, at_s in ((name, 10), ("p_rank0.profiler_out.txt", 20), ("p_rank1.profiler_out.txt", 30)):
+        (tmp_path / file).write_text("")
+        os.utime(tmp_path / file, (at_s, at_s))
+    changed = _traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    assert _traces.whole_ns(changed, f"capture_{name}") == 20 * 10**9
+
+
+def test_tables_of_older_releases_belong_to_their_rank(tmp_path: Path) -> None:
+    name = "abc-rank-1.17.pt.trace.json.gz"
+    for file, at_s in ((name, 10), ("profiler_out_1.txt", 20), ("profiler_out_0.txt", 30)):
+        (tmp_path / file).write_text("")
+        os.utime(tmp_path / file, (at_s, at_s))
+    changed = _traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    assert _traces.whole_ns(changed, name) == 20 * 10**9
