@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,29 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_actor_is_left() -> Iterator[None]:
+    """End the actors that a test file started: a capture names those of its job that it was not given."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    core, deadline = ray._private.worker.global_worker.core_worker, time.monotonic() + 30
+    while (actors := living_actors()) and time.monotonic() < deadline:
+        for actor in actors:
+            core.kill_actor(ray.ActorID.from_hex(actor), True)
+        time.sleep(0.05)
+    assert not actors
+
+
+def living_actors() -> dict[str, str]:
+    """Return {id: class} of the Ray actors that have not ended."""
+    from ray._private.state import state
+
+    table = state.actor_table(None, None, None)
+    return {actor: about["ActorClassName"] for actor, about in table.items() if about["State"] != "DEAD"}
 
 
 @pytest.fixture

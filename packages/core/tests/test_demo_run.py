@@ -58,6 +58,15 @@ def test_a_ray_that_was_running_goes_on(ran: tuple[DemoResult, list[str]]) -> No
     assert ray.is_initialized()
 
 
+def test_it_ends_its_actors(ran: tuple[DemoResult, list[str]]) -> None:
+    from ray._private.state import state
+
+    deadline = time.monotonic() + 30
+    while (alive := state.actor_table(None, None, "ALIVE")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive
+
+
 def test_everything_that_was_promised_is_there(timeline: Timeline) -> None:
     assert timeline.manifest is not None
     assert timeline.manifest.problems() == []

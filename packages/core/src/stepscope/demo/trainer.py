@@ -83,8 +83,10 @@ class Trainer:
         return fmean(losses)
 
     async def shut_down(self) -> None:
-        """Ends what the replicas have started: an engine's processes may outlive their actor."""
+        """Stop the replicas, then their actors: an engine's processes may outlive their actor."""
         await asyncio.gather(*(replica.shut_down.remote() for replica in self.replicas))
+        for actor in (*self.actors, self.reference, *self.replicas):
+            ray.kill(actor)
 
     async def step(self, step: int) -> StepResult:
         began = time.perf_counter()
