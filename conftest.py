@@ -53,7 +53,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def nothing_was_prepared() -> Iterator[None]:
     """A test that prepares workers makes no capture of another test one that lacks them."""
     yield
-    untold = sys.modules.get("stepscope.recording.untold")
+    untold = sys.modules.get("stepscope.recording.capture.omissions")
     if untold is not None:
         vars(untold)["_prepared"] = False
 

@@ -25,7 +25,7 @@ from _measure import Measured, arguments, header, interleaved, median_over, tabl
 from stepscope.backends.torch_kineto import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.recording.export import Exporter, ExportResult
+from stepscope.recording.output.exporter import Exporter, ExportResult
 from stepscope.testing.backend_conformance import a_window
 
 EVENTS = 200_000

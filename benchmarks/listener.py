@@ -16,7 +16,7 @@ from collections.abc import Callable
 from _measure import arguments, header, interleaved, median_over, table, verdict
 
 from stepscope import ProfileConfig, capture, request_capture
-from stepscope.recording import requests
+from stepscope.recording.capture import on_demand
 
 OFF, ON = "off", "on"
 
@@ -32,7 +32,7 @@ def steps(config: ProfileConfig, count: int) -> Callable[[], float]:
     return run
 
 
-def look(listener: requests.Listener, count: int) -> float:
+def look(listener: on_demand.Listener, count: int) -> float:
     """CPU us of one turn of the thread that finds nothing new."""
     began = time.process_time_ns()
     for _ in range(count):
@@ -58,7 +58,7 @@ def main() -> None:
             costs.append(median_over(found, ON, OFF))
             rows.append([what, *(f"{statistics.median(found[side]):.1f}" for side in (OFF, ON))])
             rows[-1].append(f"{costs[-1]:.1f}")
-        listener = requests._listener
+        listener = on_demand._listener
         assert listener is not None
         turn = look(listener, count)
     finally:

@@ -20,7 +20,7 @@ from export_stall import Training, describe
 from stepscope.backends import libc
 from stepscope.backends.torch_kineto import TorchBackend
 from stepscope.config import ProfileConfig
-from stepscope.recording.export import Exporter
+from stepscope.recording.output.exporter import Exporter
 from stepscope.testing.backend_conformance import a_window
 
 EVENTS = 400_000

@@ -29,7 +29,7 @@ from _measure import arguments, header, interleaved, table, verdict
 from _peers import Peer
 
 from stepscope import ProfileConfig, capture, profile_step, span
-from stepscope.recording import runtime
+from stepscope.recording.spans import slot
 
 BURST = 1_000
 FLOOD = 20_000
@@ -78,7 +78,7 @@ class Capturing:
 
     def written(self, spans: int) -> None:
         self.made += spans
-        session = runtime.active
+        session = slot.active
         assert session is not None
         with session.log._writing:
             session.log._write_pending()

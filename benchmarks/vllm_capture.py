@@ -34,7 +34,7 @@ from _measure import (
 )
 
 from stepscope import ProfileConfig, capture
-from stepscope.recording.capture import Capture
+from stepscope.recording.capture.capture import Capture
 
 ROUNDS = 9
 TOKENS, REQUESTS = 32, 4

@@ -19,8 +19,8 @@ LOADS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.lo
 RUNS_CODE = {"eval", "exec", "compile", "__import__", "marshal.load", "marshal.loads"}
 KNOWN = {
     # Wrappers written for the signature of the function that is decorated.
-    ("packages/core/src/stepscope/recording/wrappers.py", "exec"),
-    ("packages/core/src/stepscope/recording/wrappers.py", "compile"),
+    ("packages/core/src/stepscope/recording/spans/wrapping.py", "exec"),
+    ("packages/core/src/stepscope/recording/spans/wrapping.py", "compile"),
     # The class that the running engine's own configuration names, and has imported in its workers.
     ("packages/rollout-vllm/src/stepscope_vllm/_engines.py", "__import__"),
     # A temporary file without a name, which the same object has written.

@@ -57,9 +57,9 @@ def living_actors() -> dict[str, str]:
 def nothing_is_left() -> Iterator[None]:
     """What is done after captures is over, or ended, when the test is."""
     yield
-    from stepscope.recording import finish
+    from stepscope.recording.after import pipeline
 
-    finish.end("the test ended", 30, patient=False)
+    pipeline.end("the test ended", 30, patient=False)
 
 
 @pytest.fixture

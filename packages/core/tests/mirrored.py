@@ -9,7 +9,8 @@ from socket import gethostname
 from stepscope import ProfileConfig
 from stepscope.files.layout import StepLayout
 from stepscope.files.mirror import files_below
-from stepscope.recording import export, finish
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
 from stepscope.testing.steps import StepFolder
 
 HOST = gethostname()
@@ -46,5 +47,5 @@ def a_config(tmp_path: Path, url: str, **settings: object) -> ProfileConfig:
 
 
 def settle() -> None:
-    assert not export.exporter().drain(60)
-    assert not finish._commands.drain(120)
+    assert not exporter.exporter().drain(60)
+    assert not pipeline._commands.drain(120)

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from decimal import Decimal
 
 from stepscope import profile_step
-from stepscope.recording import runtime
+from stepscope.recording.spans import slot
 
 
 @profile_step(role="env")
 def task(n: int, *, exact: Decimal = Decimal(1)) -> tuple[int, bool, int]:
     """(n + 1, whether a capture was on here, pid)."""
-    return n + 1, runtime.active is not None, os.getpid()
+    return n + 1, slot.active is not None, os.getpid()
 
 
 @profile_step(role="env")

@@ -20,8 +20,8 @@ from packages.core.tests.framework_names import DATA, definition
 from stepscope import ProfileConfig, instrument
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
-from stepscope.recording import instrumented, patch
-from stepscope.recording.wrappers import declared, is_replacement
+from stepscope.recording.instrument import configured, patch
+from stepscope.recording.spans.wrapping import declared, is_replacement
 from tests.downloads import wheel
 
 ray = pytest.importorskip("ray")
@@ -121,7 +121,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     yield importlib.import_module(name)
     for handle in list(patch._instruments.values()):
         handle.remove()
-    instrumented.apply(ProfileConfig())
+    configured.apply(ProfileConfig())
     del sys.modules[name]
 
 
@@ -159,7 +159,7 @@ def test_one_whose_calls_are_told_apart_and_begin_steps_travels_too(module: Any,
         for name in ("update", "generate")
         for rest in ({"role": "ref", "where": {"kind": "ref"}}, {"role": "actor"}, {"step": "around"})
     ]
-    instrumented.apply(ProfileConfig(instrument=entries))
+    configured.apply(ProfileConfig(instrument=entries))
     assert called(pickled(module.Plain), tmp_path, "update", "generate") == "2 2"
 
 
@@ -249,12 +249,12 @@ def test_the_classes_of_a_preset_are_pickled_as_ray_does_it(
             for entry in entries
             if "." in str(entry.name)
         ]
-        instrumented.apply(ProfileConfig(instrument=moved))
-        assert len(instrumented._applied) == len({(entry.module, entry.name) for entry in moved})
-        assert all(handle.installed for handle in instrumented._applied.values())
+        configured.apply(ProfileConfig(instrument=moved))
+        assert len(configured._applied) == len({(entry.module, entry.name) for entry in moved})
+        assert all(handle.installed for handle in configured._applied.values())
         # By reference: nothing of a method is in the pickle, with stepscope or without.
         assert [len(pickled(cls)) for cls in classes] == bare
     finally:
-        instrumented.apply(ProfileConfig())
+        configured.apply(ProfileConfig())
         for name in names.values():
             sys.modules.pop(name, None)

@@ -12,8 +12,8 @@ from stepscope import attach, consume, profile_step, redact, span, trajectory
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.values import MAX_TEXT, AttrValue
-from stepscope.recording import attributes
-from stepscope.recording.capture import capture
+from stepscope.recording.capture.capture import capture
+from stepscope.recording.spans import redaction
 from stepscope.testing.recorded_run import RecordedRun
 
 SECRET = "the user's own words"
@@ -22,7 +22,7 @@ SECRET = "the user's own words"
 @pytest.fixture(autouse=True)
 def no_hook_is_left() -> Iterator[None]:
     yield
-    attributes.hook = None
+    redaction.hook = None
 
 
 @pytest.fixture

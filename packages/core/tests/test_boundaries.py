@@ -16,7 +16,10 @@ import pytest
 from stepscope import ProfileConfig, capture, configure
 from stepscope.files.manifest import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording import boundaries, guard, instrumented, prepare, run
+from stepscope.recording.capture import configure as run
+from stepscope.recording.capture import prepare
+from stepscope.recording.instrument import configured, step_boundaries
+from stepscope.recording.process import failures
 from stepscope.testing.fake_backend import FakeBackend
 
 FRAMEWORK = """
@@ -66,10 +69,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     (folder / f"{name}.py").write_text(FRAMEWORK)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(run, "_configured", None)
-    monkeypatch.setattr(boundaries, "_next", 0)
+    monkeypatch.setattr(step_boundaries, "_next", 0)
     yield name
-    boundaries.switch(boundaries._finish(None))
-    instrumented.apply(ProfileConfig())
+    step_boundaries.switch(step_boundaries._finish(None))
+    configured.apply(ProfileConfig())
     sys.modules.pop(name, None)
 
 
@@ -133,9 +136,9 @@ def test_a_step_whose_workers_cannot_be_read_costs_no_later_step(
         if answer is not None:
             raise answer
 
-    monkeypatch.setattr(boundaries.Call, "_workers", workers)
+    monkeypatch.setattr(step_boundaries.Call, "_workers", workers)
     loop.fit(4)
-    guard.take()
+    failures.take()
     assert list(spans()) == [10, 12, 13]
 
 
@@ -182,7 +185,7 @@ def test_a_step_lasts_until_the_next_begins_where_nothing_ends_it(
     )()
     loop.fit(2)
     assert spans() == {10: ["update", "log"], 11: ["update", "log"]}
-    assert boundaries._step is None
+    assert step_boundaries._step is None
 
 
 def test_next_ends_a_step_and_begins_another(framework: Callable[..., Any], spans: Spans) -> None:
@@ -199,12 +202,12 @@ def test_next_ends_a_step_and_begins_another(framework: Callable[..., Any], span
 def test_beginning_the_step_one_is_in_changes_nothing(framework: Callable[..., Any], spans: Spans) -> None:
     loop = framework({"name": "Loop.before", "step": "begin", "number": "state.global_step"})()
     loop.before(loop.state)
-    open_one = boundaries._step
+    open_one = step_boundaries._step
     loop.before(loop.state)
-    assert boundaries._step is open_one
+    assert step_boundaries._step is open_one
     loop.state.global_step += 1
     loop.before(loop.state)
-    assert boundaries._step is not open_one
+    assert step_boundaries._step is not open_one
     assert sorted(spans()) == [10, 11]
 
 
@@ -258,7 +261,7 @@ def test_a_number_that_is_none_is_logged_and_the_loop_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    guard.take()
+    failures.take()
     loop = framework({"name": "Loop.train_step", "step": "around", "number": "step"})()
     assert loop.train_step({}) == 10
     assert "step is None, no whole number" in caplog.text
@@ -285,9 +288,9 @@ def test_what_cannot_be_a_boundary_is_said_at_the_import(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    guard.take()
+    failures.take()
     assert framework(entry)().update() == 10
-    guard.take()
+    failures.take()
     assert expected.replace("\\", "") in caplog.text
 
 
@@ -334,10 +337,10 @@ def test_the_profiler_is_started_for_nothing_once_before_the_first_step(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str
 ) -> None:
     backend = Warmed()
-    for user in ("stepscope.recording.worker", "stepscope.recording.session"):
+    for user in ("stepscope.recording.fanout.worker_side", "stepscope.recording.session.session"):
         monkeypatch.setattr(f"{user}.load_backend", lambda tool, config: backend)
-    monkeypatch.setattr("stepscope.recording.worker.library_loaded", lambda tool: True)
-    monkeypatch.setattr("stepscope.recording.session.library_loaded", lambda tool: False)
+    monkeypatch.setattr("stepscope.recording.fanout.worker_side.library_loaded", lambda tool: True)
+    monkeypatch.setattr("stepscope.recording.session.session.library_loaded", lambda tool: False)
     monkeypatch.setattr(prepare, "_prepared", 0)
     seen = []
     entry = {"module": module, "name": "Loop.train_step", "step": "around"}

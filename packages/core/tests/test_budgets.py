@@ -15,7 +15,10 @@ from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts
-from stepscope.recording import control, export, finish, runtime
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
+from stepscope.recording.session import budget as control
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 Usage = namedtuple("Usage", "total used free")
@@ -24,7 +27,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert runtime.active is None
+    assert slot.active is None
 
 
 def a_config(tmp_path: Path, **budget: object) -> ProfileConfig:
@@ -142,7 +145,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
     config = a_config(tmp_path, memory_mb=500)
     with capture(1, config=config):
         until = threading.Event()
-        while runtime.active is not None:  # the watchdog switches recording off
+        while slot.active is not None:  # the watchdog switches recording off
             until.wait(0.001)
         after = "training goes on"
     assert after
@@ -187,14 +190,14 @@ def test_a_step_whose_trace_is_still_to_be_written_is_kept_for_now(tmp_path: Pat
 
     try:
         with capture(1, config=config):
-            export.exporter().then(hold, deferred=False)
-        assert finish.busy_steps(run) == {1}
+            exporter.exporter().then(hold, deferred=False)
+        assert pipeline.busy_steps(run) == {1}
     finally:
         held.set()
-    export.exporter().drain(60)
+    exporter.exporter().drain(60)
     with capture(2, config=config):
         pass
-    export.exporter().drain(60)
+    exporter.exporter().drain(60)
     assert 2 in run.steps()
 
 

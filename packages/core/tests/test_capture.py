@@ -28,10 +28,13 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
-from stepscope.recording import capture as capture_module
-from stepscope.recording import ledger, runtime, untold, worker
-from stepscope.recording.context import current
-from stepscope.recording.session import Session
+from stepscope.recording.capture import capture as capture_module
+from stepscope.recording.capture import omissions
+from stepscope.recording.fanout import worker_side
+from stepscope.recording.output import manifest_part
+from stepscope.recording.session.session import Session
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.scopes import current
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -46,7 +49,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert runtime.active is None
+    assert slot.active is None
     assert capture_module.opened() is None
 
 
@@ -224,9 +227,9 @@ def test_a_trajectory_begun_before_the_capture_keeps_its_name(config: ProfileCon
 def test_selecting_no_steps_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from stepscope.recording import run
+    from stepscope.recording.capture import configure
 
-    monkeypatch.setattr(run, "_configured", None)
+    monkeypatch.setattr(configure, "_configured", None)
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.WARNING, "stepscope"):
         for step in range(3):
@@ -244,11 +247,11 @@ def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
 
 
 def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.recording import run
+    from stepscope.recording.capture import configure
 
     for name in ("aaaaaaaa", "bbbbbbbb"):
-        monkeypatch.setattr(run, "_ids", {"run": name})
-        monkeypatch.setattr(run, "_recorded", set())
+        monkeypatch.setattr(configure, "_ids", {"run": name})
+        monkeypatch.setattr(configure, "_recorded", set())
         with capture(2, config=config), span(f"update {name}"):
             pass
     layout = RunLayout(config.save_path)
@@ -434,7 +437,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
         engines = [FakeEngine(), FakeEngine()]
         cancelled = CancelledAt(suspension, again=again)
         outcome = cancelled.run(recorded(2, config, engines))
-        assert runtime.active is None
+        assert slot.active is None
         assert capture_module.opened() is None
         assert not any(engine.recordings for engine in engines), suspension
         if RunLayout(config.save_path).steps():
@@ -764,7 +767,7 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
 async def test_prepare_warns_of_stops_that_take_long(
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_warned", set())
     engines = [FakeEngineProfiler(FakeEngine())]
     await stepscope.aprepare(engines=engines, config=config)
     assert "stacks and memory" not in caplog.text
@@ -801,8 +804,8 @@ def test_prepare_starts_the_profiler_for_nothing_in_a_run_that_is_only_triggered
         def prepare(self) -> None:
             prepared.append(self.tool)
 
-    monkeypatch.setattr(worker, "load_backend", Backend)
-    monkeypatch.setattr(worker, "library_loaded", lambda _: True)
+    monkeypatch.setattr(worker_side, "load_backend", Backend)
+    monkeypatch.setattr(worker_side, "library_loaded", lambda _: True)
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path)))
     assert prepared == ["torch"]
 
@@ -847,7 +850,7 @@ def test_a_manifest_that_was_folded_earlier_does_not_come_last(
             another.join(0.2)  # long enough for who is not held back
         order.append(threading.current_thread().name)
 
-    monkeypatch.setattr(ledger, "write_manifest", write)
+    monkeypatch.setattr(manifest_part, "write_manifest", write)
     cap.result.fold()
     another.join()
     assert order == [threading.current_thread().name, another.name]
@@ -889,7 +892,7 @@ def test_a_span_that_is_used_again_is_a_span_each_time_also_in_later_captures(co
             with timer:
                 timer.set(number=number)
     with timer:
-        assert runtime.active is None
+        assert slot.active is None
     with capture(3, config=config):
         with timer:
             pass

@@ -13,11 +13,13 @@ import pytest
 
 from stepscope import Capture, ProfileConfig, capture
 from stepscope.errors import CaptureError, CaptureOpenError
-from stepscope.recording import capture as captures
-from stepscope.recording import claims, run, runtime
-from stepscope.recording.claims import Claim
-from stepscope.recording.session import Session
-from stepscope.recording.worker import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.capture import capture as captures
+from stepscope.recording.capture import configure
+from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.session import claims
+from stepscope.recording.session.claims import Claim
+from stepscope.recording.session.session import Session
+from stepscope.recording.spans import slot
 
 THREADS = 8
 ROUNDS = 40
@@ -39,7 +41,7 @@ def switching_often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
-    assert runtime.active is None
+    assert slot.active is None
     assert captures.opened() is None
 
 
@@ -80,8 +82,8 @@ def test_of_captures_that_threads_open_at_the_same_moment_one_opens(config: Prof
         at_once(THREADS, attempt)
         assert len(opened) == 1
         assert len(refused) == THREADS - 1
-        assert runtime.active is not None
-        assert runtime.active.step == opened[0].step
+        assert slot.active is not None
+        assert slot.active.step == opened[0].step
         opened[0].close()
 
 
@@ -161,7 +163,7 @@ def test_a_worker_that_is_stopped_while_it_starts_does_not_stay_open(
     monkeypatch.setattr(Session, "open_files", open_while_stopped)
     answer = start_worker(StartRequest(capture_id="c", run_id="r", step=1, config=config, role="actor"))
     assert answer.refused == "the capture was over before it began here"
-    assert runtime.active is None
+    assert slot.active is None
     monkeypatch.undo()
     with capture(2, config=config):  # the process is free
         pass
@@ -194,13 +196,13 @@ def test_a_claim_that_another_thread_frees_meanwhile_is_freed_in_silence(
 def test_threads_that_ask_for_the_id_of_the_run_at_once_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that listens for requests asks on a thread of its own, beside the first capture."""
     monkeypatch.delenv("STEPSCOPE_RUN_ID", raising=False)
-    monkeypatch.setattr(run, "_of_ray_job", lambda: None)
+    monkeypatch.setattr(configure, "_of_ray_job", lambda: None)
     for _ in range(ROUNDS):
-        monkeypatch.setattr(run, "_ids", {})
+        monkeypatch.setattr(configure, "_ids", {})
         ids: list[str] = []
 
         def ask(_: int, ids: list[str] = ids) -> None:
-            ids.append(run.run_id())
+            ids.append(configure.run_id())
 
         at_once(THREADS, ask)
-        assert set(ids) == {run.run_id()}
+        assert set(ids) == {configure.run_id()}

@@ -21,8 +21,8 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import End, Line, Open, Span
-from stepscope.recording.result import CaptureResult
-from stepscope.recording.run import run_id
+from stepscope.recording.capture.configure import run_id
+from stepscope.recording.capture.result import CaptureResult
 
 PRELUDE = """
 import os, sys, signal, time

@@ -18,14 +18,16 @@ from stepscope.errors import VerlDifference
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.spans import Line, Span
-from stepscope.recording import export, finish, runtime
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
+from stepscope.recording.spans import slot
 from tests.downloads import wheel
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     yield
-    assert runtime.active is None
+    assert slot.active is None
     assert verl._capture is None
 
 
@@ -92,8 +94,8 @@ def test_the_command_at_the_end_runs_after_each_capture(role_config: dict[str, A
     for step in (3, 4):
         worker.start_profile(profile_step=step)
         worker.stop_profile()
-    assert not export.exporter().drain(60)
-    finish.end("the test ended", 60, patient=True)
+    assert not exporter.exporter().drain(60)
+    pipeline.end("the test ended", 60, patient=True)
     for step in (3, 4):
         folder = RunLayout(str(tmp_path)).step(step).root
         (log,) = folder.glob("finish_actor_rank0_*.log")

@@ -19,7 +19,7 @@ import pytest
 
 from stepscope.compat.verl import DistProfiler
 from stepscope.errors import VerlDifference
-from stepscope.recording import runtime
+from stepscope.recording.spans import slot
 from tests.downloads import wheel
 
 pytest.importorskip("omegaconf")
@@ -55,7 +55,7 @@ def make(verl: Any, tmp_path: Path) -> Iterator[Any]:
     yield build
     for profiler in made:
         profiler.stop()
-    assert runtime.active is None
+    assert slot.active is None
 
 
 def test_profiling_is_off_by_default(make: Any) -> None:
@@ -93,11 +93,11 @@ def test_a_step_is_on_between_start_and_stop(make: Any, discrete: bool) -> None:
 def test_profilers_of_one_process_share_what_the_first_started(make: Any) -> None:
     first, second = make(enable=True, ranks=[0]), make(enable=True, ranks=[0])
     first.start(profile_step=1)
-    session = runtime.active
+    session = slot.active
     second.start(profile_step=1)
-    assert runtime.active is session
+    assert slot.active is session
     first.stop()
-    assert runtime.active is None
+    assert slot.active is None
 
 
 @pytest.mark.parametrize("fields", [{"enable": True, "all_ranks": True}, {"enable": False}])

@@ -16,7 +16,8 @@ from stepscope import ProfileConfig, capture
 from stepscope.config import EngineConfig, ScheduleConfig, _verl_keys
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
-from stepscope.recording import export, finish
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
 from tests.downloads import wheel
 
 RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")
@@ -149,8 +150,8 @@ def test_the_command_finds_the_variables_of_verl(tmp_path: Path) -> None:
     config = quietly(trainer_config("0.9.1", finish_hook_cmd=text, save_path=str(tmp_path)))
     with capture(2, config=config, role="actor", rank=8) as block:
         pass
-    assert not export.exporter().drain(60)
-    finish.end("the test ended", 60, patient=True)
+    assert not exporter.exporter().drain(60)
+    pipeline.end("the test ended", 60, patient=True)
     assert block.result.path is not None
     (log,) = block.result.path.glob("finish_*.log")
     assert log.read_text().splitlines() == [str(block.result.path), "torch", "8", str(os.getpid()), "actor"]

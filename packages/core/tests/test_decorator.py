@@ -23,9 +23,10 @@ import pytest
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
-from stepscope.recording import context, guard, runtime
-from stepscope.recording import spans as recorder
-from stepscope.recording.windows import Windows
+from stepscope.recording.process import failures as guard
+from stepscope.recording.session.profiler_windows import Windows
+from stepscope.recording.spans import log as recorder
+from stepscope.recording.spans import scopes, slot
 
 Spans = Callable[[], list[Span]]
 
@@ -240,11 +241,11 @@ def test_a_recursion_without_an_end_is_the_users_own_error(
         down()
 
     with capture(1, config=config):
-        before = context.current.get()
+        before = scopes.current.get()
         guard.take()
         with pytest.raises(RecursionError):
             down()
-        assert context.current.get() is before
+        assert scopes.current.get() is before
         assert (guard.take(), caplog.text) == ({}, "")
         assert Worker().update(1) == 2
     assert spans()[-1].parent is None
@@ -476,9 +477,9 @@ async def test_a_generator_may_be_closed_by_another_task(config: ProfileConfig, 
         with span("starting task"):
             generator = acatching(log)
             await anext(generator)
-            here = context.current.get()
+            here = scopes.current.get()
             await asyncio.create_task(close(generator))
-            assert context.current.get() is here
+            assert scopes.current.get() is here
     first, last = (recorded for recorded in spans() if recorded.stage == "acatching")
     parents = {recorded.span: recorded.stage for recorded in spans()}
     assert (parents[first.parent or 0], parents[last.parent or 0]) == ("starting task", "closing task")
@@ -670,15 +671,15 @@ def test_when_we_fail_the_function_runs_once_and_its_result_and_error_stand(
     }
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with capture(1, config=config):
-        assert runtime.active is not None
-        monkeypatch.setattr(runtime.active.log, "windows", Broken(place))
+        assert slot.active is not None
+        monkeypatch.setattr(slot.active.log, "windows", Broken(place))
         guard.take()
-        before = context.current.get()
+        before = scopes.current.get()
         assert run[kind]() == 7
         assert calls == [kind]
         with pytest.raises(ValueError, match="mine"):
             RAISING[kind]()
-        assert context.current.get() is before
+        assert scopes.current.get() is before
         assert "OSError: ours" in str(guard.take())
     assert "OSError: ours" in caplog.text
     if place == "close":
@@ -691,10 +692,10 @@ def test_a_span_that_could_not_be_opened_leaves_a_gap(
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     failures = [OSError("ours")]
 
-    def fails_once() -> context.Scope | None:
+    def fails_once() -> scopes.Scope | None:
         if failures:
             raise failures.pop()
-        return context.current.get()
+        return scopes.current.get()
 
     @profile_step(role="trainer")
     def untimed() -> int:

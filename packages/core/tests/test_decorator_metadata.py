@@ -22,8 +22,9 @@ import cloudpickle  # type: ignore[import-untyped] # it has none
 import pytest
 
 from stepscope import profile_step
-from stepscope.recording import runtime, worker
-from stepscope.recording.wrappers import Declared
+from stepscope.recording.fanout import worker_side
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.wrapping import Declared
 
 HERE = Path(__file__).parent
 
@@ -116,9 +117,9 @@ def test_what_was_declared_can_be_found() -> None:
 
 
 def test_a_worker_knows_the_roles_of_its_class(sample_tasks: ModuleType) -> None:
-    assert worker.decorated_roles(sample_tasks.Actor) == ("actor", "rollout")
+    assert worker_side.decorated_roles(sample_tasks.Actor) == ("actor", "rollout")
     shipped = cloudpickle.loads(by_value(sample_tasks, sample_tasks.Actor))
-    assert worker.decorated_roles(shipped) == ("actor", "rollout")
+    assert worker_side.decorated_roles(shipped) == ("actor", "rollout")
 
 
 def test_arguments_arrive_as_they_were_given() -> None:
@@ -282,7 +283,7 @@ def test_what_is_pickled_by_value_sees_the_capture_of_the_process_it_arrives_in(
     task, actor = arrived
     assert task is not sample_tasks.task
     session = StandIn()
-    monkeypatch.setattr(runtime, "active", session)
+    monkeypatch.setattr(slot, "active", session)
     assert task(1)[0] == 2
     assert actor().update(1, lr=2.0) == 2
     assert actor.create() == "Actor"

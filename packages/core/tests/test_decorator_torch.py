@@ -12,8 +12,8 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope.files.spans import Line, Span
-from stepscope.recording.calls import Condition
-from stepscope.recording.patch import Instrument, Timing
+from stepscope.recording.instrument.call_arguments import Condition
+from stepscope.recording.instrument.patch import Instrument, Timing
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")

@@ -10,7 +10,7 @@ import pytest
 from stepscope.engines import EngineProfiler, load_engine, protocol, recognise
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
-from stepscope.recording.engine_group import profilers_of
+from stepscope.recording.fanout.engines import profilers_of
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 LIVE: list[FakeEngine] = []

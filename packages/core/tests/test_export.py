@@ -21,8 +21,8 @@ import pytest
 from stepscope.backends import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.recording import export
-from stepscope.recording.export import Exporter, ExportResult
+from stepscope.recording.output import exporter as export
+from stepscope.recording.output.exporter import Exporter, ExportResult
 from stepscope.testing.backend_conformance import in_child
 
 BODY = b'{"traceEvents": []}' * 1000

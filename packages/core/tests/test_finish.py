@@ -21,18 +21,20 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
-from stepscope.recording import chores, export, finish, shutdown
-from stepscope.recording.result import CaptureResult
+from stepscope.recording.after import pipeline, programs
+from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.output import exporter
+from stepscope.recording.process import shutdown
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    finish.end("the test ended", 30, patient=False)
-    finish.artifact_hooks.clear()
-    finish.capture_hooks.clear()
-    finish._failed.clear()
+    pipeline.end("the test ended", 30, patient=False)
+    pipeline.artifact_hooks.clear()
+    pipeline.capture_hooks.clear()
+    pipeline._failed.clear()
 
 
 def a_config(tmp_path: Path, **settings: object) -> ProfileConfig:
@@ -55,9 +57,9 @@ def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> C
 
 def settle() -> None:
     """Waits until files, hooks and commands are done."""
-    assert not export.exporter().drain(60)
-    assert not finish._hooks.drain(60)
-    assert not finish._commands.drain(60)
+    assert not exporter.exporter().drain(60)
+    assert not pipeline._hooks.drain(60)
+    assert not pipeline._commands.drain(60)
 
 
 def said(result: CaptureResult) -> dict[str, Expectation]:
@@ -148,7 +150,7 @@ def test_a_hook_that_hangs_holds_up_neither_the_capture_nor_the_exit(
     first = captured(config, 1)
     assert hanging.wait(30)
     captured(config, 2).raise_for_missing()
-    finish.end("the process exited", 0.01, patient=True)
+    pipeline.end("the process exited", 0.01, patient=True)
     assert "unfinished at the end: the process exited" in caplog.text
     assert any("on_capture hook" in line for line in first.problems())
     release.set()
@@ -256,7 +258,7 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
     config = a_config(tmp_path, finish={"command": command}, budget={"keep_steps": 1})
     layout = RunLayout(config.save_path)
     captured(config, 1)
-    assert not export.exporter().drain(60)
+    assert not exporter.exporter().drain(60)
     captured(config, 2)
     assert set(layout.steps()) == {1, 2}
     go.write_text("done")
@@ -288,9 +290,9 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     part = session.layout.part_of(other, session.run_id)
     part.write_bytes(msgspec.json.encode(late))
     block.close()
-    assert not export.exporter().drain(60)
-    (job,) = finish._commands.drain(0)
-    assert isinstance(job, chores.Chores)
+    assert not exporter.exporter().drain(60)
+    (job,) = pipeline._commands.drain(0)
+    assert isinstance(job, programs.Chores)
     assert block.result.unfinished()
     done = msgspec.structs.replace(
         late, expected=(Expectation(name="torch trace", kind="trace", state="ok"),)

@@ -27,10 +27,11 @@ from stepscope.files.manifest import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 from stepscope.fleet import ray as fleet_module
 from stepscope.fleet.ray import RayFleet, fleet_of, start_here
-from stepscope.recording import runtime, untold
-from stepscope.recording.capture import Capture
-from stepscope.recording.fleet_port import WorkerOutcome, load_fleet
-from stepscope.recording.worker import StartRequest, StopRequest
+from stepscope.recording.capture import omissions
+from stepscope.recording.capture.capture import Capture
+from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
+from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
+from stepscope.recording.spans import slot
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -52,7 +53,7 @@ class Trainer:
             time.sleep(0.01)  # the only way to wait in a sync actor for something from outside
 
     def captured(self) -> bool:
-        return runtime.active is not None
+        return slot.active is not None
 
     def fleet_of_itself(self, handle: Any) -> str:
         try:
@@ -68,7 +69,7 @@ class AsyncTrainer:
         return os.getpid()
 
     async def captured(self) -> bool:
-        return runtime.active is not None
+        return slot.active is not None
 
 
 def make(kind: type = Trainer, **options: Any) -> Any:
@@ -258,8 +259,8 @@ def test_handles_may_be_kept_by_number(crew: dict[str, list[Any]], config: Profi
 def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_it(
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(untold, "_prepared", False)
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_prepared", False)
+    monkeypatch.setattr(omissions, "_warned", set())
     for _ in range(2):
         with capture(1, config=config) as cap:
             pass
@@ -271,7 +272,7 @@ def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_i
 def test_no_workers_may_be_meant(
     none: object, config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_warned", set())
     with capture(1, config=config, workers=none) as cap:
         pass
     assert "given no workers" not in caplog.text
@@ -284,8 +285,8 @@ def test_workers_that_were_prepared_and_not_captured_are_named(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(untold, "_prepared", False)
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_prepared", False)
+    monkeypatch.setattr(omissions, "_warned", set())
     prepare(workers=crew["sync"], config=config)
     with capture(1, config=config):
         pass
@@ -426,7 +427,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
 def test_a_start_that_comes_too_late_is_refused(request_1: StartRequest) -> None:
     with pytest.raises(EngineError, match="too late"):
         start_here(None, request_1, time.time_ns() - 1)
-    assert runtime.active is None
+    assert slot.active is None
 
 
 def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(

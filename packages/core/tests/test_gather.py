@@ -26,11 +26,15 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
-from stepscope.recording import chores, control, export, finish, gather, requests, uncaptured
-from stepscope.recording.fleet_port import WorkerOutcome
-from stepscope.recording.others import Others
-from stepscope.recording.result import CaptureResult
-from stepscope.recording.session import Session
+from stepscope.recording.after import pipeline, programs
+from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.fanout import fetch
+from stepscope.recording.fanout.fleet import WorkerOutcome
+from stepscope.recording.fanout.participants import Others
+from stepscope.recording.output import exporter
+from stepscope.recording.session import budget
+from stepscope.recording.session.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.testing.steps import StepFolder
 
@@ -54,7 +58,7 @@ class Host:
 
     def keeps(self) -> int:
         """Captures whose files it hands out."""
-        return len(gather._sessions)
+        return len(fetch._sessions)
 
     def lose(self, name: str) -> None:
         """Somebody removes the folders of that name."""
@@ -113,11 +117,11 @@ def mortal(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The run's folder: another one in each process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(requests, "_listener", None)
+    monkeypatch.setattr(on_demand, "_listener", None)
     yield f"/proc/self/cwd/{tmp_path.name}"
     settle()  # what is written later would be so in the next folder
-    if requests._listener is not None:
-        requests._listener.close()
+    if on_demand._listener is not None:
+        on_demand._listener.close()
 
 
 @pytest.fixture
@@ -154,9 +158,9 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 
 def settle() -> None:
     """What follows a capture is done, and what the end of the process would do."""
-    uncaptured.flush()
-    assert export.exporter().drain(120) == []
-    assert finish._commands.drain(120) == []
+    baseline.flush()
+    assert exporter.exporter().drain(120) == []
+    assert pipeline._commands.drain(120) == []
 
 
 def problems(result: CaptureResult) -> list[str]:
@@ -185,7 +189,7 @@ def test_a_request_at_the_owners_reaches_hosts_that_do_not_see_it_and_their_file
     (trace,) = step.traces.rglob("*.json.gz")
     assert "host-c" in trace.name
     assert not any("control" in path for path in ray.get(hosts["host-b"].there.remote()))
-    listener = requests._listener
+    listener = on_demand._listener
     assert listener is not None
     listener._write()
     (said,) = read_listening(RunLayout(here))
@@ -201,11 +205,11 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
     here: str, config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(finish, "artifact_hooks", [lambda path, sidecar: seen.append(path.name)])
+    monkeypatch.setattr(pipeline, "artifact_hooks", [lambda path, sidecar: seen.append(path.name)])
     request = request_capture(roles="rollout", ranks="all", save_path=here, next_run=True)
     engines = [RayRollout(hosts["host-d"], fake_engine), fake_engine()]
     manifest = trained(config, hosts, range(2), engines)
-    finish._hooks.drain(30)
+    pipeline._hooks.drain(30)
     assert not manifest.problems()
     owner = next(part for part in manifest.processes if part.owner)
     replicas = {item.name: item for item in owner.expected if item.name.startswith("replica")}
@@ -214,7 +218,7 @@ def test_an_engine_takes_part_in_a_capture_that_was_asked_for_with_its_roles_and
     assert (RunLayout(here).step(0).root / file).exists()
     assert Path(file).name in seen
     assert not part_of(manifest, "host-b").recorded  # the request names the rollout alone
-    listener = requests._listener
+    listener = on_demand._listener
     assert listener is not None
     others = listener._said.answers[request].others
     assert [others["replica 0"], others["replica 1"]] == ["began", "began"]
@@ -229,7 +233,7 @@ def test_a_request_for_one_replica_leaves_the_other_alone_and_says_so(
     owner = next(part for part in manifest.processes if part.owner)
     states = {item.name: item.state for item in owner.expected if item.name.startswith("replica")}
     assert states == {"replica 0": "ok", "replica 1": "skipped"}
-    listener = requests._listener
+    listener = on_demand._listener
     assert listener is not None
     others = listener._said.answers[request].others
     assert others["replica 0"] == "began"
@@ -276,7 +280,7 @@ def test_with_gather_off_they_stay_where_they_are_and_are_missing(
 def test_traces_that_do_not_fit_stay_there_and_the_spans_come(
     config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "over_budget", lambda _: "budget.free_mb: 0 MB are free")
+    monkeypatch.setattr(budget, "over_budget", lambda _: "budget.free_mb: 0 MB are free")
     result = alone(config.replace(roles={"actor": {"ranks": "all"}}), hosts["host-c"])
     assert any("traces were left on host-c: budget.free_mb" in line for line in problems(result))
     manifest = result.manifest()
@@ -288,7 +292,7 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
     config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        chores.Chores, "_wait_for_files", lambda _: None
+        programs.Chores, "_wait_for_files", lambda _: None
     )  # nobody fetches beside the training
     result = alone(config, hosts["host-b"])
     result.gather(lambda: 0.0)
@@ -298,7 +302,7 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
 def test_a_worker_whose_part_was_removed_writes_it_again(
     config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    monkeypatch.setattr(programs.Chores, "_wait_for_files", lambda _: None)
     result = alone(config, hosts["host-b"])
     ray.get(hosts["host-b"].lose.remote("processes"))
     assert problems(result) == []
@@ -307,7 +311,7 @@ def test_a_worker_whose_part_was_removed_writes_it_again(
 def test_a_worker_that_cannot_write_its_part_is_failed_and_the_rest_of_its_files_come_home(
     here: str, config: ProfileConfig, mortal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    monkeypatch.setattr(programs.Chores, "_wait_for_files", lambda _: None)
     result = alone(config, mortal)
     ray.get(mortal.stand_in_the_way.remote("processes"))
     (line,) = problems(result)
@@ -320,7 +324,7 @@ def test_files_of_captures_that_wait_in_line_are_all_fetched_in_the_end_and_kept
     config: ProfileConfig, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ninth capture once took the first one's place."""
-    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)  # as if slow work stood in line
+    monkeypatch.setattr(programs.Chores, "_wait_for_files", lambda _: None)  # as if slow work stood in line
     before = ray.get(hosts["host-b"].keeps.remote())
     results = [alone(config, hosts["host-b"], step) for step in range(10)]
     assert ray.get(hosts["host-b"].keeps.remote()) == before + 10
@@ -344,7 +348,7 @@ def test_an_engines_files_that_its_worker_fetches_make_its_replica_whole(
         return {f"{LEFT_BEHIND}host-d": "the call was given up"}
 
     monkeypatch.setattr("stepscope.engines.ray.bring_home", no_time)
-    monkeypatch.setattr(chores.Chores, "_wait_for_files", lambda _: None)
+    monkeypatch.setattr(programs.Chores, "_wait_for_files", lambda _: None)
     chosen = config.replace(steps=[0], roles={"rollout": {"ranks": "all"}})
     with capture(0, engines=[RayRollout(hosts["host-d"], fake_engine)], config=chosen) as cap:
         pass
@@ -379,21 +383,21 @@ def step(tmp_path: Path) -> StepLayout:
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", ".", "a/../../x"])
 def test_a_path_from_a_worker_that_leads_out_of_the_step_is_refused(step: StepLayout, path: str) -> None:
-    home = gather.Home(step, ProfileConfig())
+    home = fetch.Home(step, ProfileConfig())
     with pytest.raises(EngineError, match="no path in the step's folder"):
-        home.begin(gather.Remote(path=path, size_bytes=1))
+        home.begin(fetch.Remote(path=path, size_bytes=1))
 
 
 def test_a_link_at_home_leads_no_file_out_of_it(step: StepLayout, tmp_path: Path) -> None:
     step.root.mkdir(parents=True)
     (step.root / "spans").symlink_to(tmp_path)
-    home = gather.Home(step, ProfileConfig())
+    home = fetch.Home(step, ProfileConfig())
     with pytest.raises(EngineError, match="no path in the step's folder"):
-        home.begin(gather.Remote(path="spans/x.jsonl", size_bytes=1))
+        home.begin(fetch.Remote(path="spans/x.jsonl", size_bytes=1))
 
 
 def test_a_file_that_is_given_up_leaves_nothing(step: StepLayout) -> None:
-    arrival = gather.Home(step, ProfileConfig()).begin(gather.Remote(path="spans/x.jsonl", size_bytes=9))
+    arrival = fetch.Home(step, ProfileConfig()).begin(fetch.Remote(path="spans/x.jsonl", size_bytes=9))
     arrival.add(b"half")
     arrival.give_up()
     assert list(step.spans.iterdir()) == []
@@ -438,18 +442,18 @@ async def test_workers_keep_their_files_while_an_engines_may_still_come(config: 
 
 def test_a_capture_that_this_process_never_saw_is_an_error() -> None:
     with pytest.raises(EngineError, match="did it restart"):
-        gather.files_of("nobody", [])
+        fetch.files_of("nobody", [])
 
 
 def test_a_capture_that_was_one_too_many_is_said_to_be(
     step: StepLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather, "_KEPT", 1)
+    monkeypatch.setattr(fetch, "_KEPT", 1)
     for name in ("first", "second"):
-        gather.keep(cast(Session, SimpleNamespace(capture_id=name)))
+        fetch.keep(cast(Session, SimpleNamespace(capture_id=name)))
     with pytest.raises(EngineError, match="1 later captures waited to be fetched"):
-        gather.files_of("first", [])
-    gather.release("second")
+        fetch.files_of("first", [])
+    fetch.release("second")
 
 
 def test_the_owners_part_alone_is_looked_at(step: StepLayout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture
 from stepscope.files.spans import Line, Span
-from stepscope.recording import instrumented
+from stepscope.recording.instrument import configured
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -78,7 +78,7 @@ def config(tmp_path: Path) -> Iterator[ProfileConfig]:
         roles={"*": {"profiler": "off"}},
         instrument=[*listed, forward, {**forward, "role": "actor", "where": {}}],
     )
-    instrumented.apply(ProfileConfig())
+    configured.apply(ProfileConfig())
 
 
 def spans(config: ProfileConfig, step: int) -> list[tuple[str | None, str]]:
@@ -118,7 +118,7 @@ def test_an_actor_made_after_the_driver_was_instrumented_is_timed_once(
     framework: tuple[Any, dict[str, Any]], config: ProfileConfig
 ) -> None:
     module, environment = framework
-    instrumented.apply(config)
+    configured.apply(config)
     actor = ray.remote(module.Base).options(runtime_env=environment).remote()
     try:
         for step in (4, 5):
@@ -134,7 +134,7 @@ def test_a_class_behind_ray_remote_travels_instrumented(
 ) -> None:
     module, environment = framework
     module.Decorated.__ray_metadata__.last_export_cluster_and_job = None  # as in a driver that made none yet
-    instrumented.apply(config)
+    configured.apply(config)
     actor = module.Decorated.options(runtime_env=environment).remote()
     try:
         with capture(3, config=config, workers={"critic": actor}):

@@ -26,8 +26,10 @@ from stepscope.config import Tool
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
-from stepscope.recording import capture as captures
-from stepscope.recording import export, loop, runtime
+from stepscope.recording.capture import capture as captures
+from stepscope.recording.output import exporter
+from stepscope.recording.process import private_loop
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
 
 def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool, way: Way) -> int:
     """Closes captures that are interrupted at each `stride`th moment, and looks at what is left."""
-    monkeypatch.setattr(loop, "_UNDO_S", 0.5)
+    monkeypatch.setattr(private_loop, "_UNDO_S", 0.5)
     config = ProfileConfig(
         save_path=folder,
         steps="0:1000",
@@ -118,7 +120,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
         if captures.opened() is cap:  # before it began to close: then the end of the process does
             cap.close(error="the process exited")
         assert captures.opened() is None, where
-        assert runtime.active is None, where
+        assert slot.active is None, where
         assert PROCESS_LOCK.holder is None, where
         assert not engine.recordings, where
         written = RunLayout(folder).step(count).manifest.read_bytes()
@@ -127,7 +129,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
         if tool == "torch":
             assert user_profilers.busy() is None, where
         else:
-            export.exporter().drain(10)  # the record of what closing took
+            exporter.exporter().drain(10)  # the record of what closing took
             assert not hidden_files(folder), where  # a trace of torch may be on its way
         if way is closed:  # a loop that ends takes an engine's answer with it
             assert {item.name: item.state for item in part.expected}["replica 0"] == "ok", where

@@ -29,11 +29,11 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import capture as captures
-from stepscope.recording import runtime
-from stepscope.recording.ledger import Ledger
-from stepscope.recording.windows import Windows
-from stepscope.recording.worker import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.capture import capture as captures
+from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.session.profiler_windows import Windows
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
 
 OURS = os.path.dirname(stepscope.__file__)
@@ -121,7 +121,7 @@ def end_of_the_process() -> None:
 
 
 def nothing_records(where: str | None) -> None:
-    assert runtime.active is None, where
+    assert slot.active is None, where
     assert captures.opened() is None, where
     assert user_profilers.busy() is None, where
     PROCESS_LOCK.acquire("this test")  # raises where it is held by nobody, too

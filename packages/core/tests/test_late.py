@@ -17,7 +17,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.parts import part_files
 from stepscope.files.sidecar import Artifact
-from stepscope.recording import finish
+from stepscope.recording.after import pipeline
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -154,7 +154,7 @@ async def test_sidecars_that_come_one_after_another_are_all_entered_in_the_end_a
     config: ProfileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(finish, "artifact_hooks", [lambda path, sidecar: told.append(f"{path}")])
+    monkeypatch.setattr(pipeline, "artifact_hooks", [lambda path, sidecar: told.append(f"{path}")])
     other = await given_up(config)
     *_, last = sorted(RunLayout(config.save_path).step(1).sidecars())
     last.rename(tmp_path / "not yet")
@@ -165,7 +165,7 @@ async def test_sidecars_that_come_one_after_another_are_all_entered_in_the_end_a
     await captured(config, 4, other)
     assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
     assert not still_waiting(config)
-    assert finish._hooks.drain(20) == []
+    assert pipeline._hooks.drain(20) == []
     assert len([path for path in told if "step_000001" in path]) == 2
 
 

@@ -15,8 +15,8 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.mirror import uncopied
 from stepscope.files.parts import fold, read_parts
-from stepscope.recording import worker
-from stepscope.recording.worker import StartRequest, StopRequest
+from stepscope.recording.fanout import worker_side
+from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
 from stepscope.testing.steps import StepFolder
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -124,13 +124,13 @@ def start(config: ProfileConfig, owner_part: str = "owner.json") -> None:
         position=0,
         owner_part=owner_part,
     )
-    assert worker.start_worker(request).refused is None
+    assert worker_side.start_worker(request).refused is None
 
 
 def test_a_worker_that_shares_no_folder_with_the_owner_sends_its_own_files(tmp_path: Path, url: str) -> None:
     config = a_config(tmp_path, url)
     start(config)
-    worker.stop_worker(StopRequest(capture_id="c1"))
+    worker_side.stop_worker(StopRequest(capture_id="c1"))
     settle()
     step = RunLayout(config.save_path).step(1)
     assert said(step)["mirror"].state == "ok"
@@ -143,7 +143,7 @@ def test_a_worker_that_shares_the_folder_leaves_it_to_the_owner(tmp_path: Path, 
     owner = folder.process("trainer", 0, owner=True)
     folder.write()
     start(config, RunLayout(config.save_path).step(1).part_of(owner.info, "run1").name)
-    worker.stop_worker(StopRequest(capture_id="c1"))
+    worker_side.stop_worker(StopRequest(capture_id="c1"))
     settle()
     assert "mirror" not in said(RunLayout(config.save_path).step(1))
     assert not (tmp_path / "store").exists()
@@ -152,7 +152,7 @@ def test_a_worker_that_shares_the_folder_leaves_it_to_the_owner(tmp_path: Path, 
 def test_what_a_worker_recorded_for_nothing_is_not_sent(tmp_path: Path, url: str) -> None:
     config = a_config(tmp_path, url)
     start(config)
-    worker.stop_worker(StopRequest(capture_id="c1", discard="started too late"))
+    worker_side.stop_worker(StopRequest(capture_id="c1", discard="started too late"))
     settle()
     assert said(RunLayout(config.save_path).step(1))["mirror"].state == "skipped"
     assert not (tmp_path / "store").exists()

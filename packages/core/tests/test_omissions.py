@@ -16,15 +16,18 @@ from stepscope import ProfileConfig, capture, flush, prepare, profile_step, span
 from stepscope.cli import run
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest import Expectation
-from stepscope.recording import identity, session, untold, wrappers
-from stepscope.recording.result import CaptureResult
+from stepscope.recording.capture import omissions
+from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.process import identity
+from stepscope.recording.session import session
+from stepscope.recording.spans import wrapping
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_warned", set())
 
 
 @pytest.fixture
@@ -255,8 +258,8 @@ def test_a_capture_closes_while_ray_does_not_say_which_actors_there_are(
         return {}
 
     monkeypatch.setattr(state, "actor_table", actor_table)
-    monkeypatch.setattr(untold, "_ASK_S", 0.01)
-    monkeypatch.setattr(untold, "_warned", set())
+    monkeypatch.setattr(omissions, "_ASK_S", 0.01)
+    monkeypatch.setattr(omissions, "_warned", set())
     with capture(1, config=config_of(tmp_path)) as cap:
         learners.call()
     assert not answers.is_set()
@@ -270,4 +273,4 @@ def test_only_classes_are_looked_for_among_the_actors() -> None:
     def update() -> None:
         pass
 
-    assert not wrappers.declared_classes & {"", "<locals>"}
+    assert not wrapping.declared_classes & {"", "<locals>"}

@@ -37,8 +37,9 @@ from stepscope.files.requests import (
     read_listening,
     read_requests,
 )
-from stepscope.recording import identity, requests
-from stepscope.recording import run as run_module
+from stepscope.recording.capture import configure as run_module
+from stepscope.recording.capture import on_demand
+from stepscope.recording.process import identity
 
 
 @pytest.fixture
@@ -49,10 +50,10 @@ def config(tmp_path: Path) -> ProfileConfig:
 
 @pytest.fixture(autouse=True)
 def no_listener_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(requests, "_listener", None)
+    monkeypatch.setattr(on_demand, "_listener", None)
     yield
-    if requests._listener is not None:
-        requests._listener.close()
+    if on_demand._listener is not None:
+        on_demand._listener.close()
 
 
 def steps_of(config: ProfileConfig) -> list[int]:
@@ -66,7 +67,7 @@ def train(config: ProfileConfig, steps: range) -> None:
 
 
 def answer(request: str) -> Answer:
-    listener = requests._listener
+    listener = on_demand._listener
     assert listener is not None
     return listener._said.answers[request]
 
@@ -140,7 +141,7 @@ def test_a_tool_that_is_not_installed_is_refused_and_training_goes_on(
     def missing(_: ProfileConfig) -> None:
         raise ConfigError("tool", "nsys", "an installed backend: torch", "pip install it")
 
-    monkeypatch.setattr(requests, "check_tool", missing)
+    monkeypatch.setattr(on_demand, "check_tool", missing)
     request = ask(config, tool="nsys")
     train(config, range(2))
     assert answer(request).state == "refused"
@@ -222,8 +223,8 @@ def test_ranks_that_each_open_captures_agree_on_the_next_step(
 ) -> None:
     monkeypatch.setattr(identity, "is_alone", lambda: False)
     ask(config)
-    first = requests.Listener(config, identity.identify("actor", rank=0))
-    second = requests.Listener(config, identity.identify("actor", rank=1))
+    first = on_demand.Listener(config, identity.identify("actor", rank=0))
+    second = on_demand.Listener(config, identity.identify("actor", rank=1))
     seen = [
         [listener.wanted(config, step, alone=False) is not None for listener in (first, second)]
         for step in (4, 5, 6)
@@ -242,7 +243,7 @@ def test_who_is_off_listens_to_nothing(config: ProfileConfig) -> None:
 def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: ProfileConfig) -> None:
     train(config, range(3))
     assert not Path(config.save_path).exists()
-    listener = requests._listener
+    listener = on_demand._listener
     assert listener is not None
     listener._write()
     (said,) = read_listening(RunLayout(config.save_path))
@@ -469,7 +470,7 @@ def test_a_request_that_is_missed_exits_with_3_and_says_why(
 
 def test_who_asks_for_what_is_missed_exits_with_3(config: ProfileConfig) -> None:
     Path(config.save_path).mkdir()
-    listener = requests.Listener(config.replace(control={"poll_seconds": 0.02}), identity.identify("actor"))
+    listener = on_demand.Listener(config.replace(control={"poll_seconds": 0.02}), identity.identify("actor"))
     try:
         assert run(["trigger", config.save_path, "--expires", "-1", "--wait", "20"]) == 3
     finally:

@@ -20,8 +20,9 @@ from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.parts import read_parts
-from stepscope.recording import control, out_of_memory, worker
-from stepscope.recording.worker import PrepareRequest
+from stepscope.recording.fanout import worker_side
+from stepscope.recording.fanout.worker_side import PrepareRequest
+from stepscope.recording.session import budget, oom
 from stepscope.testing.backend_conformance import a_window
 
 
@@ -59,7 +60,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.used)
     monkeypatch.setattr(cuda_oom, "_attached", False)
-    monkeypatch.setattr(out_of_memory, "_watch", None)
+    monkeypatch.setattr(oom, "_watch", None)
     yield fake
     cuda_oom.unwatch()
     waiting = cuda_oom._waiting
@@ -123,7 +124,7 @@ def test_a_process_that_does_not_use_cuda_yet_is_waited_for(
 
 def test_a_worker_keeps_them_from_prepare_on(tmp_path: Path, cuda: Allocator) -> None:
     config = a_config(tmp_path)
-    worker.prepare_worker(PrepareRequest(config=config, run_id="0a0b0c0d", role="actor", position=5))
+    worker_side.prepare_worker(PrepareRequest(config=config, run_id="0a0b0c0d", role="actor", position=5))
     runs_out(cuda)
     (record,) = kept(config)
     assert (record.process.role, record.process.rank, record.run_id, record.step) == (
@@ -157,7 +158,7 @@ def test_an_allocator_that_tells_nobody_costs_a_warning_and_no_step(
 def test_a_disk_that_is_nearly_full_gets_the_record_alone(
     tmp_path: Path, cuda: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "over_budget", lambda _: "budget.free_mb: 1 MB are free")
+    monkeypatch.setattr(budget, "over_budget", lambda _: "budget.free_mb: 1 MB are free")
     config = a_config(tmp_path)
     with capture(1, config=config):
         runs_out(cuda)

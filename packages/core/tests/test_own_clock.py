@@ -17,7 +17,7 @@ import pytest
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
-from stepscope.recording import export
+from stepscope.recording.output import exporter
 from stepscope.report.breakdown import Breakdown, break_down
 from stepscope.timeline import load_step
 
@@ -74,7 +74,7 @@ class Trainer:
 
 
 def reported(config: ProfileConfig, step: int) -> Times:
-    export.exporter().drain(30)
+    exporter.exporter().drain(30)
     account = account_of(config, step)
     return Times(account.opening_ns, account.window_ns, account.closing_ns)
 
@@ -163,7 +163,7 @@ def test_a_step_of_spans_has_no_time_of_the_profiler_in_them(config: ProfileConf
     for step in STEPS:
         with capture(step, config=config), span("work"):
             time.sleep(BODY_S)
-    export.exporter().drain(30)
+    exporter.exporter().drain(30)
     for step in STEPS:
         idle = next(line for line in account_of(config, step).lines if line.kind == "unaccounted")
         assert idle.wall_ns < MS

@@ -26,9 +26,13 @@ from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
 from stepscope.files.temporary import remove_abandoned, temporary
 from stepscope.files.values import settled_value
-from stepscope.recording import control, export, loop, requests, runtime
-from stepscope.recording.session import Session
-from stepscope.recording.worker import StartRequest, start_worker
+from stepscope.recording.capture import on_demand
+from stepscope.recording.fanout.worker_side import StartRequest, start_worker
+from stepscope.recording.output import exporter
+from stepscope.recording.process import private_loop
+from stepscope.recording.session import budget
+from stepscope.recording.session.session import Session
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -62,10 +66,10 @@ def fail(error: BaseException) -> Callable[..., object]:
 def test_a_capture_that_cannot_open_leaves_the_step_alone(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(control, "Watchdog", fail(error))
+    monkeypatch.setattr(budget, "Watchdog", fail(error))
     ran = []
     with capture(1, config=config) as cap:
-        ran.append(runtime.active)
+        ran.append(slot.active)
     assert ran == [None]
     monkeypatch.undo()
     assert f"{type(error).__name__}" in str(cap.result.manifest())
@@ -76,20 +80,20 @@ def test_a_capture_that_cannot_open_leaves_the_step_alone(
 
 @pytest.mark.usefixtures("in_production")
 async def test_the_same_in_asynchronous_code(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "Watchdog", fail(OSError(116, "Stale file handle")))
+    monkeypatch.setattr(budget, "Watchdog", fail(OSError(116, "Stale file handle")))
     async with capture(1, config=config):
-        assert runtime.active is None
+        assert slot.active is None
 
 
 def test_a_worker_that_cannot_open_is_ready_for_the_next_capture(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "Watchdog", fail(RuntimeError("can't start new thread")))
+    monkeypatch.setattr(budget, "Watchdog", fail(RuntimeError("can't start new thread")))
     before = threading.enumerate()
     request = StartRequest(capture_id="1", run_id="r", step=1, config=config, role="env")
     with pytest.raises(RuntimeError):
         start_worker(request)
-    assert runtime.active is None
+    assert slot.active is None
     assert set(threading.enumerate()) <= set(before)
 
 
@@ -118,7 +122,7 @@ def test_work_that_is_interrupted_is_over_before_it_is_undone(monkeypatch: pytes
             happened.append("cancelled")
 
     with pytest.raises(KeyboardInterrupt):
-        loop.run(work())
+        private_loop.run(work())
     assert happened == ["cancelled"]
 
 
@@ -164,7 +168,7 @@ def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_t
 def test_a_capture_that_never_opened_claims_no_spans(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope.recording.capture.Capture._begin", fail(KeyboardInterrupt()))
+    monkeypatch.setattr("stepscope.recording.capture.capture.Capture._begin", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         capture(1, config=config).open()
     (part,) = read_parts(RunLayout(config.save_path).step(1))[0]
@@ -203,7 +207,9 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.replace(finish={"command": "true"})
-    monkeypatch.setattr("stepscope.recording.ledger.write_manifest", fail(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "stepscope.recording.output.manifest_part.write_manifest", fail(OSError(28, "No space left"))
+    )
     with capture(1, config=config) as cap:
         pass
     monkeypatch.undo()
@@ -229,7 +235,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config
     with capture(2, config=config):
         pass
     flush()
-    export.exporter().drain(30)
+    exporter.exporter().drain(30)
     assert sorted(folder.iterdir()) == sorted([living, foreign])
     assert remove_abandoned(folder) == []
 
@@ -263,7 +269,7 @@ def test_a_listener_that_failed_once_goes_on(config: ProfileConfig, monkeypatch:
         failed.set()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(requests, "write_listening", full)
+    monkeypatch.setattr(on_demand, "write_listening", full)
     capture(0, config=config)
     assert failed.wait(60)
     monkeypatch.undo()
@@ -280,10 +286,11 @@ def test_a_request_that_cannot_be_met_does_not_raise_in_the_training_loop(
     config = config.replace(steps=[])
     request_capture("7", save_path=config.save_path, next_run=True)
     monkeypatch.setattr(
-        "stepscope.recording.run.check", fail(ConfigError("save_path", "x", "a folder", "mend it"))
+        "stepscope.recording.capture.configure.check",
+        fail(ConfigError("save_path", "x", "a folder", "mend it")),
     )
     with capture(7, config=config) as cap:
-        assert runtime.active is None
+        assert slot.active is None
     assert cap.selected
 
 
@@ -299,7 +306,7 @@ def test_hostile_requests_are_data(tmp_path: Path) -> None:
 
 def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -> None:
     with capture(1, config=config) as cap:
-        session = runtime.active
+        session = slot.active
         assert session is not None
         session.ledger.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
     manifest = msgspec.json.decode(

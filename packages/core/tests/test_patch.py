@@ -16,7 +16,8 @@ import pytest
 from stepscope import ProfileConfig, capture, instrument
 from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
-from stepscope.recording import guard, patch
+from stepscope.recording.instrument import patch
+from stepscope.recording.process import failures
 
 MODULE = """
 import functools
@@ -232,13 +233,13 @@ def test_a_wrong_name_does_not_break_the_import_it_waited_for(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    guard.take()
+    failures.take()
     handle = instrument(name, "Engine.genrate", role="rollout")
     framework: Any = importlib.import_module(name)
     assert framework.Engine().generate(1) == 2
     assert not handle.installed
     assert "did you mean 'Engine.generate'?" in caplog.text
-    assert f"instrument({name!r}, 'Engine.genrate')" in guard.take()
+    assert f"instrument({name!r}, 'Engine.genrate')" in failures.take()
     instrument(name, "Engine.generate", role="rollout")
 
 

@@ -20,7 +20,8 @@ from stepscope.cli import app as main
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
-from stepscope.recording import guard, instrumented
+from stepscope.recording.instrument import configured
+from stepscope.recording.process import failures
 from tests.downloads import wheel
 
 WHEELS = [
@@ -71,7 +72,7 @@ def test_every_function_of_a_preset_is_in_the_repository_as_recorded(preset: str
 def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() -> None:
     for preset in preset_names():
         spec = find_spec(preset.replace("-", "_"))
-        for entry in read_preset(preset, instrumented._installed).entries if spec and spec.origin else ():
+        for entry in read_preset(preset, configured._installed).entries if spec and spec.origin else ():
             source = Path(str(spec and spec.origin)).parents[1]
             assert definition(source, str(entry.module), str(entry.name)), f"{entry.module}:{entry.name}"
 
@@ -94,13 +95,13 @@ def stale_trl(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
-    guard.take()
+    failures.take()
     before = set(sys.modules)
-    instrumented.apply(ProfileConfig(instrument=["trl"]))
+    configured.apply(ProfileConfig(instrument=["trl"]))
     trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
     yield trainer, list(caplog.messages)
-    instrumented.apply(ProfileConfig())
-    guard.take()
+    configured.apply(ProfileConfig())
+    failures.take()
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
@@ -120,14 +121,14 @@ def test_a_preset_that_no_longer_fits_names_what_is_missing_and_the_rest_is_time
 
 def test_a_preset_of_a_framework_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"instrument\.preset is 'areal'.*pip install areal"):
-        instrumented.apply(ProfileConfig(instrument=["areal"]))
+        configured.apply(ProfileConfig(instrument=["areal"]))
 
 
 def test_a_module_that_is_not_there_is_refused_before_the_run() -> None:
     entry = {"module": "json.decodr", "name": "JSONDecoder.decode", "role": "env"}
     with pytest.raises(ConfigError, match=r"json\.decodr.*there is no 'decodr' in json"):
-        instrumented.apply(ProfileConfig(instrument=[entry]))
-    instrumented.apply(ProfileConfig())
+        configured.apply(ProfileConfig(instrument=[entry]))
+    configured.apply(ProfileConfig())
 
 
 PROGRAM = """

@@ -20,11 +20,12 @@ import stepscope
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.values import MAX_TEXT
-from stepscope.recording import context, spans
-from stepscope.recording.clock import read_anchor
-from stepscope.recording.context import Carrier, Place, Scope, attach, carrier
-from stepscope.recording.identity import identify
-from stepscope.recording.spans import PlacedSpan, SpanLog
+from stepscope.recording.process.clock import read_anchor
+from stepscope.recording.process.identity import identify
+from stepscope.recording.spans import log as spans
+from stepscope.recording.spans import scopes
+from stepscope.recording.spans.log import PlacedSpan, SpanLog
+from stepscope.recording.spans.scopes import Carrier, Place, Scope, attach, carrier
 from stepscope.testing.fake_clock import START_NS, FakeClock
 from stepscope.timeline.readers.spans import read_spans
 
@@ -367,7 +368,7 @@ def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_k
     mine = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
     mine.open()
     mine.start(read_anchor())
-    with context.trajectory("t9"):
+    with scopes.trajectory("t9"):
         early = carrier()
     with mine.new("collect"), attach(early), mine.new("score"):
         pass
@@ -520,6 +521,6 @@ def test_one_span_that_cannot_be_written_costs_no_other(log: SpanLog) -> None:
 
 def test_a_step_that_is_no_int_is_recorded_as_one_or_not_at_all() -> None:
     numpy = pytest.importorskip("numpy")
-    with context.trajectory("t", step=numpy.int64(4)) as four, context.turn("x"):  # type: ignore[arg-type]
+    with scopes.trajectory("t", step=numpy.int64(4)) as four, scopes.turn("x"):  # type: ignore[arg-type]
         assert type(four.step) is int
-        assert context.inherited(context.current.get()) == (None, 4, None, "t", None)
+        assert scopes.inherited(scopes.current.get()) == (None, 4, None, "t", None)

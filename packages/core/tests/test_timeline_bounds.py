@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.clock import Exchange, estimate_offset
+from stepscope.recording.process.clock import Exchange, estimate_offset
 from stepscope.timeline.clocks.align import Aligned, Reference, align, align_owner
 from stepscope.timeline.model import Process
 from stepscope.timeline.rows import offset_at

@@ -16,8 +16,8 @@ from stepscope.cli.ls import rows_of
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
-from stepscope.recording import capture as capture_module
-from stepscope.recording import uncaptured
+from stepscope.recording.capture import baseline
+from stepscope.recording.capture import capture as capture_module
 from stepscope.report import StepReport, report_step, to_scalars
 from stepscope.report.html import render_step
 from stepscope.report.text import render
@@ -29,9 +29,9 @@ MS = 1_000_000
 
 @pytest.fixture(autouse=True)
 def _no_loops_of_other_tests() -> Iterator[None]:
-    uncaptured._loops.clear()
+    baseline._loops.clear()
     yield
-    uncaptured._loops.clear()
+    baseline._loops.clear()
 
 
 def loop(config: ProfileConfig, steps: range) -> None:
@@ -42,7 +42,7 @@ def loop(config: ProfileConfig, steps: range) -> None:
 
 
 def kept(config: ProfileConfig) -> list[UncapturedStep]:
-    uncaptured.flush()
+    baseline.flush()
     assert flush() == []
     return written(config)
 
@@ -60,7 +60,7 @@ def test_a_run_that_captures_nothing_writes_nothing(tmp_path: Path) -> None:
 def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[100, 300])
     loop(config, range(500))
-    near = uncaptured.KEPT
+    near = baseline.KEPT
     expected = [*range(100 - near, 100), *range(101, 101 + near), *range(300 - near, 300)]
     expected += range(301, 301 + near)
     assert [each.step for each in kept(config)] == expected

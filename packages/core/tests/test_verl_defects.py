@@ -21,7 +21,8 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation, Manifest
-from stepscope.recording import runtime, session
+from stepscope.recording.session import session
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
@@ -87,7 +88,7 @@ def test_v5_a_step_that_raises_stops_the_profiler(tmp_path: Path, backend: FakeB
     with pytest.raises(ValueError, match="mine"), capture(2, config=config):
         raise ValueError("mine")
     assert PROCESS_LOCK.holder is None
-    assert runtime.active is None
+    assert slot.active is None
 
 
 def test_v6_a_profiler_that_fails_is_in_the_manifest(tmp_path: Path, backend: FakeBackend) -> None:
@@ -151,7 +152,7 @@ async def test_v16_what_is_not_recorded_says_why(tmp_path: Path, backend: FakeBa
 def test_v13_what_another_nodes_disk_keeps_is_missing_by_name(tmp_path: Path, backend: FakeBackend) -> None:
     config = config_in(tmp_path)
     with capture(2, config=config) as cap:
-        open_session = runtime.active
+        open_session = slot.active
         assert open_session is not None
         open_session.ledger.update(began={"actor_rank3_node1_pid7": "actor[3] Actor(Worker, 0123)"})
     manifest = cap.result.manifest()

@@ -27,7 +27,9 @@ from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording import context, runtime, session, worker
+from stepscope.recording.fanout import worker_side
+from stepscope.recording.session import session
+from stepscope.recording.spans import scopes, slot
 from stepscope.testing.fake_backend import FakeBackend
 
 Configure: TypeAlias = "Callable[..., ProfileConfig]"
@@ -223,7 +225,7 @@ def test_where_every_role_asks_for_spans_alone_discrete_mode_prepares_no_profile
         raise AssertionError("a profiler was prepared")
 
     monkeypatch.setattr(backend, "prepare", refuse)
-    monkeypatch.setattr(worker, "load_backend", lambda name, config: backend)
+    monkeypatch.setattr(worker_side, "load_backend", lambda name, config: backend)
     config = configure(mode="discrete", roles={"*": {"profiler": "off"}})
     prepare(config=config)
     with capture(2, config=config) as cap:
@@ -277,11 +279,11 @@ def test_at_the_limit_of_a_recursion_no_span_is_left_open(configure: Configure) 
         Trainer().inner() if n == 0 else down(n - 1)
 
     with capture(2, config=configure()):
-        outside = context.current.get()
+        outside = scopes.current.get()
         for n in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
             with contextlib.suppress(RecursionError):
                 down(n)
-            assert context.current.get() is outside
+            assert scopes.current.get() is outside
 
 
 def test_mini_batches_reach_the_profiler(configure: Configure) -> None:
@@ -334,9 +336,9 @@ def test_stages_in_two_threads_share_one_window_at_a_time(configure: Configure) 
 def test_a_trace_budget_that_is_used_up_opens_no_further_window(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepscope.recording import export
+    from stepscope.recording.output import exporter
 
-    monkeypatch.setattr(export.Exporter, "bytes_written", lambda self, step: 3 << 20)
+    monkeypatch.setattr(exporter.Exporter, "bytes_written", lambda self, step: 3 << 20)
     config = configure(budget={"trace_mb": 3})
     with capture(2, config=config):
         pass
@@ -353,7 +355,7 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     written: bool,
 ) -> None:
     """Whether the first window's trace is on the disk by then, or on its way."""
-    from stepscope.recording import export
+    from stepscope.recording.output import exporter
 
     config = configure(
         mode="discrete", budget={"trace_mb": 1}, export={} if written else {"when": "deferred"}
@@ -366,8 +368,8 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     with capture(2, config=config) as cap:
         work()
         if written:
-            export.exporter().drain(10)
-        monkeypatch.setattr(export.Exporter, "bytes_written", lambda self, step: 1 << 20)
+            exporter.exporter().drain(10)
+        monkeypatch.setattr(exporter.Exporter, "bytes_written", lambda self, step: 1 << 20)
         for _ in range(3):
             work()
     cap.result.wait()
@@ -433,7 +435,7 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
 def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBackend) -> None:
     config = configure(budget={"seconds": 60})
     with capture(2, config=config) as cap:
-        session = runtime.active
+        session = slot.active
         assert session is not None
         session.truncate("other code started torch.profiler")
     cap.result.wait()

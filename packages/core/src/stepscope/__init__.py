@@ -9,9 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope.recording.context import attach, carrier, span, trajectory, turn
-from stepscope.recording.decorator import profile_step
-from stepscope.recording.hooks import (
+from stepscope.recording.after.hooks import (
     advance,
     consume,
     flush,
@@ -20,14 +18,16 @@ from stepscope.recording.hooks import (
     on_report,
     redact,
 )
+from stepscope.recording.spans.decorator import profile_step
+from stepscope.recording.spans.scopes import attach, carrier, span, trajectory, turn
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
-    from stepscope.recording.asking import request_capture
-    from stepscope.recording.capture import Capture, capture
-    from stepscope.recording.patch import instrument
-    from stepscope.recording.prepare import aprepare, prepare
-    from stepscope.recording.run import configure
+    from stepscope.recording.capture.capture import Capture, capture
+    from stepscope.recording.capture.configure import configure
+    from stepscope.recording.capture.prepare import aprepare, prepare
+    from stepscope.recording.capture.requesting import request_capture
+    from stepscope.recording.instrument.patch import instrument
 
     __version__: str
 
@@ -56,14 +56,14 @@ __all__ = [
 ]
 
 _LATER = {
-    "Capture": "stepscope.recording.capture",
+    "Capture": "stepscope.recording.capture.capture",
     "ProfileConfig": "stepscope.config",
-    "aprepare": "stepscope.recording.prepare",
-    "capture": "stepscope.recording.capture",
-    "configure": "stepscope.recording.run",
-    "instrument": "stepscope.recording.patch",
-    "prepare": "stepscope.recording.prepare",
-    "request_capture": "stepscope.recording.asking",
+    "aprepare": "stepscope.recording.capture.prepare",
+    "capture": "stepscope.recording.capture.capture",
+    "configure": "stepscope.recording.capture.configure",
+    "instrument": "stepscope.recording.instrument.patch",
+    "prepare": "stepscope.recording.capture.prepare",
+    "request_capture": "stepscope.recording.capture.requesting",
 }
 
 

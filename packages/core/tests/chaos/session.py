@@ -30,8 +30,8 @@ from truth import Gone, findings, temporary_files
 from stepscope import Capture, ProfileConfig, capture, prepare
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
-from stepscope.recording import runtime
-from stepscope.recording.result import CaptureResult
+from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.spans import slot
 
 DEADLINE_S = 3
 BOUND_S = DEADLINE_S + 9
@@ -107,7 +107,7 @@ class Session:
     def judge(self, one: _Step, took_part: dict[str, str], gone: set[str], fault: Fault | None) -> None:
         if one.cap is None:
             return
-        if runtime.active is not None:
+        if slot.active is not None:
             self.say(one.number, "the capture is closed and this process is still being recorded")
         manifest = _settled(one.cap.result)
         harmed = gone if fault is None else {*gone, *fault.harmed}

@@ -26,7 +26,8 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Expectation
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.scalars import StepScalars, read_scalars
-from stepscope.recording import export, finish
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter as export
 from stepscope.report import report_step, to_scalars
 from stepscope.timeline import Timeline, load_step
 from stepscope.writers.otel import send
@@ -60,8 +61,8 @@ def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> 
         ):
             update_policy()
     assert not export.exporter().drain(60)
-    assert not finish._commands.drain(300)
-    assert not finish._hooks.drain(60)
+    assert not pipeline._commands.drain(300)
+    assert not pipeline._hooks.drain(60)
     return RunLayout(config.save_path)
 
 
@@ -227,7 +228,7 @@ def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(
             monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
             run = recorded(tmp_path, ["otel", "tensorboard"])
     finally:
-        finish.report_hooks.clear()
+        pipeline.report_hooks.clear()
     assert said(run).state == "failed"
     assert str(said(run).reason).startswith("otel: OSError: the collector did not take the spans")
     assert list(run.tensorboard(run_id(run)).iterdir())

@@ -19,7 +19,7 @@ from stepscope.files.mirror import uncopied
 from stepscope.files.parts import fold, read_parts
 from stepscope.mirror.copy import copy_step
 from stepscope.mirror.store import open_store
-from stepscope.recording import finish
+from stepscope.recording.after import pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 URL = "s3://profiles/run-17"
@@ -43,7 +43,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3FileSystem]:
     urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()  # buckets outlive servers
     files.mkdir("profiles")
     yield files
-    finish.end("the test ended", 30, patient=False)
+    pipeline.end("the test ended", 30, patient=False)
     server.stop()
 
 

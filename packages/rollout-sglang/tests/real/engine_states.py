@@ -28,7 +28,7 @@ from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
-from stepscope.recording.result import CaptureResult
+from stepscope.recording.capture.result import CaptureResult
 from stepscope.report import report_step
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step

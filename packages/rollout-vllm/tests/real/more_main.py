@@ -20,7 +20,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.cli import run as command
 from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout
-from stepscope.recording.capture import Capture
+from stepscope.recording.capture.capture import Capture
 from stepscope_vllm import VllmProfiler
 
 _requests = 0

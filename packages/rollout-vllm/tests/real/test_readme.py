@@ -18,7 +18,7 @@ from stepscope import ProfileConfig, capture
 from stepscope.files.layout import RunLayout
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording import run
+from stepscope.recording.capture import configure
 from stepscope.report.long_tail import find_long_tail
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.timeline import Span, load_step
@@ -64,7 +64,7 @@ def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each worker: they wait for each other
-        patch.setattr(run, "_configured", None)  # what the lines configure is theirs
+        patch.setattr(configure, "_configured", None)  # what the lines configure is theirs
         patch.setattr(vllm, "AsyncEngineArgs", partial(AsyncEngineArgs, tensor_parallel_size=2, **sizes))
         exec(compile(lines.replace("your/model", model), str(README), "exec"), names)
         user = User(folder / "profile", names)

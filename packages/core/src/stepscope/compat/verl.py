@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
-from stepscope.recording import decorator, guard, runtime
-from stepscope.recording.capture import Capture, capture
-from stepscope.recording.hooks import advance
+from stepscope.recording.after.hooks import advance
+from stepscope.recording.capture.capture import Capture, capture
+from stepscope.recording.process import failures
+from stepscope.recording.spans import decorator, slot
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +73,7 @@ class DistProfiler:
 
     def check_this_step(self) -> bool:
         """Whether this process is being captured."""
-        return runtime.active is not None
+        return slot.active is not None
 
     def is_discrete_mode(self) -> bool:
         """Whether each stage has a trace of its own."""
@@ -84,19 +85,19 @@ class DistProfiler:
         During a run: what goes wrong is logged, and stands in the manifest where there is one.
         """
         global _capture
-        if self._profile is None or _capture is not None or runtime.active is not None:
+        if self._profile is None or _capture is not None or slot.active is not None:
             return
         step = kwargs.get("profile_step", kwargs.get("global_step"))
         if (
             step is None
         ):  # v0.5 tells only some of its workers. A guess would file the traces under a wrong step
-            guard.warn("stepscope: %s is not recorded: start_profile got no profile_step", self.role)
+            failures.warn("stepscope: %s is not recorded: start_profile got no profile_step", self.role)
             return
         try:
             opened = capture(int(str(step)), config=self._profile, role=self.role, rank=self.rank)
             _capture = self._opened = opened.open()
         except Exception as error:
-            guard.note("opening a capture for verl", error)
+            failures.note("opening a capture for verl", error)
 
     def stop(self, run_command: bool = True) -> None:
         """Closes the capture that this profiler's `start` opened. `run_command` does nothing."""
@@ -171,14 +172,14 @@ def _annotated(fn: Callable[..., Any], stage: str) -> Callable[..., Any]:
 
         @functools.wraps(fn)
         async def run_async(worker: object, /, *args: object, **kwargs: object) -> object:
-            call = fn if runtime.active is None else timed(worker)
+            call = fn if slot.active is None else timed(worker)
             return await call(worker, *args, **kwargs)
 
         return run_async
 
     @functools.wraps(fn)
     def run(worker: object, /, *args: object, **kwargs: object) -> object:
-        call = fn if runtime.active is None else timed(worker)
+        call = fn if slot.active is None else timed(worker)
         return call(worker, *args, **kwargs)
 
     return run

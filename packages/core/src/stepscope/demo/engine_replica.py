@@ -17,7 +17,7 @@ from stepscope import ProfileConfig, attach, profile_step, span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stepscope.recording.context import Scope
+    from stepscope.recording.spans.scopes import Scope
 
 
 class EngineReplica(ABC):

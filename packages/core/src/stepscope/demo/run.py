@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stepscope import Capture, ProfileConfig, aprepare, capture
 from stepscope.errors import StepscopeError
-from stepscope.recording.run import check
+from stepscope.recording.capture.configure import check
 
 WARM_UP = 30
 """Supervised updates before the first step: enough to call the calculator, not enough to do so right."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepscope.doctor.machine import installed
 from stepscope.doctor.rows import Row
-from stepscope.recording.clock import Exchange, estimate_offset
+from stepscope.recording.process.clock import Exchange, estimate_offset
 
 EXCHANGES = 20
 TOLERABLE_NS = 50_000_000

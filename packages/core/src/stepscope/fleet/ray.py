@@ -29,11 +29,10 @@ from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest import State
 from stepscope.files.processes import boot_id
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording import gather, guard, wrappers
-from stepscope.recording.clock import Estimate, Exchange, estimate_offset
-from stepscope.recording.fleet_port import WorkerOutcome, not_workers
-from stepscope.recording.gather import Home, Remote
-from stepscope.recording.worker import (
+from stepscope.recording.fanout import fetch
+from stepscope.recording.fanout.fetch import Home, Remote
+from stepscope.recording.fanout.fleet import WorkerOutcome, not_workers
+from stepscope.recording.fanout.worker_side import (
     GatherRequest,
     PrepareAnswer,
     PrepareRequest,
@@ -46,6 +45,9 @@ from stepscope.recording.worker import (
     start_worker,
     stop_worker,
 )
+from stepscope.recording.process import failures
+from stepscope.recording.process.clock import Estimate, Exchange, estimate_offset
+from stepscope.recording.spans import wrapping
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -383,12 +385,12 @@ def renew_methods(instance: object) -> None:
         for info in list(manager._function_execution_info.values()):
             method = getattr(info.function, "method", None)
             now = getattr(type(instance), getattr(info.function, "name", ""), None)
-            if method is now or not wrappers.is_replacement(now):
+            if method is now or not wrapping.is_replacement(now):
                 continue
             cells = dict(zip(info.function.__code__.co_freevars, info.function.__closure__, strict=True))
             cells["method"].cell_contents = info.function.method = now
     except Exception as error:
-        guard.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
+        failures.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
 
 
 def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:
@@ -401,15 +403,15 @@ async def drain_here(instance: object, timeout_s: float) -> list[str]:
 
 
 def files_here(instance: object, capture_id: str, engine_files: list[str]) -> list[Remote]:
-    return gather.files_of(capture_id, engine_files)
+    return fetch.files_of(capture_id, engine_files)
 
 
 def piece_here(instance: object, capture_id: str, path: str, offset: int) -> bytes:
-    return gather.piece_of(capture_id, path, offset)
+    return fetch.piece_of(capture_id, path, offset)
 
 
 def release_here(instance: object, capture_id: str) -> None:
-    gather.release(capture_id)
+    fetch.release(capture_id)
 
 
 def _where() -> Where:

@@ -23,12 +23,12 @@ def _run_the_one_behind() -> None:
 
 def _take_the_configuration() -> None:
     try:
-        from stepscope.recording import run
+        from stepscope.recording.capture import configure
     except ImportError as error:  # another environment than that of `stepscope run`
         _say(f"is not installed in {sys.prefix} ({error})")
         return
     try:
-        run.start_up()
+        configure.start_up()
     except Exception as error:
         _say(str(error))
 

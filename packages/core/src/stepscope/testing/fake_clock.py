@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from stepscope.recording import clock, spans
+from stepscope.recording.process import clock
+from stepscope.recording.spans import log
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,12 +49,12 @@ class FakeClock:
         return self.now_ns
 
     def __enter__(self) -> Self:
-        vars(spans)["monotonic_ns"] = self.monotonic_ns
+        vars(log)["monotonic_ns"] = self.monotonic_ns
         vars(clock)["time"] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        vars(spans)["monotonic_ns"] = time.monotonic_ns
+        vars(log)["monotonic_ns"] = time.monotonic_ns
         vars(clock)["time"] = time

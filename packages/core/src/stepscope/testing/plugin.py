@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.files.manifest import Ending
-from stepscope.recording import capture, run, runtime
+from stepscope.recording.capture import capture, configure
+from stepscope.recording.spans import slot
 from stepscope.testing.fake_clock import FakeClock
 from stepscope.testing.recorded_run import RecordedRun
 
@@ -20,13 +21,13 @@ from stepscope.testing.recorded_run import RecordedRun
 @pytest.fixture
 def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
     """A configured run in `tmp_path`, in which each `capture` records spans. Taken back after the test."""
-    before = run._configured
+    before = configure._configured
     try:
         yield RecordedRun(tmp_path / "stepscope")
     finally:
         capture.close_everything(Ending("exit", "the test is over"), deadline_s=30)
-        run._configured = before
-        assert runtime.active is None
+        configure._configured = before
+        assert slot.active is None
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Manifest
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.spans import Line, Span
-from stepscope.recording import run
+from stepscope.recording.capture import configure as run
 
 
 class RecordedRun:

@@ -1,0 +1,144 @@
+"""What a training loop may tell stepscope: a mini-batch is done; this trajectory is trained on; write files
+now; call this when files are there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stepscope import switch
+from stepscope.recording.spans import slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from stepscope.files.scalars import StepScalars
+    from stepscope.files.sidecar import Sidecar
+    from stepscope.files.values import AttrValue
+    from stepscope.recording.capture.result import CaptureResult
+
+    ArtifactHook = TypeVar("ArtifactHook", bound=Callable[[Path, Sidecar], object])
+    CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
+    RedactHook = TypeVar("RedactHook", bound=Callable[[str, AttrValue], AttrValue])
+    ReportHook = TypeVar("ReportHook", bound=Callable[[StepScalars], object])
+    AnyHook = TypeVar("AnyHook", bound=Callable[..., object])
+
+
+def advance() -> None:
+    """One mini-batch is done: walks the profiler's schedule (`torch.schedule`). Without a capture,
+    nothing.
+    """
+    session = slot.active
+    if session is not None:
+        session.advance()
+
+
+def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
+    """Says that this step trains on a trajectory (async RL): the report then knows how stale it is.
+
+    Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
+    `span(..., policy_version=)`, that is the version it is consumed under. Without a capture it does nothing.
+
+    Args:
+        trajectory_id: As given to `trajectory`.
+        begun: The step under which it was begun.
+        policy_version: Of the weights it was begun with.
+    """
+    session = slot.active
+    if session is not None:
+        session.consume(str(trajectory_id), begun, policy_version)
+
+
+def flush(timeout_s: float = 60.0) -> list[str]:
+    """Writes what is waiting to be written, deferred exports included. Call it where the process waits
+    anyway.
+
+    Blocks for up to `timeout_s`.
+
+    Returns:
+        Names of what is unfinished then.
+    """
+    if switch.DISABLED:
+        return []
+    from stepscope.recording.output import exporter  # loaded already where anything waits
+
+    return exporter.exporter().drain(timeout_s)
+
+
+def on_artifact(hook: ArtifactHook) -> ArtifactHook:
+    """Calls `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
+
+    A function, or a decorator of one. Of this process' own profiler, and of the engines that its captures
+    name; a worker's files are told to hooks that are registered in the worker. Hooks run one after another on
+    a thread of their own: whatever they do, training goes on. An exception is logged once and stands in the
+    manifest.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording.after import pipeline
+
+    return _registered(hook, "on_artifact", pipeline.artifact_hooks)
+
+
+def on_capture(hook: CaptureHook) -> CaptureHook:
+    """Calls `hook(cap.result)` after each capture that this process opened, once its own files are written
+    or given up.
+
+    Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording.after import pipeline
+
+    return _registered(hook, "on_capture", pipeline.capture_hooks)
+
+
+def on_report(hook: ReportHook) -> ReportHook:
+    """Calls `hook(scalars)` with a step's figures after each capture that this process opened.
+
+    `scalars.step` and `scalars.values`: seconds by name (`stage/<role>/<stage>_seconds`...), for instance for
+    the run that the training logs to. They are computed in a process of their own once all files are there.
+    Register it before the capture opens. Otherwise as `on_artifact`.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording.after import pipeline
+
+    return _registered(hook, "on_report", pipeline.report_hooks)
+
+
+def redact(hook: RedactHook) -> RedactHook:
+    """Calls `hook(key, value)` for each attribute of a span before it is written, and writes what it returns.
+
+    A function, or a decorator of one; the last one counts, in the process that registers it. An exception's
+    text is the attribute `error`. Where it raises, `[redacted]` is written. It runs on the writing thread.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    from stepscope.recording.spans import redaction
+
+    _refuse_uncallable(hook, "redact")
+    redaction.hook = hook
+    return hook
+
+
+def _registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
+    """The hook, in the list that `name` adds to, once."""
+    _refuse_uncallable(hook, name)
+    if hook not in hooks:
+        hooks.append(hook)
+    return hook
+
+
+def _refuse_uncallable(hook: object, name: str) -> None:
+    from inspect import iscoroutinefunction
+
+    from stepscope.errors import ConfigError
+
+    if not callable(hook) or iscoroutinefunction(hook):
+        raise ConfigError(f"{name}(hook)", hook, "a function that is not async", "pass a plain function")

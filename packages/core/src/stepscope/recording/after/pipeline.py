@@ -1,0 +1,298 @@
+"""What is done once files are there: hooks in Python; `finish.command`, figures for curves, and the mirror,
+which are programs of their own.
+
+Hooks and programs have a thread each, so neither holds up training, an export, or the other. Both threads
+are started when a capture opens: at exit Python 3.12 starts no more.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
+from stepscope.files.manifest import Expectation, awaited
+from stepscope.files.mirror import is_whole
+from stepscope.files.scalars import StepScalars
+from stepscope.files.sidecar import Sidecar
+from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores
+from stepscope.recording.output import exporter
+from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.process import failures
+from stepscope.recording.spans.log import describe
+
+if TYPE_CHECKING:
+    from stepscope.recording.capture.result import CaptureResult
+    from stepscope.recording.session.session import Session
+
+artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
+capture_hooks: list[Callable[[CaptureResult], object]] = []
+report_hooks: list[Callable[[StepScalars], object]] = []
+"""These lists have one writer: `stepscope.recording.after.hooks`."""
+_awaited: set[int] = set()
+"""Steps whose capture is closed and whose files are being written. Writers: `hand_over`, `capture_done`."""
+_failed: set[object] = set()
+"""Hooks whose failure was logged. One writer: `_Hook`."""
+
+
+class _Hook:
+    """One call of one hook."""
+
+    def __init__(
+        self, kind: str, hook: Callable[..., object], call: Callable[[], object], ledger: Ledger
+    ) -> None:
+        self._name = f"{kind} hook {getattr(hook, '__qualname__', repr(hook))}"
+        self._hook = hook
+        self._call = call
+        self._ledger = ledger
+
+    def __call__(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # SystemExit too: the thread is ours
+            self.give_up(describe(error))
+
+    def give_up(self, reason: str) -> None:
+        self._ledger.fail(self._name, reason, kind="after")
+        self._ledger.write()
+        if self._hook not in _failed:
+            _failed.add(self._hook)
+            failures.warn("stepscope: the %s failed (logged once): %s", self._name, reason)
+
+
+class _Line:
+    """Work that is done in order on a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[_Hook | Chores] = deque()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()  # of an RLock: a SIGTERM handler may drain in the middle of put
+
+    def start(self) -> None:
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # the interpreter is exiting
+        self._thread = thread
+
+    def put(self, job: _Hook | Chores) -> None:
+        self.start()
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> list[_Hook | Chores]:
+        """Waits until all is done.
+
+        Returns:
+            What is unfinished after `timeout_s`, the job under way first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs or self._thread is None, timeout_s)
+            return list(self._jobs)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._jobs)
+                    job = self._jobs[0]
+                try:
+                    job()
+                finally:
+                    with self._changed:
+                        self._jobs.popleft()
+                        self._changed.notify_all()
+        finally:
+            self._thread = None
+
+
+_hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
+"""One writer: this module."""
+
+
+def promise(session: Session, *, alone: bool) -> None:
+    """A capture opens: says in its manifest what is to be run, and has the threads ready.
+
+    Args:
+        alone: The capture has neither workers nor engines: other ranks may have opened one of their own.
+    """
+    if artifact_hooks or capture_hooks or report_hooks:
+        _hooks.start()
+    finish = session.config.finish
+    asked = {
+        COMMAND: finish.command is not None,
+        SCALARS: bool(finish.report_to or report_hooks),
+        MIRROR: finish.mirror is not None,
+    }
+    wanted = [name for name, is_asked in asked.items() if is_asked]
+    if not wanted:
+        return
+    ranks, rank = finish.ranks, session.process.rank
+    chosen = ranks == "all" or (rank == 0 if ranks == "first" else rank in ranks)
+    if alone and rank is not None and not chosen:
+        spelled = ranks if isinstance(ranks, str) else list(ranks)
+        for name in wanted:
+            session.ledger.skip(name, f"rank {rank} is not in finish.ranks: {spelled}", kind="after")
+        return
+    _expect(session, wanted)
+
+
+def promise_in_worker(session: Session, *, apart: bool) -> None:
+    """A worker's session opens. Where it shares no folder with the owner, it mirrors its host's files."""
+    if apart and session.config.finish.mirror is not None:
+        _expect(session, [MIRROR])
+        session.when_closed = worker_done
+
+
+def _expect(session: Session, names: Sequence[str]) -> None:
+    for name in names:
+        session.ledger.expect(awaited(name, "after", "running"))
+    _commands.start()
+
+
+def _promised(session: Session) -> list[str]:
+    return [name for name in (COMMAND, SCALARS, MIRROR) if session.ledger.state(name) == "pending"]
+
+
+def withdraw(session: Session, reason: str) -> None:
+    """The capture is discarded: nothing is run after it."""
+    for name in _promised(session):
+        session.ledger.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
+
+
+def wanted(session: Session) -> bool:
+    """Whether anything is to be done after the capture."""
+    return bool(capture_hooks or _promised(session))
+
+
+def hand_over(result: CaptureResult, session: Session) -> None:
+    """The capture is closed: what comes after it begins when its files of this process are written."""
+    if not (wanted(session) or result.apart):
+        return
+    _awaited.add(session.step)
+    deferred = session.config.export.when == "deferred"
+    exporter.exporter().then(partial(capture_done, result, session), deferred=deferred)
+
+
+def capture_done(result: CaptureResult, session: Session) -> None:
+    """The capture is closed and its files of this process are written, or given up."""
+    for hook in tuple(capture_hooks):
+        _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
+    if _promised(session) or result.apart:
+        _commands.put(Chores(session, result, _tell_figures(session)))
+    _awaited.discard(session.step)  # last: it is in the line now
+
+
+def worker_done(session: Session, discard: str | None) -> None:
+    """A worker's session is closed: once its files are written, they are mirrored."""
+    if discard is not None:
+        withdraw(session, discard)
+        session.ledger.write()
+        return
+    deferred = session.config.export.when == "deferred"
+    exporter.exporter().then(partial(_start_chores, session), deferred=deferred)
+
+
+def _start_chores(session: Session) -> None:
+    _commands.put(Chores(session, None, _tell_figures(session)))
+
+
+def busy_steps(run: RunLayout) -> set[int]:
+    """Steps that files are still written to, or after whose capture something is still to be done."""
+    files = exporter.exporter().unwritten()
+    written = {
+        at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
+    }
+    return written | _awaited | {job.step for job in _unfinished_commands()}
+
+
+def mirrors(session: Session) -> bool:
+    """Whether this process copies the step: another rank that does knows when it may go."""
+    return session.ledger.state(MIRROR) not in (None, "skipped")
+
+
+def is_mirrored(session: Session, step: StepLayout) -> bool:
+    """Whether nothing of a step would be lost with its folder; True where no mirror is wanted."""
+    url = session.config.finish.mirror
+    try:
+        return url is None or is_whole(step, url)
+    except OSError:
+        return False
+
+
+def artifact_done(path: Path, sidecar: Sidecar | None, ledger: Ledger) -> None:
+    """A file is in place. `sidecar` is None where an engine wrote it: it is read from beside the file."""
+    for hook in tuple(artifact_hooks):
+        _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), ledger))
+
+
+def _tell_figures(session: Session) -> Callable[[StepScalars], None]:
+    def tell(scalars: StepScalars) -> None:
+        for hook in tuple(report_hooks):
+            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.ledger))
+
+    return tell
+
+
+def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar | None) -> None:
+    hook(path, sidecar or msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar))
+
+
+def end(reason: str, deadline_s: float, *, patient: bool) -> None:
+    """The process ends. What is still under way then is killed (commands) or left (hooks), and recorded.
+
+    Args:
+        patient: Commands get their own time; else `deadline_s` is for all.
+    """
+    until = time.monotonic() + deadline_s
+    _leave_hooks(reason, deadline_s)
+    jobs = _unfinished_commands()
+    if not jobs:
+        return
+    left_s = max(0.0, until - time.monotonic())
+    try:
+        if patient:
+            for job in jobs:
+                job.hurry(left_s)
+            left_s += sum(job.longest_s for job in jobs)
+            failures.warn(
+                "stepscope: waiting for what is to be done after captures (`finish`), at most %d s", left_s
+            )
+        _commands.drain(left_s)
+    finally:  # an impatient Ctrl-C must not leave the command behind
+        for late in _unfinished_commands():
+            late.give_up(f"unfinished at the end: {reason}")
+        _commands.drain(1)  # for its record
+    _leave_hooks(reason, 1)  # those of figures that came last
+
+
+def _leave_hooks(reason: str, timeout_s: float) -> None:
+    for call in _hooks.drain(timeout_s):
+        call.give_up(f"unfinished at the end: {reason}")
+
+
+def _unfinished_commands() -> list[Chores]:
+    return [job for job in _commands.drain(0) if isinstance(job, Chores)]
+
+
+def _in_child() -> None:
+    # The parent's work is the parent's, and its threads are not here.
+    global _hooks, _commands
+    _awaited.clear()
+    _hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,179 @@
+"""What programs of their own do after one capture: the user's command, figures for curves, the mirror.
+
+Programs, because what they do takes long, imports much and may crash: none of it in the training's process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from socket import gethostname
+from typing import TYPE_CHECKING, NamedTuple
+
+from stepscope.files.manifest import Expectation, State
+from stepscope.files.mirror import record_of, uncopied
+from stepscope.files.scalars import StepScalars, read_scalars
+from stepscope.recording.after.command import Command, of_our_own
+from stepscope.recording.process import failures
+from stepscope.recording.spans.log import describe
+
+if TYPE_CHECKING:
+    from stepscope.recording.capture.result import CaptureResult
+    from stepscope.recording.session.session import Session
+
+COMMAND, SCALARS, MIRROR = "finish command", "scalars", "mirror"
+"""Their names in the manifest."""
+POLL_S = 0.5
+"""Between two looks at the other processes' parts of the manifest."""
+
+
+class Chore(NamedTuple):
+    """One thing that a program of its own does after a capture."""
+
+    name: str
+    """In the manifest."""
+    command: Command
+    outcome: Callable[[str | None], str | None]
+    """(why the program failed, or None) -> why the chore did."""
+
+
+class Chores:
+    """What programs of their own do after one capture: the user's command, the figures, the mirror."""
+
+    def __init__(
+        self, session: Session, result: CaptureResult | None, tell: Callable[[StepScalars], None]
+    ) -> None:
+        """Args:
+        result: Of the capture; None in a worker, which sends its own host's files and no more.
+        tell: Called with the figures, once they are there.
+        """
+        self._tell = tell
+        self._result = result
+        self._session = session
+        self._over = threading.Event()
+        self._files_until = time.monotonic() + session.config.budget.export_seconds
+        self._chores = [chore for chore in self._all() if session.ledger.state(chore.name) == "pending"]
+        # Once more at the end, for the manifest that says that the first time went well.
+        self._last = self._mirror("--quiet")
+
+    def _all(self) -> list[Chore]:
+        """In this order: what the command writes is mirrored, and so is what all of them say."""
+        session, finish = self._session, self._session.config.finish
+        step = ("--step", str(session.step))
+        writers = ",".join(finish.report_to)
+        figures = of_our_own(
+            "publish", session.config.save_path, *step, "--run", session.run_id, "--to", writers
+        )
+        return [
+            Chore(COMMAND, self._program(finish.command or ""), lambda reason: reason),
+            Chore(SCALARS, self._program(figures), self._figures),
+            Chore(MIRROR, self._mirror("--quiet", "--and-earlier"), self._mirrored),
+        ]
+
+    def _mirror(self, *options: str) -> Command:
+        config, step = self._session.config, str(self._session.step)
+        to = ("--to", config.finish.mirror or "")
+        return self._program(of_our_own("mirror", config.save_path, *to, "--step", step, *options))
+
+    def _program(self, what: str | Sequence[str]) -> Command:
+        session = self._session
+        log = session.layout.finish_log_of(session.process, session.run_id, session.number)
+        return Command(what, environ=_environ(session), log=log, timeout_s=session.config.finish.timeout_s)
+
+    @property
+    def step(self) -> int:
+        return self._session.step
+
+    @property
+    def longest_s(self) -> float:
+        again = any(chore.name == MIRROR for chore in self._chores)
+        return self._session.config.finish.timeout_s * (len(self._chores) + again)
+
+    def __call__(self) -> None:
+        try:
+            self._wait_for_files()
+        except Exception as error:
+            failures.note("waiting for files of other processes", error)
+        for chore in self._chores:
+            self._do(chore)
+        if any(chore.name == MIRROR for chore in self._chores) and self._session.ledger.state(MIRROR) == "ok":
+            reason = self._last.run()
+            if reason is not None:
+                self._say(MIRROR, f"the copy of the manifest is out of date: {self._mirrored(reason)}")
+
+    def _do(self, chore: Chore) -> None:
+        try:
+            reason = chore.outcome(chore.command.run())
+        except Exception as error:
+            reason = describe(error)
+        self._say(chore.name, reason)
+
+    def _say(self, name: str, reason: str | None) -> None:
+        ledger = self._session.ledger
+        state: State = "failed" if reason else "ok"
+        ledger.expect(Expectation(name=name, kind="after", state=state, reason=reason))
+        ledger.write()
+        if reason:
+            failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
+        if self._result is not None:
+            self._result.fold()
+
+    def _figures(self, reason: str | None) -> str | None:
+        """Passes the figures on, and says which writers failed."""
+        session = self._session
+        try:
+            scalars = read_scalars(session.layout, session.run_id)
+        except (OSError, ValueError):
+            return reason or "the figures were not written"
+        self._tell(scalars)
+        failed = [f"{name}: {why}" for name, why in scalars.written.items() if why is not None]
+        return "; ".join(failed) or reason
+
+    def _mirrored(self, reason: str | None) -> str | None:
+        """Why the step's copy is not whole, from the record of what was copied."""
+        layout, host, url = self._session.layout, gethostname(), self._session.config.finish.mirror or ""
+        if reason is None or not uncopied(layout, host, url):
+            return None  # the time may have run out for earlier steps
+        failed = record_of(layout, host, url).failed
+        name, why = next(iter(failed.items()), (None, None))
+        return reason if name is None else f"{reason}; {len(failed)} file(s) are not there, {name}: {why}"
+
+    def hurry(self, seconds: float) -> None:
+        """Waits for other processes' files no longer than this."""
+        self._files_until = min(self._files_until, time.monotonic() + seconds)
+
+    def give_up(self, reason: str) -> None:
+        for command in (*(chore.command for chore in self._chores), self._last):
+            command.kill(reason)
+        self._over.set()
+
+    def _wait_for_files(self) -> None:
+        """Of the capture's other processes; read off the disk, because a call would hold up a busy worker."""
+        if self._result is None:
+            return  # a worker answers for its own files alone
+        if self._session.config.export.when == "deferred":
+            self._result.drain_workers(self._files_until - time.monotonic())
+        self._result.gather(self._left_s)
+        while (
+            time.monotonic() < self._files_until and self._result.unfinished() and not self._over.wait(POLL_S)
+        ):
+            pass
+
+    def _left_s(self) -> float:
+        return 0 if self._over.is_set() else self._files_until - time.monotonic()
+
+
+def _environ(session: Session) -> dict[str, str]:
+    process = session.process
+    known = {
+        "STEPSCOPE_SAVE_PATH": os.path.abspath(session.config.save_path),
+        "STEPSCOPE_STEP": str(session.step),
+        "STEPSCOPE_STEP_PATH": os.path.abspath(session.layout.root),
+        "STEPSCOPE_RUN_ID": session.run_id,
+        "STEPSCOPE_ROLE": process.role,
+        "STEPSCOPE_PID": str(process.pid),
+    }
+    others = {name: value for name, value in os.environ.items() if name != "STEPSCOPE_RANK"}
+    return others | known | ({} if process.rank is None else {"STEPSCOPE_RANK": str(process.rank)})

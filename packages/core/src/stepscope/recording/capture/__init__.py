@@ -1,0 +1,1 @@
+"""What the driver calls: captures, their preparation, configuration and results."""

@@ -1,0 +1,128 @@
+"""How long the steps take that nobody captures: what a captured one is compared with.
+
+A step that is not selected costs two clock readings and an entry in memory. Entries become lines of a file
+only near a captured step, on the exporter's thread: the last `KEPT` before it when it closes, and the next
+`KEPT` after it. A run that captures nothing writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from stepscope import switch
+from stepscope.files.layout import RunLayout
+from stepscope.files.uncaptured import UncapturedStep
+from stepscope.recording.output import exporter
+from stepscope.recording.process import failures
+from stepscope.recording.spans import slot
+
+if TYPE_CHECKING:
+    from stepscope.recording.session.session import Session
+
+KEPT = 32
+"""How many steps before and after a captured one are kept."""
+_WRITE_AT = (4, 16, KEPT)
+"""After how many of those behind it they are written: a killed process loses few, and few pay for it."""
+
+_captures = 0
+"""How many captures this process took part in. One writer: `captured_here`."""
+_loops: dict[tuple[str, str], _Loop] = {}
+"""By folder and role: a process may hold several loops. One writer: this module."""
+
+
+Began: TypeAlias = tuple[int, int]
+"""A step that is not captured, under way: its start (monotonic ns), and how many captures came before."""
+
+
+class _Loop:
+    """The steps of one training loop."""
+
+    def __init__(self) -> None:
+        self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
+        """Those that are in no file."""
+        self._begun = False
+        """Whether a step of it is over, captured or not."""
+        self._file: Path | None = None
+        self._since = KEPT
+        """How many came after the last capture; counted up to `KEPT`."""
+
+    def add(self, step: int, dur_ns: int) -> None:
+        first, start_ns, warm_up = self._since == 0, time.time_ns() - dur_ns, not self._begun
+        self._begun = True
+        self._steps.append(
+            UncapturedStep(step=step, start_ns=start_ns, dur_ns=dur_ns, first=first, warm_up=warm_up)
+        )
+        if self._since < KEPT:
+            self._since += 1
+            if self._since in _WRITE_AT:
+                self._write()
+
+    def captured(self, file: Path) -> None:
+        self._file, self._since, self._begun = file, 0, True
+        self._write()
+
+    def flush(self) -> None:
+        """Writes what is known of the steps after the last capture."""
+        if self._since < KEPT:
+            self._write()
+
+    def _write(self) -> None:
+        steps, self._steps = self._steps, deque(maxlen=KEPT)
+        if steps and self._file is not None:
+            exporter.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
+
+
+def captured_here() -> None:
+    """A capture opens in this process: what runs meanwhile is no step to compare with."""
+    global _captures
+    _captures += 1
+
+
+def begin() -> Began | None:
+    """A step begins that is not captured. None: it overlaps one that is, or all is off."""
+    return None if switch.DISABLED or slot.active is not None else (time.monotonic_ns(), _captures)
+
+
+def end(began: Began, *, step: int, save_path: str, role: str) -> None:
+    """It is over. Left out if it overlapped a capture."""
+    began_ns, captures = began
+    dur_ns = time.monotonic_ns() - began_ns
+    if captures == _captures:
+        loop = _loops.get((save_path, role))
+        if loop is None:
+            loop = _loops[save_path, role] = _Loop()
+        loop.add(step, dur_ns)
+
+
+def captured(session: Session) -> None:
+    """A captured step is over. Where every rank captures for itself, rank 0 keeps what is compared with."""
+    process, save_path = session.process, session.config.save_path
+    if process.rank in (None, 0):
+        loop = _loops.setdefault((save_path, process.role), _Loop())
+        loop.captured(RunLayout(save_path).uncaptured(process, session.run_id))
+
+
+def flush() -> None:
+    """The process is about to end. The exporter is to be drained after this."""
+    for loop in _loops.values():
+        loop.flush()
+
+
+def _append(file: Path, steps: tuple[UncapturedStep, ...]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(handle, "wb") as out:
+            out.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
+    except OSError as error:
+        failures.note("writing how long uncaptured steps took", error)
+
+
+os.register_at_fork(after_in_child=_loops.clear)

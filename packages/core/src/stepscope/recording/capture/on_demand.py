@@ -1,0 +1,332 @@
+"""Captures on demand: a request in the run's folder, or a signal, makes a step selected that was not.
+
+`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that who asks
+learns within seconds that the run has heard. Only a process that opens captures listens; its workers and
+engines take part as in any other capture. Whatever a request holds, nothing raises in the training loop: the
+answer says why it was refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from functools import lru_cache
+
+import msgspec
+
+from stepscope.config import ProfileConfig, StepRange, check_tool
+from stepscope.errors import ConfigError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import (
+    MAX_REQUESTS,
+    Answer,
+    AnswerState,
+    Listening,
+    Request,
+    claim_step,
+    read_requests,
+    settled,
+    write_listening,
+)
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.capture import configure
+from stepscope.recording.process import failures, sigusr1
+from stepscope.recording.process.identity import identify, is_alone
+
+_listener: Listener | None = None
+"""Of this process. One writer: `listener_of`."""
+
+
+def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
+    """`config` as it is for the requested step.
+
+    Raises:
+        ConfigError: the request names what does not exist.
+    """
+    changes: dict[str, object] = {"steps": [step]}
+    if request.tool is not None:
+        changes["tool"] = request.tool
+    if request.seconds is not None:
+        changes["budget"] = config.budget.replace(seconds=request.seconds)
+    ranks = request.ranks
+    if request.roles is not None:
+        found = config.role(request.roles) or next(iter(config.roles.items()))
+        role = found[1].replace(ranks=found[1].ranks if ranks is None else ranks, profiler=True)
+        changes["roles"] = {request.roles: role}
+    elif ranks is not None:
+        changes["roles"] = {name: role.replace(ranks=ranks) for name, role in config.roles.items()}
+    return config.replace(**changes)
+
+
+class Listener:
+    """Polls one run's `control.json` for this process."""
+
+    def __init__(self, config: ProfileConfig, process: ProcessInfo) -> None:
+        self._save_path = config.save_path
+        self._layout = RunLayout(config.save_path)
+        self._control = os.fspath(self._layout.control)
+        self._step: int | None = None
+        """The latest that has begun."""
+        self._lock = threading.RLock()  # a signal's handler may come in the middle of a look
+        self._seen: tuple[int, int] | None = None
+        """The file's time and size at the last look."""
+        self._requests: list[Request] = []
+        self._claimed: dict[str, int] = {}
+        self._said = Listening(
+            host=process.host,
+            pid=process.pid,
+            role=process.role,
+            rank=process.rank,
+            since_ns=time.time_ns(),
+            step=None,
+        )
+        self._written: Listening | None = None
+        self._stop = threading.Event()
+        self._poll_s = config.control.poll_seconds
+        threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
+
+    def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
+        """The configuration with which `step` is to be captured on request; None when nobody asks for it.
+
+        Args:
+            alone: Whether this process decides alone when `next` is. Others that open captures of their own
+                hear of it within their next step, so it is the one after this.
+        """
+        self._step = step
+        if self._nothing_asked():
+            return None
+        with self._lock:
+            self._look()
+            if sigusr1.take():
+                return config.replace(steps=[step])
+            for request in self._requests:
+                chosen = self._decide(config, request, step, alone)
+                if chosen is not None:
+                    return chosen
+        return None
+
+    def tell_others(self, step: int, said: dict[str, str]) -> None:
+        """Workers and replicas have answered to the capture of a step that was asked for."""
+        with self._lock:
+            answers = {
+                name: msgspec.structs.replace(answer, others=said) if step in answer.steps[-1:] else answer
+                for name, answer in self._said.answers.items()
+            }
+            self._said = msgspec.structs.replace(self._said, answers=answers)
+
+    def tell_outcome(self, step: int, reason: str | None) -> None:
+        """A capture that was asked for is over; `reason`: what failed, or why it holds nothing."""
+        if reason is None:
+            return
+        with self._lock:
+            answers = {
+                name: msgspec.structs.replace(answer, reason=f"step {step}: {reason}")
+                if step in answer.steps[-1:]
+                else answer
+                for name, answer in self._said.answers.items()
+            }
+            self._said = msgspec.structs.replace(self._said, answers=answers)
+
+    def write_last(self, why: str) -> None:
+        """The answers as they are if no other step begins. `_said` stays: a process may survive SIGTERM."""
+        with self._lock:
+            self._look()
+            answers = {
+                request.id: settled(request, self._said.answers[request.id], gone=why)
+                for request in self._requests
+            }
+            said = msgspec.structs.replace(
+                self._said,
+                step=self._step,
+                answers=answers,
+                run_id=configure.run_id(),
+                ended_ns=time.time_ns(),
+            )
+            if said != self._written and self._layout.root.is_dir():
+                write_listening(self._layout, said)
+                self._written = said
+
+    def listens_for(self, save_path: str) -> bool:
+        return self._save_path == save_path
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _nothing_asked(self) -> bool:
+        """What a step pays: no file now, none at the last look, no signal. Each is one reading: no lock."""
+        if self._requests or self._seen is not None or sigusr1.pending():
+            return False
+        return not os.access(self._control, os.F_OK)
+
+    def _decide(
+        self, config: ProfileConfig, request: Request, step: int, alone: bool
+    ) -> ProfileConfig | None:
+        answer = self._said.answers.get(request.id)
+        if answer is None or answer.state not in ("heard", "captured"):
+            return None
+        try:
+            if not self._is_for(request, step, alone):
+                return None
+            chosen = apply(config, request, step)
+            check_tool(chosen)
+        except (ConfigError, OSError) as error:
+            self._answer(request, Answer(state="refused", reason=str(error)))
+            return None
+        steps = [*answer.steps, step]
+        self._answer(request, Answer(state="captured", steps=steps, reason=answer.reason))
+        return chosen
+
+    def _is_for(self, request: Request, step: int, alone: bool) -> bool:
+        """Whether `step` is one that `request` asks for; says so when it is too late for all of them."""
+        answer = self._said.answers[request.id]
+        if step in answer.steps:
+            return False
+        if request.steps == "next":
+            if request.id not in self._claimed:
+                if time.time_ns() > request.expires_ns:
+                    return self._miss(request, "it had expired when a step began", "expired")
+                proposed = step if alone else step + 1
+                self._claimed[request.id] = claim_step(self._layout, request.id, proposed)
+            ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
+        else:
+            ranges = _ranges(request.steps)
+        if any(step in each for each in ranges):
+            return time.time_ns() <= request.expires_ns or bool(answer.steps)
+        over = all(each.stop is not None and each.stop <= step for each in ranges)
+        if over and not answer.steps:
+            return self._miss(request, f"step {step} was reached when it was heard")
+        return False
+
+    def _miss(self, request: Request, reason: str, state: AnswerState = "missed") -> bool:
+        self._answer(request, Answer(state=state, reason=reason))
+        return False
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            try:
+                with self._lock:
+                    self._look()
+                    self._write()
+            except Exception as error:  # a disk that is full now may have room at the next look
+                failures.note("polling for requests", error)
+        if _listener is not self:
+            _write_last(self, "its process went on in another run's folder")
+
+    def _look(self) -> None:
+        """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""
+        seen = _stamp(self._control)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            known = read_requests(self._layout.control)
+            self._requests = [each for each in known if each.runs is None or configure.run_id() in each.runs]
+        except RecordError as error:
+            failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
+            self._requests = []
+        for request in self._requests:
+            if request.id not in self._said.answers:
+                late = time.time_ns() > request.expires_ns
+                heard = Answer(state="expired", reason="it had expired") if late else Answer(state="heard")
+                self._answer(request, heard)
+        asked = {request.id for request in self._requests}
+        kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
+        self._said = msgspec.structs.replace(self._said, answers=kept)
+
+    def _answer(self, request: Request, answer: Answer) -> None:
+        answers = {**self._said.answers, request.id: answer}
+        self._said = msgspec.structs.replace(self._said, answers=answers)
+
+    def _write(self) -> None:
+        """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
+        asks has no other sign that there is such a run.
+        """
+        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=configure.run_id())
+        if self._said != self._written:
+            write_listening(self._layout, self._said)
+            self._written = self._said
+
+
+def wanted(
+    config: ProfileConfig, step: int, role: str, rank: int | None, alone: bool
+) -> ProfileConfig | None:
+    """See `Listener.wanted`; of this process' listener, which is made where there is none.
+
+    Args:
+        alone: Whether the process is known to decide alone.
+    """
+    standing = _listener
+    if standing is None or not standing.listens_for(config.save_path):
+        standing = listener_of(config, role, rank)
+    return standing.wanted(config, step, alone=alone or is_alone())
+
+
+def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
+    """This process' listener at the run in `config.save_path`; one that listened elsewhere is closed."""
+    global _listener
+    standing = _listener
+    if standing is None or not standing.listens_for(config.save_path):
+        if standing is not None:
+            standing.close()
+        standing = _listener = Listener(config, identify(role, rank=rank))
+        sigusr1.handle(config)
+    return standing
+
+
+def listens_here(save_path: str) -> bool:
+    """Whether this process listens at the run in that folder."""
+    return _listener is not None and _listener.listens_for(save_path)
+
+
+def tell_others(step: int, said: dict[str, str]) -> None:
+    """See `Listener.tell_others`."""
+    if _listener is not None:
+        _listener.tell_others(step, said)
+
+
+def tell_outcome(step: int, reason: str | None) -> None:
+    """See `Listener.tell_outcome`."""
+    if _listener is not None:
+        _listener.tell_outcome(step, reason)
+
+
+def end(why: str) -> None:
+    """The process is about to end: who asked is told what comes to nothing by it."""
+    if _listener is not None:
+        _write_last(_listener, f"{why} before such a step began")
+
+
+def _write_last(listener: Listener, why: str) -> None:
+    try:
+        listener.write_last(why)
+    except Exception as error:
+        failures.note("writing the last answers", error)
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+@lru_cache(maxsize=MAX_REQUESTS)
+def _ranges(steps: str) -> tuple[StepRange, ...]:
+    """What a request asks for; read once, since one for a far step stands at every step until then."""
+    return ProfileConfig.from_mapping({"steps": steps}).steps
+
+
+def _just(step: int) -> StepRange:
+    return StepRange(step, step + 1)
+
+
+def _in_child() -> None:
+    global _listener
+    _listener = None  # the child has the object and not the thread
+
+
+os.register_at_fork(after_in_child=_in_child)
+atexit.register(end, "the process exited")

@@ -1,0 +1,161 @@
+"""prepare(): before the first step, what can be wrong is found and every one-off cost is paid.
+
+Without it the first captured step does both: its body is not slower for it, but the run waits some seconds
+before it (torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from stepscope import switch
+from stepscope.config import ProfileConfig
+from stepscope.errors import CaptureError, StepscopeError
+from stepscope.recording.capture import configure, omissions
+from stepscope.recording.process import failures, sigusr1
+from stepscope.recording.session.profiler_windows import in_event_loop
+
+if TYPE_CHECKING:
+    from stepscope.recording.fanout.worker_side import PrepareAnswer
+
+_prepared = 0
+"""Id of the process if it was prepared; a forked child was not. One writer: this module."""
+
+
+def prepare(
+    *,
+    workers: object = None,
+    engines: object = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+) -> None:
+    """Checks this process, its workers and its engines, and starts each one's profiler once for nothing.
+
+    Call it once, after the workers are placed. It takes what `capture` takes. When the configuration selects
+    no steps it makes ready for requests, and what is wrong is a warning and not raised; with
+    `control.requests` false too it does nothing.
+
+    Raises:
+        ConfigError: as `capture` on opening.
+        EngineError: as `capture` on opening.
+        CaptureError: one line for each process or engine whose profiler cannot work, with the reason; or this
+            runs inside an event loop (await `aprepare` there).
+    """
+    if switch.DISABLED:
+        return
+    if in_event_loop():
+        raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
+    from stepscope.recording.process import private_loop
+
+    config = configure.current() if config is None else config
+    sigusr1.handle(config)  # on this thread: the rest runs on the loop's
+    private_loop.run(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
+
+
+async def aprepare(
+    *,
+    workers: object = None,
+    engines: object = None,
+    config: ProfileConfig | None = None,
+    role: str = "trainer",
+) -> None:
+    """As `prepare`, without blocking the event loop."""
+    if switch.DISABLED:
+        return
+    config = configure.current() if config is None else config
+    sigusr1.handle(config)
+    await _prepare(config, workers, engines, role)
+
+
+def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
+    """Prepare this process on this thread: a first start of torch's profiler on another one than that which
+    imported torch prints an error.
+    """
+    if not config.steps and not config.control.requests:
+        return None
+    from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
+
+    selecting = config if config.steps else config.replace(steps=[0])
+    return prepare_worker(PrepareRequest(config=selecting, run_id=configure.run_id(), role=role))
+
+
+async def _prepare(
+    config: ProfileConfig,
+    workers: object,
+    engines: object,
+    role: str,
+    *,
+    alone: PrepareAnswer | None = None,
+) -> None:
+    """Args: alone: What preparing this process itself has led to; None if that is still to be done."""
+    global _prepared
+    _prepared = os.getpid()
+    if workers is not None and not omissions.none_meant(workers):
+        omissions.workers_prepared()
+    if not config.steps and not config.control.requests:
+        return
+    from stepscope.recording.capture.readiness import make_ready
+
+    if config.steps:
+        await make_ready(config, workers, engines, role, alone=alone)
+        return
+    try:  # as a request would select it
+        await make_ready(config.replace(steps=[0]), workers, engines, role, alone=alone)
+    except StepscopeError as error:
+        failures.warn(
+            "stepscope: `steps` selects nothing, and a capture on request would not be whole: %s", error
+        )
+
+
+def before_first_step(config: ProfileConfig, workers: object, role: str) -> None:
+    """Prepare a program that nobody edits, once: it has no line that could call `prepare`.
+
+    Trouble is logged. Without selected steps nothing is prepared, as no step may ever be asked for.
+    """
+    if not _is_due(config):
+        return
+    if workers is None:  # on the thread that is recorded: torch logs an error where it is another one
+        with _logged():
+            _prepare_alone(config, role)
+    else:
+        from stepscope.recording.process import private_loop
+
+        private_loop.run(abefore_first_step(config, workers, role))
+
+
+async def abefore_first_step(config: ProfileConfig, workers: object, role: str) -> None:
+    """As `before_first_step`, without blocking the event loop."""
+    if not _is_due(config):
+        return
+    from stepscope.recording.capture.readiness import make_ready
+
+    with _logged():
+        await make_ready(config, workers, None, role, edited=False)
+
+
+def _prepare_alone(config: ProfileConfig, role: str) -> None:
+    from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
+
+    configure.check(config, on_ray=False)
+    answer = prepare_worker(PrepareRequest(config=config, run_id=configure.run_id(), role=role))
+    if answer.problem is not None:
+        raise CaptureError(f"profiling cannot work in this process: {answer.problem}")
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    global _prepared
+    _prepared = os.getpid()
+    try:
+        yield
+    except StepscopeError as error:
+        failures.warn("stepscope: %s", error)
+    except Exception as error:
+        failures.note("preparing before the first step", error)
+
+
+def _is_due(config: ProfileConfig) -> bool:
+    return bool(config.steps) and _prepared != os.getpid()

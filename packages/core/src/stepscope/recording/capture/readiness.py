@@ -1,0 +1,101 @@
+"""Before the first step: every process and engine of a run is checked, and its profiler started for
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler
+from stepscope.engines.own_thread import own_thread
+from stepscope.errors import CaptureError
+from stepscope.recording.capture import configure, omissions
+from stepscope.recording.fanout.engines import warn_of_long_stops
+from stepscope.recording.fanout.fleet import WorkerOutcome
+from stepscope.recording.fanout.participants import Others
+from stepscope.recording.fanout.worker_side import PrepareAnswer, PrepareRequest, prepare_worker
+from stepscope.recording.process import identity
+from stepscope.recording.process.private_loop import within
+from stepscope.recording.spans import wrapping
+from stepscope.recording.spans.log import describe
+
+STARTING_S = 300.0
+"""How long a worker or an engine may take to answer before the run: it may still be loading its model."""
+
+
+async def make_ready(
+    config: ProfileConfig,
+    workers: object,
+    engines: object,
+    role: str,
+    *,
+    edited: bool = True,
+    alone: PrepareAnswer | None = None,
+) -> None:
+    """Check and warm up this process, its workers and its engines.
+
+    Args:
+        edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
+            that nobody edits, roles come with the modules that it imports, and a busy worker is not waited
+            for longer than in a capture.
+        alone: What preparing this process itself has led to; None if that is still to be done.
+
+    Raises:
+        ConfigError: as a capture on opening.
+        EngineError: as a capture on opening.
+        CaptureError: all that is wrong.
+    """
+    others = Others(None if omissions.none_meant(workers) else workers, engines)
+    configure.check(config, on_ray=others.fleet is not None)
+    if others.profilers:
+        warn_of_long_stops(config)
+    mine, outcomes, engines_problems = await asyncio.gather(
+        _this_process(config, role, alone),
+        _workers(others, config, STARTING_S if edited else 0.0),
+        asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
+    )
+    problems = [] if mine.problem is None else [mine.problem]
+    problems += [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
+    problems += [problem for found in engines_problems for problem in found]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
+    for warning in dict.fromkeys((*mine.warnings, *(line for each in outcomes for line in each.warnings))):
+        omissions.warn_once(warning)
+    if edited and (outcomes or others.profilers or identity.is_alone()):
+        roles = {*mine.roles, *(found for each in outcomes for found in each.roles)}
+        _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
+
+
+def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
+    """Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them."""
+    roles |= wrapping.declared_roles
+    for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
+        omissions.warn_once(reason)
+
+
+async def _this_process(config: ProfileConfig, role: str, alone: PrepareAnswer | None) -> PrepareAnswer:
+    if alone is not None:
+        return alone
+    request = PrepareRequest(config=config, run_id=configure.run_id(), role=role)
+    return await own_thread(prepare_worker, request)
+
+
+async def _workers(others: Others, config: ProfileConfig, starting_s: float) -> Sequence[WorkerOutcome]:
+    if others.fleet is None:
+        return []
+    deadline_s = max(config.budget.fanout_seconds, starting_s)
+    return await others.fleet.prepare(PrepareRequest(config=config, run_id=configure.run_id()), deadline_s)
+
+
+async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:
+    deadline_s = max(config.budget.fanout_seconds, STARTING_S)
+    try:
+        await within(own_thread(engine.check), deadline_s)
+    except asyncio.TimeoutError:
+        return [f"replica {engine.replica}: no answer within {deadline_s:g} s"]
+    except Exception as error:
+        return [f"replica {engine.replica}: {describe(error)}"]
+    return []

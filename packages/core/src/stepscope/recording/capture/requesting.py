@@ -1,0 +1,110 @@
+"""The asking side of captures on demand: a request in the run's folder. `requests` is the other side."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from stepscope import switch
+from stepscope.config import ProfileConfig
+from stepscope.errors import CaptureError
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import Request, change_requests, has_ended, read_listening
+from stepscope.recording.capture import configure, on_demand
+
+_DAY_NS = 86_400 * 10**9
+
+
+def request_capture(
+    steps: str = "next",
+    *,
+    roles: str | None = None,
+    ranks: object = None,
+    tool: str | None = None,
+    seconds: float | None = None,
+    expires_s: float = 3600,
+    save_path: str | os.PathLike[str] | None = None,
+    next_run: bool = False,
+) -> str:
+    """Asks a run, this one or another, to capture steps that its configuration does not select.
+
+    What `stepscope trigger` does. The run hears it when its next step begins.
+
+    Args:
+        steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
+        roles: A role or a glob in which the profiler runs; None: as configured.
+        ranks: `all`, `first` or ranks; None: as configured.
+        tool: Instead of the configured one.
+        seconds: Instead of `budget.seconds`.
+        expires_s: Forgotten if no step has begun by then.
+        save_path: The run's folder; None: that of this process' configuration.
+        next_run: Ask also if nobody listens there: the next run in that folder hears it.
+
+    Returns:
+        The request's id; `stepscope trigger RUN --status` shows the answers to it. With STEPSCOPE_DISABLE=1
+        nothing is asked, and it is empty.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        CaptureError: nobody listens in that folder: its run has ended, or has not begun.
+        OSError: the folder cannot be written.
+    """
+    if switch.DISABLED:
+        return ""
+    settings: dict[str, object] = {"steps": [0] if steps == "next" else steps}
+    if roles is not None or ranks is not None:
+        settings["roles"] = {roles or "*": {} if ranks is None else {"ranks": ranks}}
+    if tool is not None:
+        settings["tool"] = tool
+    if seconds is not None:
+        settings["budget"] = {"seconds": seconds}
+    checked = ProfileConfig.from_mapping(settings)
+    chosen = next(iter(checked.roles.values())).ranks
+    now_ns = time.time_ns()
+    layout = RunLayout(configure.current().save_path if save_path is None else save_path)
+    request = Request(
+        id=os.urandom(4).hex(),
+        steps="next" if steps == "next" else ",".join(str(each) for each in checked.steps),
+        roles=roles,
+        ranks=None if ranks is None else chosen if isinstance(chosen, str) else list(chosen),
+        tool=tool,
+        seconds=seconds,
+        created_ns=now_ns,
+        expires_ns=now_ns + int(expires_s * 1e9),
+        runs=_runs_that_listen(layout, own=save_path is None, next_run=next_run),
+    )
+    change_requests(layout, lambda standing: [*_living(standing), request])
+    return request.id
+
+
+def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[str] | None:
+    """Return the ids of the runs that listen in a folder; None for whichever comes.
+
+    Args:
+        own: It is this process' run too, which need not listen yet.
+
+    Raises:
+        CaptureError: nobody listens, and the next run is not meant.
+    """
+    known = read_listening(layout)
+    living = [process for process in known if not has_ended(process)]
+    if living and all(process.run_id for process in living):
+        return sorted({process.run_id for process in living} | ({configure.run_id()} if own else set()))
+    if living or own or next_run or on_demand.listens_here(os.fspath(layout.root)):
+        return None
+    last = known[-1] if known else None
+    why = (
+        "Is it the run's save_path? A run listens from its first capture() on, unless control.requests is "
+        "false"
+        if last is None
+        else f"The run has ended ({last.role}, {last.host} pid {last.pid})"
+    )
+    raise CaptureError(
+        f"nobody listens in {layout.root}, and nothing was asked. {why}. "
+        "Fix: next_run=True (`stepscope trigger --next-run`) asks the next run in this folder"
+    )
+
+
+def _living(standing: list[Request]) -> list[Request]:
+    """Those that have not been over for a day, whose answers somebody may still read."""
+    return [request for request in standing if request.expires_ns > time.time_ns() - _DAY_NS]

@@ -1,0 +1,166 @@
+"""What workers recorded on hosts that share no folder with the owner: read there, put in place here.
+
+A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Once its files
+are whole they are fetched in pieces, through the same calls that started it: its part of the manifest comes
+last, so a process whose part is here has all of its files here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.config import ProfileConfig
+from stepscope.errors import EngineError
+from stepscope.files.arrival import PIECE, Arrival
+from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.recording.session import budget
+
+if TYPE_CHECKING:
+    from stepscope.recording.session.session import Session
+
+_KEPT = 256
+"""Captures whose files a worker keeps to be fetched: more than any line of finish work holds. An owner that
+died asks for none and releases none.
+"""
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """A file on a worker's host."""
+
+    path: str
+    """In the step's folder."""
+    size_bytes: int
+
+
+# In the worker.
+
+_sessions: dict[str, Session] = {}
+"""By the capture's id, the oldest first. Writers: `keep`, `release`."""
+_given_up: deque[str] = deque(maxlen=_KEPT)
+"""Captures that were one too many. One writer: `keep`."""
+
+
+def keep(session: Session) -> None:
+    """The session's files will be asked for, until they are released."""
+    _sessions[session.capture_id] = session
+    while len(_sessions) > _KEPT:
+        oldest = next(iter(_sessions))
+        release(oldest)
+        _given_up.append(oldest)
+
+
+def release(capture_id: str) -> None:
+    """The owner has all of the capture's files, or wants none."""
+    _sessions.pop(capture_id, None)
+
+
+def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
+    """What this process, and an engine on its host, wrote in a capture: its part of the manifest last.
+
+    Args:
+        engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
+
+    Returns:
+        Without the part where the disk does not have it and does not take it now; `Home.is_part` tells.
+
+    Raises:
+        EngineError: this process knows of no such capture, or has not closed it.
+    """
+    session = _session(capture_id)
+    layout, part = session.layout, session.ledger.part
+    if part.closed is None:
+        raise EngineError("its capture is still open there")
+    own = layout.part_of(session.process, session.run_id, session.number)
+    if not own.is_file():
+        session.ledger.write()
+    written = [artifact.path for item in part.expected for artifact in item.artifacts]
+    named = [_within(layout, path) for path in (*engine_files, *written)]
+    named += [layout.spans_of(session.process, session.run_id, session.number)]
+    named += [own]
+    found = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
+    return [
+        Remote(path=file.relative_to(layout.root).as_posix(), size_bytes=file.stat().st_size)
+        for file in found
+        if file.is_file()
+    ]
+
+
+def piece_of(capture_id: str, path: str, offset: int) -> bytes:
+    """At most `PIECE` bytes of one of those files, from `offset` on.
+
+    Raises:
+        EngineError: this process knows of no such capture.
+        OSError: the file cannot be read.
+    """
+    with _within(_session(capture_id).layout, path).open("rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
+
+
+def _session(capture_id: str) -> Session:
+    session = _sessions.get(capture_id)
+    if session is not None:
+        return session
+    if capture_id in _given_up:
+        raise EngineError(f"{_KEPT} later captures waited to be fetched, and the worker keeps no more")
+    raise EngineError("the worker is another process than the one that recorded (did it restart?)")
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """The files of an artifact, which may be a folder."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+# In the owner.
+
+
+class Home:
+    """The owner's folder of one step, where fetched files are put in place whole."""
+
+    def __init__(self, layout: StepLayout, config: ProfileConfig) -> None:
+        self._layout = layout
+        self._config = config
+
+    def path_of(self, path: str) -> Path:
+        """Where a path in the step's folder is here."""
+        return _within(self._layout, path)
+
+    def is_part(self, file: Remote) -> bool:
+        """Whether it is a process' part of the manifest."""
+        return self.path_of(file.path).parent == self._layout.processes
+
+    def lacks(self, file: Remote) -> bool:
+        """Whether it is still to be fetched: a shared disk that was slow to show it has it by now."""
+        return not self.path_of(file.path).exists()
+
+    def refuses(self, file: Remote) -> str | None:
+        """Why a trace is left where it is; None for what is small, and where there is room."""
+        if not self.path_of(file.path).is_relative_to(self._layout.traces):
+            return None
+        return budget.over_budget(self._config)
+
+    def begin(self, file: Remote) -> Arrival:
+        return Arrival(self.path_of(file.path))
+
+
+def _within(layout: StepLayout, path: str) -> Path:
+    """`path` below the step's folder.
+
+    Raises:
+        EngineError: it leads out of it.
+    """
+    root = layout.root.resolve()
+    found = (root / path).resolve()
+    if not found.is_relative_to(root) or found == root:
+        raise EngineError(f"{path!r} is no path in the step's folder")
+    return layout.root / found.relative_to(root)

@@ -1,0 +1,119 @@
+"""What recording asks of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
+
+Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from stepscope.errors import ConfigError
+from stepscope.files.clock import ClockOffset
+from stepscope.files.manifest import State
+from stepscope.recording.fanout.fetch import Home
+from stepscope.recording.fanout.worker_side import GatherRequest, PrepareRequest, StartRequest, StopRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOutcome:
+    """What became of one call to one worker."""
+
+    name: str
+    """For people: `actor[3]`, with the actor id."""
+    state: State
+    """`ok`, or what the manifest should say of a worker that did not answer well."""
+    reason: str | None = None
+    process: str | None = None
+    """`ProcessInfo.key`, once the worker has said it."""
+    clock: ClockOffset | None = None
+    roles: tuple[str, ...] = ()
+    """After `prepare`: the roles that it does the work of."""
+    warnings: tuple[str, ...] = ()
+    """After `prepare`: what the configuration asks for and nobody has."""
+    apart: bool = False
+    """After `start`: it writes to a folder that this process does not see."""
+
+
+class Fleet(Protocol):
+    """The workers of one capture. One instance per capture."""
+
+    async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Pays the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
+        ...
+
+    async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an
+        exception.
+
+        When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
+        """
+        ...
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
+        """Closes it on all workers at once, those included that answered late. One outcome each."""
+        ...
+
+    async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
+        """Waits until the workers have written their files; `failed` with what is unfinished at the
+        deadline.
+        """
+        ...
+
+    async def gather(
+        self, request: GatherRequest, home: Home, left_s: Callable[[], float]
+    ) -> list[WorkerOutcome]:
+        """Fetches the files of the workers that are apart, until `left_s` says that no time is left. One
+        outcome each.
+        """
+        ...
+
+    def release(self, capture_id: str) -> None:
+        """All files of the capture are here: the workers need not keep them to be fetched. Waits for
+        nobody.
+        """
+        ...
+
+
+def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> Fleet:
+    """The fleet that knows what `workers` is.
+
+    Args:
+        workers: What was given to `capture(workers=)`; None for nothing.
+        engine_workers: By replica, workers that an engine's own profiler records: they record spans only.
+
+    Raises:
+        ConfigError: no installed fleet knows it.
+    """
+    from importlib.metadata import entry_points
+
+    for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
+        make = cast(Callable[[object, Mapping[int, Sequence[object]]], "Fleet | None"], point.load())
+        fleet = make(workers, engine_workers or {})
+        if fleet is not None:
+            return fleet
+    if isinstance(workers, Mapping) and workers:
+        role, group = next(iter(workers.items()))
+        raise not_workers(group, role)
+    raise not_workers(workers, None)
+
+
+def not_workers(group: object, role: object) -> ConfigError:
+    """Return the error for what is no worker, given as `capture(workers=group)` or {role: group}."""
+    is_empty = group is None or (isinstance(group, Sized) and not len(group))
+    item = group[0] if isinstance(group, Sequence) and group else group
+    kind = type(item).__qualname__
+    fix = "pass the Ray actor handles of the workers; pip install 'stepscope[ray]' if Ray is missing"
+    if isinstance(item, type):
+        kind, fix = item.__qualname__, f"pass what {item.__name__}.remote(...) returned, not the class"
+    elif kind.startswith("ActorClass("):
+        fix = f"pass what {kind[11:-1]}.remote(...) returned, not the class"
+    elif is_empty:
+        fix = "leave it out"
+    return ConfigError(
+        "capture(workers=)" if role is None else f"capture(workers=)[{role!r}]",
+        group if is_empty or isinstance(group, str) else kind if item is group else f"a list of {kind}",
+        "a Ray actor handle, a sequence of them in rank order, {number: handle}, or {role: any of these}",
+        fix,
+    )

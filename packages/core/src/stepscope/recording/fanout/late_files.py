@@ -1,0 +1,91 @@
+"""Stops of engines that took longer than their deadline: they go on, on their caller's event loop, and what
+they bring is entered, until the next capture begins or that loop ends. What an adapter brings to its end by
+itself after that, one of the next three captures of this process enters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+
+from stepscope.engines.own_thread import own_thread
+from stepscope.files.sidecar import Artifact
+from stepscope.recording.process import failures
+
+_GRACE_S = 1.0
+"""For a stop to end that is told to."""
+
+_late: set[asyncio.Future[list[Artifact]]] = set()
+"""Writers: `add`, each as it ends, and a forked child."""
+
+_LOOKS = 3
+"""How often files of one that was given up are looked for, once for each later capture: each look reads the
+folder of a step.
+"""
+_given_up: deque[tuple[Callable[[], bool], int]] = deque()
+"""What enters the files of those that were given up, and how many looks are left. Writers: `add`, `expect`,
+`enter_what_came`, and a forked child.
+"""
+
+
+def add(
+    stopping: asyncio.Future[list[Artifact]],
+    came: Callable[[asyncio.Future[list[Artifact]]], None],
+    came_by_itself: Callable[[], bool] | None = None,
+) -> None:
+    """Calls `came` once it has ended. Given up, `came_by_itself` is called by `enter_what_came` until it says
+    that something has come.
+    """
+    _late.add(stopping)
+
+    def ended(stopped: asyncio.Future[list[Artifact]]) -> None:
+        _late.discard(stopped)
+        if not stopped.cancelled():
+            came(stopped)
+        elif came_by_itself is not None:
+            _given_up.append((came_by_itself, _LOOKS))
+
+    stopping.add_done_callback(ended)
+
+
+def expect(came_by_itself: Callable[[], bool]) -> None:
+    """A stop is over, or failed, and files may still come: `enter_what_came` calls this until it says so."""
+    _given_up.append((came_by_itself, _LOOKS))
+
+
+async def give_up() -> None:
+    """The next capture begins: an engine is not told to stop and to start at once. What an adapter brings to
+    its end by itself still comes to its folder, and `enter_what_came` enters it.
+    """
+    here = asyncio.get_running_loop()
+    mine = {each for each in tuple(_late) if each.get_loop() is here}
+    for each in tuple(_late):
+        if each in mine:
+            each.cancel()
+        elif each.get_loop().is_closed():
+            _late.discard(each)  # its loop was closed under it: it will never end
+        else:
+            each.get_loop().call_soon_threadsafe(each.cancel)
+    if mine:
+        await asyncio.wait(mine, timeout=_GRACE_S)
+
+
+async def enter_what_came() -> None:
+    """Looks for files of stops that were given up. Cheap where there are none."""
+    for _ in range(len(_given_up)):
+        came_by_itself, looks = _given_up.popleft()
+        try:
+            if not await own_thread(came_by_itself) and looks > 1:
+                _given_up.append((came_by_itself, looks - 1))
+        except Exception as error:
+            failures.note("entering files that came late", error)
+
+
+def _in_child() -> None:
+    _late.clear()
+    _given_up.clear()  # its parent's captures are its parent's to write
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,158 @@
+"""The other processes of a capture: its workers and its engines, started and stopped all at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from stepscope.files.layout import sidecar_of
+from stepscope.files.manifest import Absent, Expectation, State, awaited
+from stepscope.recording.after import pipeline
+from stepscope.recording.fanout.engines import EngineGroup, profilers_of
+from stepscope.recording.fanout.fetch import Home
+from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
+from stepscope.recording.fanout.worker_side import GatherRequest, StartRequest, StopRequest
+from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.process import failures
+from stepscope.recording.session.session import Session
+
+
+class Others:
+    """What becomes of each worker and each replica goes into the owner's ledger; nothing is raised for
+    one.
+    """
+
+    def __init__(self, workers: object, engines: object) -> None:
+        """Raises ConfigError or EngineError for workers or engines that nothing installed knows."""
+        self.profilers = [] if engines is None else profilers_of(engines)
+        recorded = {
+            profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
+        }
+        self.fleet: Fleet | None = None
+        if workers is not None or recorded:
+            self.fleet = load_fleet(workers, recorded)
+        self.apart: list[str] = []
+        """Workers whose files are to be fetched: they write to a folder that this process does not see."""
+        self._group: EngineGroup | None = None
+        self._ledger: Ledger | None = None
+        self._home: Home | None = None
+        self._capture_id = ""
+        self._released = False
+
+    def join(self, session: Session) -> None:
+        """Ties them to the owner's session."""
+        part, layout, config = session.ledger.part, session.layout, session.config
+        self._ledger, self._home = session.ledger, Home(layout, config)
+        self._group = EngineGroup(
+            self.profilers,
+            config=config,
+            layout=layout,
+            ledger=session.ledger,
+            step=part.step,
+            name=f"step_{part.step:06d}_{part.run_id}",
+            over_budget=session.over_budget,
+        )
+
+    async def start(self, request: StartRequest, deadline_s: float) -> None:
+        """Returns when every one has begun, failed, or used up its deadline."""
+        ledger, group = self._joined()
+        self._capture_id = request.capture_id
+        await asyncio.gather(self._start_workers(ledger, request, deadline_s), group.start(deadline_s))
+
+    async def stop(self, request: StopRequest, deadline_s: float) -> None:
+        """Stops those that began, those that may have, and those that answered too late."""
+        ledger, group = self._joined()
+        await asyncio.gather(self._stop_workers(ledger, request, deadline_s), group.stop(deadline_s))
+
+    async def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetches the files of workers that are apart, and of engines on their hosts."""
+        ledger, group = self._joined()
+        group.look_again()  # a shared disk may lag
+        home = self._home
+        if self.fleet is None or home is None:
+            return
+        artifacts = [each for item in ledger.part.expected for each in item.artifacts]
+        remote = [artifact for artifact in artifacts if not home.path_of(artifact.path).exists()]
+        files: dict[str, list[str]] = {}
+        for artifact in remote:
+            files.setdefault(artifact.host, []).append(artifact.path)
+        fetched = [name for name in self.apart if ledger.state(files_of(name)) == "ok"]
+        if len(fetched) == len(self.apart) and not remote:
+            self._release(ledger, home)
+            return
+        request = GatherRequest(capture_id=self._capture_id, engine_files=files)
+        for outcome in await self.fleet.gather(request, home, left_s):
+            if outcome.name in fetched:
+                continue  # it was asked for an engine's files; its own are here
+            name = files_of(outcome.name)
+            state: State = "ok" if outcome.state == "ok" else "failed"
+            ledger.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
+            if state != "ok":
+                failures.warn("stepscope: step %d: %s: %s", ledger.part.step, name, outcome.reason)
+        group.look_again()
+        ledger.write()
+        here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
+        for path in here:
+            if sidecar_of(path).exists():
+                pipeline.artifact_done(path, None, ledger)
+        self._release(ledger, home)
+
+    def _release(self, ledger: Ledger, home: Home) -> None:
+        """Lets the workers forget the capture once all is here, and no engine's files may still come."""
+        items = ledger.part.expected
+        is_over = (
+            all(ledger.state(files_of(name)) == "ok" for name in self.apart)
+            and all(home.path_of(artifact.path).exists() for item in items for artifact in item.artifacts)
+            and not any(item.pending == "late" for item in items)
+        )
+        if self.fleet is not None and is_over and not self._released:
+            self._released = True
+            self.fleet.release(self._capture_id)
+
+    def taking_part(self) -> dict[str, str]:
+        """What the others said to the start: {worker or replica: `began`, or why it takes no part}."""
+        part = self._joined()[0].part
+        said = dict.fromkeys((*part.began.values(), *self.apart), "began")
+        said |= {absent.name: absent.reason for absent in part.absent}
+        for item in part.expected:
+            if item.kind == "engine":
+                said[item.name] = "began" if item.pending == "closing" else item.reason or item.state
+        return said
+
+    async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
+        if self.fleet is not None:
+            outcomes = await self.fleet.start(request, deadline_s)
+            fetched = request.config.finish.fetches
+            self.apart = [each.name for each in outcomes if each.apart and fetched]
+            for name in self.apart:
+                ledger.expect(awaited(files_of(name), "fetch", "fetching"))
+            began = {each.process: each.name for each in outcomes if each.process is not None}
+            ledger.update(began={key: name for key, name in began.items() if name not in self.apart})
+            _enter(ledger, outcomes)
+
+    async def _stop_workers(self, ledger: Ledger, request: StopRequest, deadline_s: float) -> None:
+        if self.fleet is not None:
+            _enter(ledger, await self.fleet.stop(request, deadline_s))
+
+    def _joined(self) -> tuple[Ledger, EngineGroup]:
+        if self._ledger is None or self._group is None:
+            raise RuntimeError("Others.join comes first")
+        return self._ledger, self._group
+
+
+def files_of(name: str) -> str:
+    """What the manifest calls the files of a worker that is apart."""
+    return f"files of {name}"
+
+
+def _enter(ledger: Ledger, outcomes: list[WorkerOutcome]) -> None:
+    ledger.add_absent(
+        tuple(
+            Absent(
+                name=outcome.name, state=outcome.state, reason=outcome.reason or "", process=outcome.process
+            )
+            for outcome in outcomes
+            if outcome.state != "ok"
+        )
+    )
+    ledger.add_clocks(tuple(outcome.clock for outcome in outcomes if outcome.clock is not None))

@@ -1,0 +1,276 @@
+"""The worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
+
+A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already
+stopped (the worker was busy past its deadline) is refused, and a stop for a capture that is not open answers
+so and does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from stepscope import switch
+from stepscope.backends import load_backend
+from stepscope.config import ProfileConfig
+from stepscope.files.manifest import Ending
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.after import pipeline
+from stepscope.recording.capture import capture
+from stepscope.recording.fanout import fetch
+from stepscope.recording.output import exporter
+from stepscope.recording.process import sigusr1
+from stepscope.recording.process.identity import identify
+from stepscope.recording.session.claims import Claim
+from stepscope.recording.session.selection import decide_process, may_record, missing_ranks
+from stepscope.recording.session.session import Session, library_loaded
+from stepscope.recording.spans import slot, wrapping
+from stepscope.recording.spans.log import describe
+
+
+class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens a capture in a worker. The same for all workers, but for `role`, `position` and `replica`."""
+
+    capture_id: str
+    run_id: str
+    step: int
+    config: ProfileConfig
+    role: str | None = None
+    """None: found from the decorated methods of the worker's class, or else `worker`."""
+    position: int | None = None
+    """Index among the workers given: the rank, where nothing better says."""
+    world_size: int | None = None
+    replica: int | None = None
+    """Number of the inference replica that the worker belongs to, if any."""
+    spans_only: str | None = None
+    """Why no profiler of ours starts there; None: the configuration decides."""
+    owner_part: str | None = None
+    """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
+
+
+class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo
+    recorded: bool
+    why: str
+    refused: str | None = None
+    """Why no session was opened; None when one was."""
+    off: bool = False
+    """Whether that is on purpose: all is off in this process."""
+    apart: bool = False
+    """Whether this process writes to a folder that the owner does not see."""
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
+    capture_id: str
+    ending: Ending | None = None
+    """Why the capture ended early on the owner's side."""
+    discard: str | None = None
+    """Why what was recorded is unwanted (the worker started too late); None to keep it."""
+
+
+class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo | None
+    """None when no such capture was open here: the process is new (a restarted actor) or never heard of
+    it.
+    """
+    problems: tuple[str, ...] = ()
+
+
+_stopped: set[str] = set()
+"""Captures whose stop came before their start was over. Writers: `stop_worker`, and `start_worker`, which
+takes them out.
+"""
+_OFF = f"{switch.VARIABLE} is set in this process"
+_OVER = "the capture was over before it began here"
+
+
+def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
+    """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    began_ns = time.monotonic_ns()
+    if switch.DISABLED:
+        process, _ = _who(instance, request.role, request.position, request.world_size)
+        return StartAnswer(process=process, recorded=False, why="", refused=_OFF, off=True)
+    instrument_worker(request.config, instance)
+    sigusr1.handle(request.config)
+    process, roles = _who(instance, request.role, request.position, request.world_size, request.replica)
+    if request.capture_id in _stopped:
+        _stopped.discard(request.capture_id)
+        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
+    claim = Claim(request.step)
+    try:
+        other = claim.take()
+        if other is not None:
+            refused = f"a capture of step {other.step} is open in this process"
+            return StartAnswer(process=process, recorded=False, why="", refused=refused)
+        return _start(request, process, roles, claim, began_ns)
+    except BaseException:
+        claim.free()
+        raise
+
+
+def _start(
+    request: StartRequest, process: ProcessInfo, roles: tuple[str, ...], claim: Claim, began_ns: int
+) -> StartAnswer:
+    session = Session(
+        config=request.config,
+        step=request.step,
+        process=process,
+        roles=roles,
+        run_id=request.run_id,
+        capture_id=request.capture_id,
+        owner=False,
+        spans_only=request.spans_only,
+        began_ns=began_ns,
+    )
+    try:
+        capture.hand_to_worker(claim, session)
+        _watch_memory(request.config, process, request.run_id, request.step)
+        apart = not session.layout.has_part(request.owner_part)
+        pipeline.promise_in_worker(session, apart=apart)
+        if apart and request.config.finish.fetches:
+            fetch.keep(session)
+        session.open_files()
+        session.start_profiler()
+        capture.activate(session)
+        session.settle()
+    except BaseException as error:
+        fetch.release(request.capture_id)
+        reason = f"opening failed: {describe(error)}"
+        session.close(ending=Ending("rollback", reason), discard=reason)
+        session.settle()
+        raise
+    if request.capture_id in _stopped:  # meanwhile, on another thread
+        _stopped.discard(request.capture_id)
+        session.close(discard=_OVER)
+        return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
+    decision = session.decision
+    return StartAnswer(process=process, recorded=decision.record, why=decision.reason, apart=apart)
+
+
+def stop_worker(request: StopRequest) -> StopAnswer:
+    """Closes the capture in this process. Runs in the worker."""
+    if request.discard is not None:
+        fetch.release(request.capture_id)
+    _stopped.add(request.capture_id)  # before the look: a start under way looks after it is active
+    session = slot.active
+    if session is None or session.capture_id != request.capture_id:
+        return StopAnswer(process=None)
+    _stopped.discard(request.capture_id)
+    session.close(ending=request.ending, discard=request.discard)
+    session.ledger.told = True  # in the answer
+    session.write_cost()
+    session.hand_back()
+    return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
+
+
+class GatherRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetches what workers recorded that share no folder with the owner."""
+
+    capture_id: str
+    engine_files: dict[str, list[str]]
+    """{host: paths in the step's folder} of what engines wrote there."""
+
+
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Makes a worker ready for captures to come. Fields as in `StartRequest`."""
+
+    config: ProfileConfig
+    run_id: str
+    role: str | None = None
+    position: int | None = None
+    world_size: int | None = None
+
+
+class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    roles: tuple[str, ...]
+    """All roles that the worker does the work of, its own first."""
+    problem: str | None = None
+    """Why its profiler cannot work."""
+    warnings: tuple[str, ...] = ()
+    """A line for each thing that the configuration asks for and nobody has."""
+
+
+def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
+    """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
+    config = request.config
+    if switch.DISABLED:
+        return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
+    instrument_worker(config, instance)
+    sigusr1.handle(config)
+    process, roles = _who(instance, request.role, request.position, request.world_size)
+    _watch_memory(config, process, request.run_id, None)
+    step = config.steps[0].start  # every captured step records the same ranks
+    chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
+    warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
+    if not library_loaded(config.tool) or not may_record(config, chosen):
+        return PrepareAnswer(roles=roles, warnings=warnings)
+    try:
+        backend = load_backend(config.tool, config)
+        backend.check()
+        backend.prepare()
+    except Exception as error:
+        return PrepareAnswer(roles=roles, problem=describe(error), warnings=warnings)
+    return PrepareAnswer(roles=roles, warnings=warnings)
+
+
+def instrument_worker(config: ProfileConfig, instance: object) -> None:
+    """What `config` lists under `instrument` is timed here from now on, in the class of `instance` too."""
+    if not config.instrument:
+        return
+    from stepscope.recording.instrument import configured
+
+    configured.apply(config, lenient=True)
+    if instance is not None:
+        configured.apply_to(instance)
+
+
+def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
+    if config.cuda_memory.oom_any_step != "off":
+        from stepscope.recording.session import oom
+
+        oom.watch(config, process, run_id, step)
+
+
+def drain_worker(timeout_s: float) -> list[str]:
+    """Waits for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event
+    loop.
+    """
+    return exporter.exporter().drain(timeout_s)
+
+
+def _who(
+    instance: object,
+    role: str | None,
+    position: int | None,
+    world_size: int | None,
+    replica: int | None = None,
+) -> tuple[ProcessInfo, tuple[str, ...]]:
+    """This process, and all the roles it does the work of, its own first."""
+    found = decorated_roles(type(instance)) if instance is not None else ()
+    role = role or next(iter(found), "worker")
+    process = identify(role, position=position, world_size=world_size, actor_id=_actor_id(), replica=replica)
+    return process, (role, *(other for other in found if other != role))
+
+
+def decorated_roles(cls: type) -> tuple[str, ...]:
+    """The roles that `profile_step` gave to the methods of `cls`, in order of definition."""
+    return tuple(dict.fromkeys(_roles(cls)))
+
+
+def _roles(cls: type) -> Iterable[str]:
+    for owner in reversed(cls.__mro__):
+        for member in vars(owner).values():
+            declared = wrapping.declared(member)
+            if declared is not None and declared.role is not None:
+                yield declared.role
+
+
+def _actor_id() -> str | None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    actor_id: str | None = ray.get_runtime_context().get_actor_id()
+    return actor_id

@@ -1,0 +1,1 @@
+"""Code that cannot be edited: patches, and the steps they mark."""

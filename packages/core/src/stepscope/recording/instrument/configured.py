@@ -1,0 +1,208 @@
+"""The configuration's `instrument` list, put into effect in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Set
+from importlib.metadata import PackageNotFoundError, version
+
+from stepscope.config import InstrumentConfig, ProfileConfig
+from stepscope.config.presets import Preset, read_preset
+from stepscope.errors import ConfigError
+from stepscope.recording.instrument import patch
+from stepscope.recording.instrument.call_arguments import Condition
+from stepscope.recording.instrument.patch import Instrument, Timing
+from stepscope.recording.instrument.step_boundaries import Boundary, calls_of
+
+_applied: dict[tuple[str, str], Instrument] = {}
+"""What stands here because of a configuration. One writer: `apply`."""
+_entries: tuple[InstrumentConfig, ...] = ()
+"""The list that it stands for. One writer: `apply`."""
+
+
+def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
+    """Instruments what `config` lists, now or at its import, and takes back what another one had listed.
+
+    Args:
+        lenient: Log what is wrong with an entry instead of raising it: in workers, and at a program's start,
+            where a package that is not found may still come (`note_absent`).
+
+    Raises:
+        ConfigError: an entry names a module, or a function of an imported module, that is not there. What
+            does not fit in a preset is logged, and the rest of it is used.
+    """
+    global _entries
+    if config.instrument == _entries:
+        return
+    wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, lenient)}
+    for key in [key for key in _applied if key not in wanted]:
+        _applied.pop(key).remove()
+    for key, handle in wanted.items():
+        known = _applied.get(key)
+        if known is not None and not patch.same(known, handle):
+            _applied.pop(key).remove()
+        try:
+            _applied[key] = patch.place(handle, early=lenient)
+        except Exception as error:
+            if not (lenient or handle.origin):
+                raise
+            patch.note_failure(handle, error)
+    _entries = config.instrument
+
+
+def note_absent() -> None:
+    """Log each listed module that this process, which has begun its first step, still cannot find."""
+    for handle in _applied.values():
+        if handle.installed or handle.module in sys.modules or handle.origin:
+            continue
+        try:
+            patch.check_importable(handle.module)
+        except ConfigError as error:
+            patch.note_failure(handle, error)
+
+
+def apply_to(instance: object) -> None:
+    """Instruments the class of a live Ray actor, which Ray built from what the driver sent."""
+    for handle in _applied.values():
+        try:
+            handle.install_on(type(instance))
+        except Exception as error:
+            patch.note_failure(handle, error)
+
+
+def timed() -> dict[str, tuple[str, ...]]:
+    """Functions that are replaced in this process and timed: {`module:name`: what calls are recorded as}."""
+    return {
+        f"{handle.module}:{handle.name}": tuple(
+            f"{timing.role}/{timing.stage or handle.name.rpartition('.')[2]}" for timing in handle.timings
+        )
+        for handle in _applied.values()
+        if handle.installed and handle.timings
+    }
+
+
+def failed() -> dict[str, str]:
+    """Return the entries that are not in effect here: {`module:name`: why}. Those of presets are left out.
+
+    A preset lists functions of several versions of its framework, and need not find them all.
+    """
+    listed = [(str(entry.module), str(entry.name)) for entry in _entries if entry.preset is None]
+    return {
+        f"{module}:{name}": patch.refusals[module, name]
+        for module, name in listed
+        if (module, name) in patch.refusals
+    }
+
+
+def boundaries() -> list[str]:
+    """Each function that was to begin a step, and what became of it in this process."""
+    listed = {(handle.module, handle.name) for handle in _applied.values()}
+    fates = []
+    elsewhere: set[tuple[str | None, str | None]] = set()
+    for entry in _entries:
+        if entry.step not in (None, "end") and (entry.module, entry.name) not in listed:
+            fates.append(
+                f"{entry.module}:{entry.name} (step: {entry.step}) could not be patched: see the log"
+            )
+        elif entry.preset is not None:
+            preset = read_preset(entry.preset, _installed)
+            if not _is_here(preset):
+                fates.append(f"the preset {entry.preset!r}: the framework is not installed in {sys.prefix}")
+                elsewhere |= {(inner.module, inner.name) for inner in preset.entries}
+    begins = [
+        f"{handle.module}:{handle.name} (step: {handle.boundary.kind}) {_fate(handle)}"
+        for handle in _applied.values()
+        if handle.boundary is not None
+        and handle.boundary.kind != "end"
+        and (handle.module, handle.name) not in elsewhere
+    ]
+    return begins + fates
+
+
+def _fate(handle: Instrument) -> str:
+    calls = calls_of(f"{handle.module}:{handle.name}")
+    if handle.installed:
+        return f"was patched, and {f'began no step in {calls} calls' if calls else 'was never called'}"
+    if handle.module in sys.modules:
+        return "could not be patched: see the log"
+    if handle.module == program():
+        return "was not patched: that module is the program itself, which runs as `__main__`"
+    absent = patch.absent_part(handle.module)
+    return "was not patched: " + (
+        "its module was never imported" if absent is None else f"there is no module {absent!r}"
+    )
+
+
+def program() -> str | None:
+    """The name under which another module could import this process' program."""
+    main = sys.modules.get("__main__")
+    if getattr(main, "__spec__", None) is not None:
+        return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m
+    file = getattr(main, "__file__", None)
+    return None if file is None else os.path.splitext(os.path.basename(file))[0]
+
+
+def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Instrument]:
+    """One per function. Entries that stand before others of the same function come first, own ones before
+    those of presets.
+    """
+    grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
+    for origin, entry in _flat(entries, lenient):
+        key = (str(entry.module), str(entry.name))
+        grouped.setdefault(key, (origin, []))[1].append(entry)
+    kinds = {entry.step for _, group in grouped.values() for entry in group}
+    for (module, name), (origin, group) in grouped.items():
+        timings = [_timing(entry) for entry in group if entry.step is None]
+        boundary = next((_boundary(entry, kinds) for entry in group if entry.step is not None), None)
+        yield Instrument(module, name, timings, boundary, origin)
+
+
+def _flat(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[tuple[str, InstrumentConfig]]:
+    presets = []
+    for entry in entries:
+        if entry.preset is None:
+            yield "", entry
+        else:
+            presets.append(entry.preset)
+    for name in presets:
+        preset = read_preset(name, _installed)
+        if not (lenient or _is_here(preset)):
+            allowed = f"a framework that is installed in {sys.prefix}"
+            fix = f"pip install {preset.distribution}, or put its source on PYTHONPATH"
+            raise ConfigError("instrument.preset", name, allowed, fix)
+        origin = _origin(preset)
+        yield from ((origin, entry) for entry in preset.entries)
+
+
+def _is_here(preset: Preset) -> bool:
+    return patch.absent_part(preset.distribution.replace("-", "_")) is None
+
+
+def _origin(preset: Preset) -> str:
+    installed = _installed(preset.distribution)
+    here = f"{installed} is installed" if installed else "none is installed"
+    return f" of the preset {preset.name!r}, written for {preset.distribution} {preset.tested} ({here} here),"
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _timing(entry: InstrumentConfig) -> Timing:
+    return Timing(str(entry.role), entry.stage, dict(entry.attrs) or None, Condition(entry.where, entry.same))
+
+
+def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:
+    """The boundary that `entry` is in a list with entries of these kinds."""
+    return Boundary(
+        kind=str(entry.step),
+        role=entry.role or "trainer",
+        number=entry.number,
+        workers=dict(entry.workers),
+        condition=Condition(entry.where, entry.same),
+        counts="next" not in kinds,
+    )

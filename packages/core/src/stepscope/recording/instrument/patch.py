@@ -1,0 +1,362 @@
+"""`instrument`: times functions of code that one cannot edit, as `profile_step` would."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from stepscope import switch
+from stepscope.errors import ConfigError
+from stepscope.recording.instrument.call_arguments import Arguments, Condition
+from stepscope.recording.instrument.step_boundaries import Boundary
+from stepscope.recording.process import failures
+from stepscope.recording.spans import decorator, slot, wrapping
+from stepscope.recording.spans.wrapping import Attrs
+
+_lock = threading.RLock()
+_instruments: dict[tuple[str, str], Instrument] = {}
+"""(module, name) -> what is installed there, or waits for the import. Written by this module alone."""
+refusals: dict[tuple[str, str], str] = {}
+"""(module, name) -> why nothing is installed there. Written by this module alone."""
+
+
+class Timing(NamedTuple):
+    """The span that calls of a function are."""
+
+    role: str
+    stage: str | None
+    attrs: Attrs | None
+    condition: Condition
+    """Which calls. Of several timings of one function the first that holds is taken."""
+
+
+class Patched(NamedTuple):
+    """One attribute that was replaced."""
+
+    parent: object
+    attribute: str
+    original: object
+    replacement: object
+    inherited: bool
+
+
+class Instrument:
+    """The handle of one instrumented function. Made by `instrument`."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        timings: Sequence[Timing],
+        boundary: Boundary | None = None,
+        origin: str = "",
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.timings = tuple(timings)
+        self.boundary = boundary
+        self.origin = origin
+        """Words for messages: which preset it is of, if it is of one."""
+        self._patched: list[Patched] = []
+
+    @property
+    def installed(self) -> bool:
+        """Whether the function is replaced: not before its module is imported, and not after `remove`."""
+        return bool(self._patched)
+
+    def remove(self) -> None:
+        """Puts the original back, or cancels the wait for the module. Idempotent."""
+        with _lock:
+            if _instruments.get((self.module, self.name)) is self:
+                del _instruments[self.module, self.name]
+            for patched in list(self._patched):
+                if inspect.getattr_static(patched.parent, patched.attribute, None) is not patched.replacement:
+                    failures.warn("stepscope: %s was replaced again since, and stays as it is", self._target)
+                    continue
+                if patched.inherited:
+                    delattr(patched.parent, patched.attribute)
+                else:
+                    setattr(patched.parent, patched.attribute, patched.original)
+                self._patched.remove(patched)
+
+    @property
+    def _target(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    def install(self, module: ModuleType) -> None:
+        """Replaces the function in its module, which is imported.
+
+        Raises:
+            ConfigError: it is not there, or timed already.
+            TypeError: it is no Python function.
+        """
+        parent, attribute = _parent_of(module, self.name)
+        self._replace(parent, attribute)
+        refusals.pop((self.module, self.name), None)
+
+    def install_on(self, cls: type) -> None:
+        """Replaces the method in the class of a live object that is no longer its module's: a Ray actor's."""
+        *path, attribute = self.name.split(".")
+        theirs = [
+            each
+            for each in cls.__mro__
+            if (each.__module__, each.__qualname__) == (self.module, ".".join(path))
+            and attribute in vars(each)
+        ]
+        for each in theirs:
+            if not wrapping.is_replacement(vars(each)[attribute]):
+                self._replace(each, attribute)
+
+    def _replace(self, parent: object, attribute: str) -> None:
+        import wrapt  # 54 ms, and few programs come here
+
+        # A lazy module has only what it was asked for; a class is read without calling its descriptors.
+        original = (
+            getattr(parent, attribute)
+            if isinstance(parent, ModuleType)
+            else inspect.getattr_static(parent, attribute)
+        )
+        declared = wrapping.declared(original)
+        if declared is not None and self.timings:
+            role = "" if declared.role is None else f"{declared.role}/"
+            fix = f"nothing to do: it is recorded as {role}{declared.stage}"
+            raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
+        replacement = self._replacement(original)
+        inherited = attribute not in vars(parent)
+        if inherited and isinstance(parent, type):
+            # Where pickle looks for it: under its old name it finds the function of the base class.
+            made = cast(FunctionType, getattr(replacement, "__func__", replacement))
+            made.__module__, made.__qualname__ = parent.__module__, f"{parent.__qualname__}.{attribute}"
+        wrapt.apply_patch(parent, attribute, replacement)
+        self._patched.append(Patched(parent, attribute, original, replacement, inherited))
+
+    def _replacement(self, original: object) -> object:
+        if isinstance(original, (classmethod, staticmethod)):
+            inner = cast(FunctionType, self._replacement(original.__func__))
+            return type(original)(inner)
+        made = decorator.function(original)
+        if self.timings:
+            made = _timed(made, self.timings, self._target)
+        if self.boundary is not None:
+            from stepscope.recording.instrument import step_boundaries
+
+            made = step_boundaries.wrap(made, self.boundary, self._target)
+        wrapping.mark_replacement(made)
+        return made
+
+    def _imported(self, module: ModuleType) -> None:
+        with _lock:
+            if _instruments.get((self.module, self.name)) is not self:
+                return  # removed while it waited
+            try:
+                self.install(module)
+            except Exception as error:
+                # The import is the user's: it succeeds, whatever we do not find in the module.
+                del _instruments[self.module, self.name]
+                note_failure(self, error)
+
+
+def note_failure(handle: Instrument, error: Exception) -> None:
+    """Log, once per absent module, that a function is not timed here. Keep the reason for the manifest."""
+    is_absent = isinstance(error, ConfigError) and error.value == handle.module
+    target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
+    refusals[handle.module, handle.name] = str(error)
+    failures.note(f"instrument({target}){handle.origin}", error)
+
+
+def instrument(
+    module: str, name: str, *, role: str, stage: str | None = None, attrs: Attrs | None = None
+) -> Instrument:
+    """Times the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
+
+    Whoever fetched it before (`from module import name`) keeps the untimed one. Only this process changes:
+    with Ray, call it in the worker, or list it under `instrument` in the configuration. The same call again
+    returns the same handle.
+
+    Args:
+        module: Dotted name. It is not imported here.
+        name: Dotted path inside the module.
+        role: As for `profile_step`, and so are `stage` and `attrs`.
+
+    Raises:
+        ConfigError: no such module or name (says what there is), it is timed already, or a wrong argument.
+        TypeError: it is not a Python function.
+
+    What is wrong with a name in a module that is imported later is logged then; the import succeeds. With
+    STEPSCOPE_DISABLE=1 nothing is ever replaced.
+    """
+    decorator.check(role, stage, attrs)
+    return place(Instrument(module, name, [Timing(role, stage, attrs, Condition({}, {}))]))
+
+
+def place(handle: Instrument, *, early: bool = False) -> Instrument:
+    """Install `handle`, or let it wait for its module. Return the one that stands there if it is the same.
+
+    Args:
+        early: `sys.path` is not complete yet (a program that starts, a Ray worker): a package that is not
+            found may come.
+
+    Raises:
+        ConfigError: as `instrument`.
+        TypeError: as `instrument`.
+    """
+    if switch.DISABLED:
+        return handle
+    module, name = handle.module, handle.name
+    with _lock:
+        known = _instruments.get((module, name))
+        if known is not None:
+            if same(known, handle):
+                return known
+            allowed = "one role, stage and attrs per function"
+            raise ConfigError("instrument()", handle._target, allowed, "remove() the first handle")
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            handle.install(loaded)
+        else:
+            check_importable(module, early=early)
+        _instruments[module, name] = handle
+    if loaded is None:
+        import wrapt
+
+        wrapt.register_post_import_hook(handle._imported, module)
+    return handle
+
+
+def same(one: Instrument, other: Instrument) -> bool:
+    """Whether both make the same of the same function."""
+    return (one.timings, one.boundary) == (other.timings, other.boundary)
+
+
+def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
+    """`fn`, timed as the first of `timings` whose condition a call meets."""
+    versions = [
+        (timing.condition, wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs))
+        for timing in timings
+    ]
+    if versions[0][0].any_call:
+        return versions[0][1]
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(f"{target} is a generator: `where` and `same` tell calls of plain functions apart")
+    arguments = Arguments(fn)
+    for condition, _ in versions:
+        condition.check(arguments, target)
+
+    def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
+        found = (
+            made
+            for condition, made in versions
+            if condition.any_call or condition.holds(arguments, args, kwargs)
+        )
+        return next(found, fn)
+
+    if inspect.iscoroutinefunction(fn):
+
+        async def choose_async(*args: Any, **kwargs: Any) -> Any:
+            return await (fn if slot.active is None else version(args, kwargs))(*args, **kwargs)
+
+        made: Callable[..., Any] = choose_async
+    else:
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (fn if slot.active is None else version(args, kwargs))(*args, **kwargs)
+
+        made = choose
+    # The roles of a class are read off it.
+    return cast(FunctionType, wrapping.wraps(fn, made, wrapping.declared(versions[0][1])))
+
+
+def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
+    """The class or module that holds `name`, and the last part of it."""
+    *path, attribute = name.split(".")
+    parent: object = module
+    for part in path:
+        if not hasattr(parent, part):
+            raise _missing(module, name)
+        parent = _original_class(getattr(parent, part))
+    if not hasattr(parent, attribute):
+        raise _missing(module, name)
+    return parent, attribute
+
+
+def _original_class(found: object) -> object:
+    """What `@ray.remote` hides the class in a module behind; it is this class that travels to the actors."""
+    hidden = getattr(found, "__ray_metadata__", None)
+    return found if hidden is None else hidden.modified_class
+
+
+def check_importable(module: str, *, early: bool = False) -> None:
+    """Raise ConfigError if `module` cannot be imported; `early`: only if its package lacks it."""
+    absent = absent_part(module)
+    if absent is not None:
+        package, _, below = absent.rpartition(".")
+        if early and not package:
+            return
+        fix = (
+            f"correct the name: there is no {below!r} in {package}"
+            if package
+            else f"install {absent!r}, or correct the name"
+        )
+        raise ConfigError("instrument()", module, "a module that can be imported", fix)
+
+
+def absent_part(module: str) -> str | None:
+    """The first part of a dotted module name that cannot be found; None when all can. Imports nothing."""
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    first, *rest = module.split(".")
+    if not first:
+        return module
+    spec = None if first in sys.modules else find_spec(first)
+    if spec is None and first not in sys.modules:
+        return first
+    folders = (
+        getattr(sys.modules[first], "__path__", None) if spec is None else spec.submodule_search_locations
+    )
+    dotted = first
+    for part in rest:
+        dotted = f"{dotted}.{part}"
+        if dotted in sys.modules:
+            folders = getattr(sys.modules[dotted], "__path__", None)
+            continue
+        found = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        if found is None:
+            return dotted
+        folders = found.submodule_search_locations
+    return None
+
+
+def _missing(module: ModuleType, name: str) -> ConfigError:
+    import difflib
+
+    parent: object = module
+    path = ""
+    for part in name.split("."):
+        if not hasattr(parent, part):
+            break
+        parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
+    there = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    close = difflib.get_close_matches(name, there, n=1)
+    fix = "take one of these" if there else "correct the module"
+    if module.__name__ == "__main__":
+        fix = (
+            "a script's functions are not there when they are looked up, and never in its workers: move "
+            "them into a module that it imports, or mark them with profile_step"
+        )
+    return ConfigError(
+        "instrument()",
+        f"{module.__name__}:{name}",
+        ", ".join(there[:20] + ["..."] * (len(there) > 20)) or "nothing: there is no function",
+        f"did you mean {close[0]!r}?" if close else fix,
+    )
+
+
+def _can_be_timed(parent: object, key: str) -> bool:
+    # getattr_static: lazy modules import what they are asked for.
+    found = inspect.getattr_static(parent, key, None)
+    return isinstance(found, (FunctionType, classmethod, staticmethod, type))

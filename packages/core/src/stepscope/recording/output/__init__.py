@@ -1,0 +1,1 @@
+"""Files that leave this process besides spans."""

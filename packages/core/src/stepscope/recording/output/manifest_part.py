@@ -1,0 +1,205 @@
+"""This process' part of the manifest, kept true on disk while a capture runs and after it.
+
+Everything that was promised stands in it from the moment it is promised, as `pending`, so that a process
+that dies leaves the truth behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.atomic import write_atomic
+from stepscope.files.clock import ClockOffset
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import (
+    AWAITED,
+    Absent,
+    Expectation,
+    Kind,
+    Manifest,
+    OwnCost,
+    Pending,
+    ProcessPart,
+    State,
+    awaited,
+)
+from stepscope.files.parts import fold, part_files, write_manifest
+from stepscope.files.sidecar import Artifact
+from stepscope.recording.process import failures
+
+
+class Ledger:
+    """Thread-safe. `write` puts it on disk: at the end of opening, of closing and of each export."""
+
+    def __init__(self, path: Path, part: ProcessPart) -> None:
+        self._path = path
+        self._part = part
+        self._items: dict[str, Expectation] = {}
+        self.told = False
+        """Whether what went wrong was logged: what goes wrong later is logged by itself."""
+        self._pending: Counter[str] = Counter()
+        self._cut: dict[str, str] = {}
+        """Name -> the budget that kept some of its windows from opening."""
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a write
+        self._folding = threading.RLock()  # the same, and the fold that looked later is to be written later
+
+    @property
+    def part(self) -> ProcessPart:
+        with self._lock:
+            return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
+
+    def problems(self) -> list[str]:
+        """Return a line for each thing that is missing, partial or failed."""
+        return [
+            f"{item.name}: {item.state}: {item.reason}"
+            for item in self.part.expected
+            if item.state in ("missing", "partial", "failed")
+        ]
+
+    def update(self, **fields: object) -> None:
+        """Replaces fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
+        with self._lock:
+            self._part = msgspec.structs.replace(self._part, **fields)
+
+    def add_absent(self, absent: tuple[Absent, ...]) -> None:
+        with self._lock:
+            self.update(absent=self._part.absent + absent)
+
+    def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
+        """Offsets measured anew are added: several of one process give its drift."""
+        with self._lock:
+            self.update(clocks=self._part.clocks + clocks)
+
+    def state(self, name: str) -> State | None:
+        with self._lock:
+            return self._items[name].state if name in self._items else None
+
+    def spend(
+        self,
+        *,
+        start_ns: int = 0,
+        stop_ns: int = 0,
+        inside_ns: int = 0,
+        export_ns: int = 0,
+        spans_ns: int = 0,
+    ) -> None:
+        """Adds to what profiling itself cost this process."""
+        with self._lock:
+            cost = self._part.cost
+            total = OwnCost(
+                start_ns=cost.start_ns + start_ns,
+                stop_ns=cost.stop_ns + stop_ns,
+                inside_ns=cost.inside_ns + inside_ns,
+                export_ns=cost.export_ns + export_ns,
+                spans_ns=cost.spans_ns + spans_ns,
+            )
+            self.update(cost=total)
+
+    def expect(self, item: Expectation) -> None:
+        """Promises something, or replaces what was said of it."""
+        with self._lock:
+            self._items[item.name] = item
+
+    def skip(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another
+        time).
+        """
+        with self._lock:
+            if name not in self._items:
+                self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
+
+    def lack(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Says that something was asked for, and that nobody can give it."""
+        with self._lock:
+            self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
+
+    def cut(self, name: str, reason: str, *, kind: Kind) -> None:
+        """Says that a budget kept a window of it from opening: `missing`, or `partial` with artifacts."""
+        with self._lock:
+            self._cut.setdefault(name, reason)
+            old = self._items.get(name)
+            if old is None or old.state == "skipped":
+                old = Expectation(name=name, kind=kind, state="missing", reason=reason)
+            elif old.state == "ok":
+                old = msgspec.structs.replace(old, state="partial", reason=reason)
+            self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
+
+    def fail(self, name: str, reason: str, *, kind: Kind, pending: Pending | None = None) -> None:
+        """Says that something went wrong: `partial` where artifacts of it are there, else `failed`.
+
+        Args:
+            pending: The event after which files may come all the same.
+        """
+        with self._lock:
+            old = self._items.get(name, Expectation(name=name, kind=kind, state="failed"))
+            state: State = "partial" if old.artifacts else "failed"
+            if self._pending[name]:
+                pending = "exporting"
+            self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
+
+    def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
+        """An artifact of `name` was recorded and is on its way to the disk."""
+        with self._lock:
+            self._pending[name] += 1
+            old = self._items.get(name, awaited(name, "trace", "exporting"))
+            if old.state not in ("failed", "partial"):
+                old = msgspec.structs.replace(old, state="pending", reason=AWAITED["exporting"])
+            self.expect(
+                msgspec.structs.replace(
+                    old,
+                    pending="exporting",
+                    truncated=truncated or old.truncated,
+                    ignored={**old.ignored, **ignored},
+                )
+            )
+
+    def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
+        """It is there, or it is not and this is why."""
+        with self._lock:
+            self._pending[name] -= 1
+            old = self._items[name]
+            if artifact is not None:
+                old = msgspec.structs.replace(old, artifacts=(*old.artifacts, artifact))
+                self._items[name] = old
+            if error is not None:
+                self.fail(name, error, kind="trace")
+            elif self._pending[name] == 0:
+                self._settle(old)
+            self.spend(export_ns=cost_ns)
+            self.write()
+
+    def _settle(self, item: Expectation) -> None:
+        """Its last file is there. What failed before is partial now, whichever came first."""
+        cut = self._cut.get(item.name) or item.truncated
+        if item.state == "pending":
+            item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
+        elif item.state == "failed":
+            item = msgspec.structs.replace(item, state="partial")
+        self.expect(msgspec.structs.replace(item, pending=None))
+
+    def manifest(self, step: StepLayout) -> Manifest:
+        """What is there at this moment, folded from the parts of all processes of the step."""
+        mine = self.part  # from memory: a disk that refuses to be written cannot hide it
+        others = part_files(step, but=self._path)[0].values()
+        return fold([mine, *(part for part in others if part.run_id == mine.run_id)])
+
+    def fold(self, step: StepLayout) -> None:
+        """Writes `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
+
+        Raises:
+            OSError: the disk or the folder does not let us.
+        """
+        with self._folding:
+            write_manifest(step, self.manifest(step))
+
+    def write(self) -> None:
+        """Puts the part on disk, whole. A disk that refuses is noted by the guard."""
+        with self._lock:
+            try:
+                write_atomic(self._path, msgspec.json.encode(self.part))
+            except OSError as error:
+                failures.note("writing the manifest", error)

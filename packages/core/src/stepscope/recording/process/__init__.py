@@ -1,0 +1,1 @@
+"""This process: its identity, its clock, its forks, its failures and its end."""

@@ -1,0 +1,1 @@
+"""One captured step in one process."""

@@ -1,0 +1,43 @@
+"""The claim on this process: one capture, or one worker's session, at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope.recording.capture.capture import Capture
+    from stepscope.recording.session.session import Session
+
+_held: dict[str, Claim] = {}
+"""Under one key. `dict.setdefault` is atomic, and no lock that an interrupted thread would leave taken."""
+_KEY = "this process"
+
+
+class Claim:
+    """One attempt of a capture, or of a worker's session, to take the process."""
+
+    def __init__(self, step: int, taker: Capture | Session | None = None) -> None:
+        """Args: taker: None until there is one."""
+        self.step = step
+        self.taker = taker
+
+    def take(self) -> Claim | None:
+        """Take the process. Return the claim that holds it already, or None when this one does now."""
+        holder = _held.setdefault(_KEY, self)
+        return None if holder is self else holder
+
+    def free(self) -> None:
+        """Give the process back, if this very claim holds it."""
+        if _held.get(_KEY) is self:
+            _held.pop(_KEY, None)  # a signal's handler, or another thread, may have freed it just now
+
+
+def holder() -> Capture | Session | None:
+    """Return the capture that is opening, open or closing here, or the worker's session that records."""
+    claim = _held.get(_KEY)
+    return None if claim is None else claim.taker
+
+
+def forget() -> None:
+    """In the child of a fork, free the process: the claim is its parent's."""
+    _held.clear()

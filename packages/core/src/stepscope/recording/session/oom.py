@@ -1,0 +1,136 @@
+"""What is kept when CUDA runs out of memory outside a `cuda_memory` window (`cuda_memory.oom_any_step`).
+
+It is written there and then, in the thread that asked for memory: what comes next is the error, and with it
+perhaps the end of the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stepscope.backends import cuda_memory, cuda_oom
+from stepscope.backends.cuda_oom import Shortage
+from stepscope.config import ProfileConfig
+from stepscope.files.atomic import private
+from stepscope.files.layout import RunLayout, safe
+from stepscope.files.manifest import Expectation
+from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.temporary import temporary
+from stepscope.recording.process import failures
+from stepscope.recording.session import budget
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.log import describe
+
+MOST_RECORDS = 100
+"""Of one process: a loop that seeks its batch size by running out of memory is not written down forever."""
+ITEM = "CUDA out of memory"
+"""Its name in the manifest of a capture that was open."""
+
+_numbers = itertools.count(1)
+"""Of this process' files."""
+_watch: _Watch | None = None
+"""Of this process. One writer: `watch`."""
+
+
+def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
+    """Keeps a snapshot of each shortage from now on, if the configuration asks for it. Cheap to call again.
+
+    Args:
+        step: The one that begins now, if this process knows.
+    """
+    global _watch
+    if config.cuda_memory.oom_any_step == "off":
+        return
+    try:
+        if _watch is None or _watch.process.pid != os.getpid() or _watch.config != config:
+            _watch = _Watch(config, process, run_id)
+        _watch.step = step
+        _watch.begin()
+    except Exception as error:
+        failures.note("watching for CUDA out-of-memory errors", error)
+
+
+class _Watch:
+    def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str) -> None:
+        self.config = config
+        self.process = process
+        self.step: int | None = None
+        self._run_id = run_id
+        self._begun = False
+
+    def begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        history = self.config.cuda_memory.oom_any_step == "history"
+        options = cuda_memory.history_options(self.config.cuda_memory) if history else None
+        cuda_oom.watch(self.keep, options, _refused)
+
+    def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
+        """Args: snapshot: Takes one, which is long: it is called for a snapshot that is kept."""
+        try:
+            self._keep(shortage, snapshot, history)
+        except Exception as error:
+            failures.note("keeping an out-of-memory snapshot", error)
+
+    def _keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
+        number = next(_numbers)
+        if number > MOST_RECORDS:
+            return
+        run, session = RunLayout(self.config.save_path), slot.active
+        why = self._why_none(run)
+        file = run.oom_snapshot(self.process, self._run_id, number)
+        if why is None:
+            try:
+                _write(file, snapshot())
+            except (OSError, MemoryError) as error:
+                why = describe(error)
+        record = OutOfMemory(
+            run_id=self._run_id,
+            process=self.process,
+            at_ns=time.time_ns(),
+            step=self.step if session is None else session.step,
+            device=shortage.device,
+            asked_bytes=shortage.asked_bytes,
+            limit_bytes=shortage.limit_bytes,
+            free_bytes=shortage.free_bytes,
+            history=history,
+            snapshot=None if why else file.name,
+            why_none=why,
+        )
+        write_out_of_memory(run, number, record)
+        what = f"{shortage.asked_bytes} bytes asked, {shortage.free_bytes} free on device {shortage.device}"
+        kept = f"no snapshot: {why}" if why else f"oom/{file.name}"
+        failures.warn("stepscope: CUDA out of memory: %s; %s", what, kept)
+        if session is not None:
+            item = Expectation(name=ITEM, kind="memory", state="ok", reason=f"{what}; {kept}")
+            session.ledger.expect(item)
+            session.ledger.write()
+
+    def _why_none(self, run: RunLayout) -> str | None:
+        most = self.config.cuda_memory.oom_snapshots
+        if len(list(run.oom.glob(f"[!.]*_{safe(self._run_id)}_*.pickle"))) >= most:
+            return f"cuda_memory.oom_snapshots is {most}, and so many are there"
+        return budget.over_budget(self.config)
+
+
+def _refused(reason: str) -> None:
+    failures.warn("stepscope: cuda_memory.oom_any_step has no effect: %s", reason)
+
+
+def _write(file: Path, snapshot: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    passing = temporary(file)
+    try:
+        with open(passing, "xb", opener=private) as sink:
+            pickle.dump(snapshot, sink)
+        os.replace(passing, file)
+    except BaseException:
+        passing.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,400 @@
+"""The windows of a session's backend: one for the whole capture (continuous) or one per stage (discrete)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
+from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest import Expectation, awaited
+from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.spans import PROFILING
+from stepscope.files.values import AttrValue, bounded
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
+from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.process import clock, failures
+from stepscope.recording.session import selection
+from stepscope.recording.spans import log as spans
+from stepscope.recording.spans import scopes
+from stepscope.recording.spans.log import PlacedSpan, Placing, Span, SpanLog, describe
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
+
+    from stepscope.recording.spans.wrapping import Declared
+
+
+class Windows:
+    """Owns the backend of one session. Its failures go to the ledger; they never reach the recorded code."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: ProfileConfig,
+        layout: StepLayout,
+        process: ProcessInfo,
+        step: int,
+        run_id: str,
+        ledger: Ledger,
+    ) -> None:
+        self.discrete = config.mode == "discrete"
+        self.running: str | None = None
+        """The ledger's name of the window that is open now."""
+        self._backend = backend
+        self._config = config
+        self._layout = layout
+        self._process = process
+        self._step = step
+        self._run_id = run_id
+        self._ledger = ledger
+        self._starting = False
+        self._off: str | None = None
+        """Why no further window opens; None while they may."""
+        self._warned = False
+        self._opened: ClockAnchor | None = None
+        self._stage: str | None = None
+        self._role = process.role
+        self._indices: Counter[str | None] = Counter()
+        self._lock = threading.RLock()
+
+    def open(self, stage: str | None, role: str) -> bool:
+        """Starts the backend; False (and the reason in the ledger) when it does not start."""
+        name = self._name(stage)
+        with self._lock:
+            reason = self._refusal(stage, role)
+            if reason is not None:
+                self._ledger.skip(name, reason, kind="trace")
+                return False
+            reason = self._used_up()
+            if reason is not None:
+                self._ledger.cut(name, reason, kind="trace")
+                self._warn_once(f"is truncated: {reason}; no further window opens")
+                return False
+            try:
+                return self._start(name, stage, role)
+            except BaseException:  # a signal's handler raised: the backend may have started
+                self._undo_start(name, "it was interrupted while it started")
+                raise
+
+    def _start(self, name: str, stage: str | None, role: str) -> bool:
+        began = time.monotonic_ns()
+        window = Window(step=self._step, process=self._process, stage=stage, index=self._indices[stage])
+        self.running, self._stage, self._role = name, stage, role  # before: an interrupted start is stopped
+        try:
+            self._starting = True
+            self._backend.start(window)
+        except BackendError as error:
+            # The user's own profiler, say, which ends: the next window may do better.
+            self.running = None
+            self._ledger.fail(name, describe(error), kind="trace")
+            self._warn_once(f"lacks the {name}: {describe(error)}")
+            return False
+        except Exception as error:
+            self.running, self._off = None, describe(error)
+            self._ledger.fail(name, self._off, kind="trace")
+            failures.note(f"starting the {self._backend.name} profiler", error)
+            return False
+        finally:
+            self._starting = False
+        self._indices[stage] += 1
+        self._ledger.update(profiled=True)
+        if self._indices[stage] == 1 and self._ledger.state(name) != "failed":
+            self._ledger.expect(awaited(name, "trace", "closing"))
+        self._opened = clock.read_anchor()
+        if stage is not None:
+            self._ledger.spend(inside_ns=time.monotonic_ns() - began)
+        if self._off is not None:
+            self._undo_start(name, self._off)
+            return False
+        return True
+
+    def _undo_start(self, name: str, reason: str) -> None:
+        """Stops a backend that started, or may have, after a signal's handler closed this."""
+        self.running = name
+        self.close(discard=reason)
+
+    def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Stops the backend and hands what it recorded to the exporter. Nothing is open: nothing happens."""
+        with self._lock:
+            if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
+                return
+            began = time.monotonic_ns()
+            closed = clock.read_anchor()
+            name, self.running = self.running, None
+            try:
+                pending = self._backend.stop()
+            except BackendError as error:
+                # An outcome: nothing was recorded, and this is why. The next window may do better.
+                if discard is None:
+                    self._ledger.fail(name, describe(error), kind="trace")
+                else:
+                    self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
+                return
+            except Exception as error:
+                self._off = describe(error)
+                self._ledger.fail(name, self._off, kind="trace")
+                failures.note(f"stopping the {self._backend.name} profiler", error)
+                return
+            except BaseException:  # a Ctrl-C: who closes after it stops what still runs
+                self.running = name
+                raise
+            finally:
+                if self.discrete and self._off is None:
+                    self._ledger.spend(inside_ns=time.monotonic_ns() - began)
+            if discard is not None:
+                for artifact in pending:
+                    artifact.discard()
+                self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
+                return
+            if not pending:
+                self._ledger.fail(name, "the profiler recorded nothing", kind="trace")
+            for artifact in pending:
+                self._submit(name, artifact, closed, truncated or artifact.truncated)
+
+    def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
+        """Closes the window, and for good: no stage that still runs opens another."""
+        with self._lock:
+            self._off = truncated or "the capture is closed"
+            self.close(truncated=truncated, discard=discard)
+            for item in self._ledger.part.expected:  # a Ctrl-C between a stop and the exporter
+                if (item.kind, item.pending) == ("trace", "closing"):
+                    self._ledger.fail(
+                        item.name, "interrupted while it was closed: the recording is lost", kind="trace"
+                    )
+
+    def advance(self) -> None:
+        try:
+            self._backend.advance()
+        except Exception as error:
+            failures.note(f"advancing the {self._backend.name} profiler", error)
+
+    def new(
+        self,
+        log: SpanLog,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> MarkedSpan:
+        """A span to enter, once."""
+        return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
+
+    def begin(
+        self, log: SpanLog, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+    ) -> MarkedSpan:
+        """As `SpanLog.begin`."""
+        # A window per resumption would be thousands for a token stream: the first one in the capture stands
+        # for the generator, which may be older than the capture.
+        opens = self.discrete and first
+        span = MarkedSpan(
+            log,
+            declared.stage,
+            declared.role,
+            attrs,
+            windows=self,
+            is_async=declared.is_async,
+            opens=opens,
+        )
+        return span.__enter__()
+
+    def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
+        """Opens the backend's own marker around a span; None where there is none to close."""
+        if self.running is None:
+            return None
+        try:
+            role = bounded(span.role or scopes.inherited(span.parent).role or self._role)
+            info = SpanInfo(stage=bounded(span.stage), role=role, span=span.id, is_async=is_async)
+            marker = self._backend.range(info)
+            marker.__enter__()
+        except RecursionError:
+            return None  # at the limit of the user's recursion: noting it would fail, and leave the span open
+        except Exception as error:
+            failures.note(f"a {self._backend.name} marker", error)
+            return None
+        return marker
+
+    def unmark(self, marker: AbstractContextManager[None]) -> None:
+        try:
+            marker.__exit__(None, None, None)
+        except Exception as error:
+            failures.note(f"a {self._backend.name} marker", error)
+
+    def _name(self, stage: str | None) -> str:
+        return f"{self._backend.name} trace" if stage is None else f"{self._backend.name} trace of {stage}"
+
+    def _refusal(self, stage: str | None, role: str) -> str | None:
+        if self._off is not None:
+            return self._off
+        if self.running is not None:
+            return f"it ran inside the window of `{self.running}`: one profiler window per process"
+        if PROCESS_LOCK.holder is not None:
+            return f"{PROCESS_LOCK.holder} records this process already"  # an engine that lives in it
+        if stage is not None:
+            decision = selection.decide(self._config, step=self._step, role=role, rank=self._process.rank)
+            return None if decision.record else decision.reason
+        return None
+
+    def _used_up(self) -> str | None:
+        allowed_mb = self._config.budget.trace_mb
+        written_mb = exporter.exporter().bytes_written(self._step) >> 20
+        if written_mb < allowed_mb:
+            return None
+        return f"budget.trace_mb: {written_mb} MB of traces are written, {allowed_mb} allowed"
+
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            failures.warn("stepscope: step %d %s", self._step, what)
+
+    def _tell_late(self, name: str) -> None:
+        """Log what went wrong with a file after the capture has told of all that went wrong before."""
+        if not self._ledger.told:
+            return
+        for item in self._ledger.part.expected:
+            if item.name == name and item.state in ("partial", "failed"):
+                failures.warn("stepscope: step %d: %s: %s: %s", self._step, name, item.state, item.reason)
+
+    def _submit(
+        self, name: str, pending: PendingArtifact, closed: ClockAnchor, truncated: str | None
+    ) -> None:
+        process, stage, opened, role = self._process, self._stage, self._opened, self._role
+        index = self._indices[f"{stage}/files"]
+        self._indices[f"{stage}/files"] += 1
+        target = self._layout.trace_of(
+            process,
+            self._run_id,
+            role=role,
+            stage=stage,
+            index=index,
+            kind=pending.kind,
+            suffix=pending.suffix,
+        )
+
+        def describe_file(size_bytes: int, path: Path) -> Sidecar:
+            artifact = Artifact(
+                path=str(path.relative_to(self._layout.root)),
+                kind=pending.kind,
+                tool=self._backend.name,
+                role=role,
+                stage=stage,
+                rank=process.rank,
+                world_size=process.world_size,
+                replica=process.replica,
+                host=process.host,
+                pid=process.pid,
+                size_bytes=size_bytes,
+                truncated=truncated,
+                ignored=pending.ignored,
+            )
+            return Sidecar(
+                step=self._step,
+                run_id=self._run_id,
+                artifact=artifact,
+                process=process.key,
+                opened=opened,
+                closed=closed,
+                versions=pending.versions,
+                options=pending.options,
+            )
+
+        def done(result: exporter.ExportResult) -> None:
+            trouble = result.error or pending.lacking
+            self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
+            self._tell_late(name)
+            if result.sidecar is not None:
+                path = self._layout.root / result.sidecar.artifact.path
+                pipeline.artifact_done(path, result.sidecar, self._ledger)
+
+        self._ledger.export_begins(name, truncated, pending.ignored)
+        exporter.exporter().submit(
+            pending,
+            target=target,
+            describe=describe_file,
+            on_done=done,
+            deferred=self._config.export.when == "deferred",
+        )
+
+
+class MarkedSpan(PlacedSpan):
+    """A span in a process that a profiler records: it stands in the profiler's trace too."""
+
+    __slots__ = ("_is_async", "_marker", "_opens", "_windows")
+
+    def __init__(
+        self,
+        log: SpanLog,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        *,
+        windows: Windows,
+        is_async: bool,
+        opens: bool = False,
+        **place: Unpack[Placing],
+    ) -> None:
+        super().__init__(log, stage, role, attrs, **place)
+        self._windows = windows
+        self._is_async = is_async
+        self._opens = opens
+        """Whether this span is a stage that gets a window of its own (discrete mode)."""
+
+    def __enter__(self) -> Self:
+        if self.token is not None or self.end_ns is not None:
+            return self._again()
+        if self._opens:
+            # Before the span begins: starting a profiler is not the stage's own time.
+            began_ns = time.monotonic_ns()
+            role = self.role or scopes.inherited(scopes.current.get()).role
+            self._opens = self._windows.open(self.stage, role or self.log.process.role)
+            if self._opens:
+                self._say_profiling(began_ns)
+        super().__enter__()
+        self._marker = self._windows.mark(self, self._is_async)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.token is None or self.token is scopes.SHARED:
+                self._end_again(kind, error, trace)
+                return
+            if self._marker is not None:
+                self._windows.unmark(self._marker)
+            super().__exit__(kind, error, trace)
+            if self._opens:
+                began_ns = time.monotonic_ns()
+                self._windows.close()
+                self._say_profiling(began_ns)
+        except Exception as failure:
+            failures.note(f"closing the span {self.role}/{self.stage}", failure)
+
+    def _say_profiling(self, began_ns: int) -> None:
+        """Records that the profiler was started or stopped since `began_ns`, beside this span."""
+        spans.record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
+
+    def _ended(self, error: BaseException | None) -> None:
+        if self._marker is not None:
+            self._windows.unmark(self._marker)
+        super()._ended(error)
+
+
+def in_event_loop() -> bool:
+    """Whether tasks may interleave on this thread. asyncio is not imported to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

@@ -1,0 +1,403 @@
+"""One captured step in one process: its spans, its profiler windows, its part of the manifest.
+
+States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first.
+Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
+its reason.
+
+One file above 400 lines: it holds the order in which all that a session owns opens and closes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.backends import load_backend
+from stepscope.config import ProfileConfig
+from stepscope.errors import BackendError
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import CONSUME
+from stepscope.files.temporary import remove_abandoned
+from stepscope.files.values import AttrValue, settled
+from stepscope.recording.output import exporter
+from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.process import clock, failures
+from stepscope.recording.session import budget, selection
+from stepscope.recording.session.profiler_windows import Windows
+from stepscope.recording.spans import log as spans
+from stepscope.recording.spans import redaction
+from stepscope.recording.spans.log import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+CLOSED_WHILE_OPENING = "the capture was closed while it opened"
+_HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
+_LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
+"""What a process must have imported for a tool to find anything in it."""
+
+
+def library_loaded(tool: str) -> bool:
+    """Whether this process has imported what `tool` records. True as well with torch, where torch_npu is not
+    there to import: the backend says so.
+    """
+    if tool not in _LIBRARY or _LIBRARY[tool] in sys.modules:
+        return True
+    if tool != "npu" or "torch" not in sys.modules:
+        return False
+    from importlib.util import find_spec
+
+    return find_spec("torch_npu") is None
+
+
+class Session:
+    """Made by `capture` (in the owner) or by `worker` (in a process that the owner's fleet reached)."""
+
+    def __init__(
+        self,
+        *,
+        config: ProfileConfig,
+        step: int,
+        process: ProcessInfo,
+        roles: tuple[str, ...],
+        run_id: str,
+        capture_id: str,
+        owner: bool,
+        spans_only: str | None = None,
+        began_ns: int | None = None,
+        opened_by: OpenedBy = "program",
+    ) -> None:
+        """Args: spans_only: why no profiler of ours is to start here; None: the configuration decides.
+        began_ns: when opening began (monotonic); None: now.
+        """
+        self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
+        self.config = config
+        self.step = step
+        self.process = process
+        self.run_id = run_id
+        self.capture_id = capture_id
+        self.owner = owner
+        self.layout = RunLayout(config.save_path).step(step)
+        self.over_budget = cache(partial(budget.over_budget, config))
+        """`control.over_budget`, as it was when it was first asked: it may walk through all of the run."""
+        self.decision = selection.decide_process(
+            config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
+        )
+        if spans_only is not None:
+            self.decision = selection.Decision(record=False, reason=spans_only, spans=True)
+        self._spans_only = spans_only
+        part = ProcessPart(
+            run_id=run_id,
+            step=step,
+            process=process,
+            owner=owner,
+            opened=clock.read_anchor(),
+            recorded=self.decision.record,
+            why=self.decision.reason,
+            roles=roles,
+            opened_by=opened_by,
+        )
+        numbers = itertools.count(1)
+        number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
+        self.number = number
+        """The how-manieth capture of this step here."""
+        self.ledger = Ledger(self.layout.part_of(process, run_id, number), part)
+        self.log = SpanLog(
+            self.layout.spans_of(process, run_id, number),
+            process=process,
+            step=step,
+            run_id=run_id,
+            limit=config.budget.spans,
+            redact=config.redact,
+        )
+        self.forks = 0
+        """Children forked while open: they record nothing, and the manifest says so."""
+        self.switch_off: Callable[[Session], None] | None = None
+        """Takes this session out of the process' slot; set by the slot's writer."""
+        self.when_closed: Callable[[Session, str | None], None] | None = None
+        """Called once, at the end of closing, with why the recordings are unwanted."""
+        self._windows: Windows | None = None
+        self._watchdog: budget.Watchdog | None = None
+        self._discard: str | None = None
+        """Why the recordings of a session that is closed are unwanted."""
+        self._ended: ClockAnchor | None = None
+        """When recording ended: at close, or earlier when it was truncated."""
+        self._closing: ClockAnchor | None = None
+        """When closing began."""
+        self._handed_back = threading.Event()
+        self._closed = False
+        self._lock = threading.RLock()  # a signal may close the session while it is being closed
+
+    @property
+    def part_name(self) -> str:
+        """The file name of this process' part of the manifest."""
+        return self.layout.part_of(self.process, self.run_id, self.number).name
+
+    def settle(self) -> None:
+        """Ends what was opened since this was closed: by a signal's handler, or another thread, while it
+        opened.
+        """
+        with self._lock:
+            if self._closed:
+                self._closed = False
+                self.close(discard=self._discard or CLOSED_WHILE_OPENING)
+
+    def open_files(self) -> None:
+        """The part of opening that may run on any thread: folders, files, the profiler library's one-off
+        costs.
+        """
+        if self.config.export.when == "deferred":
+            # What nobody has flushed since the last capture must not be written inside this one.
+            exporter.exporter().drain(self.config.budget.export_seconds)
+        self.ledger.expect(awaited("spans", "spans", "closing"))
+        shared = selection.is_shared(self.config, self.process.role)
+        for name, why in selection.missing_ranks(self.config, self.process).items():
+            (self.ledger.skip if shared else self.ledger.lack)(name, why, kind="selection")
+        reason = self._no_profiler()
+        if reason is not None:
+            self.ledger.skip(f"{self.config.tool} trace", reason, kind="trace")
+        elif full := self.over_budget():
+            self.ledger.fail(f"{self.config.tool} trace", full, kind="trace")
+            failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
+        else:
+            self._windows = self.log.windows = self._make_windows()
+        self.ledger.write()
+
+    def _no_profiler(self) -> str | None:
+        """Why no profiler runs here; None when one does."""
+        if self._spans_only is not None:
+            return self._spans_only
+        if not selection.may_record(self.config, self.decision):
+            return self.decision.reason
+        if not library_loaded(self.config.tool):
+            # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
+            return f"{_LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
+        return None
+
+    def _make_windows(self) -> Windows | None:
+        try:
+            backend = load_backend(self.config.tool, self.config)
+            backend.check()
+            backend.prepare()
+        except Exception as error:
+            self.ledger.fail(f"{self.config.tool} trace", describe(error), kind="trace")
+            if not isinstance(error, BackendError):
+                failures.note(f"preparing the {self.config.tool} profiler", error)
+            else:
+                failures.warn("stepscope: %s", error)
+            return None
+        return Windows(
+            backend,
+            config=self.config,
+            layout=self.layout,
+            process=self.process,
+            step=self.step,
+            run_id=self.run_id,
+            ledger=self.ledger,
+        )
+
+    def start_profiler(self) -> None:
+        """The part of opening that belongs on the thread whose work is recorded."""
+        with self._lock:  # another thread closes what this one has opened, and not the half of it
+            if self._closed:
+                return
+            if self._windows is not None and not self._windows.discrete:
+                self._windows.open(None, self.process.role)
+            try:
+                self.log.open()
+            except OSError as error:
+                if not self._closed:
+                    self.ledger.fail("spans", describe(error), kind="spans")
+                    failures.note("opening the span file", error)
+            self.ledger.write()
+            if not self._closed:
+                self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
+                self._watchdog.start()
+
+    def begin(self) -> None:
+        """Ends the opening: the step's time begins now. Waits for no disk."""
+        if self._ended is not None:
+            return
+        anchor = clock.read_anchor()
+        self.log.start(anchor)
+        self.ledger.update(opened=anchor)
+        self.ledger.spend(start_ns=anchor.mono_ns - self._began_ns)
+
+    def leave(self) -> None:
+        """Begins the closing: the step's time ends now, if it has not ended before. Idempotent."""
+        if self._closing is None:
+            self._closing = clock.read_anchor()
+
+    def hand_back(self) -> None:
+        """Ends the closing: the caller goes on. Idempotent."""
+        if self._closing is not None and not self._handed_back.is_set():
+            self.ledger.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
+            self._handed_back.set()
+
+    def write_cost(self) -> None:
+        """Has the part of the manifest written after `hand_back`: the writes before are what it measures."""
+        exporter.exporter().then(self._write_cost, deferred=False)
+
+    def _write_cost(self) -> None:
+        if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.exists():  # it may have been removed
+            self.ledger.write()
+
+    def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
+        """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
+        thread. Interrupted by a Ctrl-C, a second call goes on from there.
+
+        Args:
+            ending: Why the capture ended early; None if it did not.
+            discard: Why the recordings are unwanted; None to keep them.
+        """
+        self.leave()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._discard = True, discard
+            try:
+                self._write_the_end(ending, discard)
+            except BaseException:
+                self._closed = False
+                raise
+            if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
+                deferred = self.config.export.when == "deferred"
+                exporter.exporter().then(
+                    partial(_tidy, self.config.save_path, self.layout), deferred=deferred
+                )
+            if self.when_closed is not None:
+                self.when_closed(self, discard)
+
+    def _write_the_end(self, ending: Ending | None, discard: str | None) -> None:
+        ended = self._end(discard=discard)
+        self.ledger.update(closed=ended)
+        if ending is not None:
+            error = redaction.error_of(ending.error, self.config.redact)
+            self.ledger.update(ended_by=ending.by, error=error)
+        self._close_spans(ended, discard)
+        self._say_instrumented()
+        if self.forks:
+            forks, self.forks = self.forks, 0
+            self.ledger.add_absent((_forked(forks),))
+        self.ledger.write()
+
+    def _say_instrumented(self) -> None:
+        instrumented = sys.modules.get("stepscope.recording.instrument.configured")
+        if instrumented is not None and self.config.instrument:
+            self.ledger.update(instrumented=instrumented.timed())
+            for target, reason in instrumented.failed().items():
+                self.ledger.lack(f"instrument {target}", reason, kind="selection")
+
+    def truncate(self, reason: str) -> None:
+        """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its
+        owner.
+        """
+        with self._lock:
+            if self._closed or self._ended is not None:
+                return
+            failures.warn("stepscope: step %d is truncated: %s", self.step, reason)
+            began = time.monotonic_ns()
+            self._end(truncated=reason)
+            self.ledger.spend(stop_ns=time.monotonic_ns() - began)
+            if self.owner:
+                self.ledger.write()
+            else:
+                self.close()  # nobody may ever come to do it: the owner is perhaps gone
+
+    def _end(self, *, truncated: str | None = None, discard: str | None = None) -> ClockAnchor:
+        if self.switch_off is not None:
+            self.switch_off(self)
+        if self._ended is None:
+            self._ended = self._closing or clock.read_anchor()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._windows is not None:
+            self._windows.finish(truncated=truncated, discard=discard)
+        if truncated is not None:
+            self.ledger.expect(awaited("spans", "spans", "closing", truncated=truncated))
+        return self._ended
+
+    def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
+        log = self.log
+        log.close(ended)
+        # Before what became of them: an export that ends meanwhile writes the part as it is.
+        self.ledger.update(spans=log.written, dropped=log.dropped)
+        self.ledger.update(roles=tuple(dict.fromkeys((*self.ledger.part.roles, *sorted(log.roles)))))
+        truncated = next((item.truncated for item in self.ledger.part.expected if item.kind == "spans"), None)
+        if log.failed is not None:
+            self.ledger.fail("spans", log.failed, kind="spans")
+        elif not log.began:  # rolled back, or ended by a signal, before there was a file
+            reason = discard or "the capture was ended before it began"
+            self.ledger.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
+        elif log.dropped or truncated:
+            reason = (
+                truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
+            )
+            self.ledger.expect(
+                Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
+            )
+        else:
+            self.ledger.expect(Expectation(name="spans", kind="spans", state="ok"))
+        self.ledger.spend(spans_ns=log.written * span_cost_ns())
+
+    @property
+    def ended(self) -> bool:
+        """Whether recording is over: closed, or truncated."""
+        return self._ended is not None
+
+    # What the recorded code calls, besides `log.new` and `log.begin`.
+
+    def placed_span(
+        self, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]
+    ) -> Span:
+        """A span that says more of its place: step, policy_version, trajectory, turn."""
+        attrs = settled(attrs) if attrs else None
+        if self._windows is not None:
+            return self._windows.new(self.log, stage, role, attrs, **place)
+        return PlacedSpan(self.log, stage, role, attrs, **place)
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """A trajectory is consumed by this step."""
+        attrs = {"begun": begun, "begun_version": policy_version}
+        known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
+        spans.mark(self.log, CONSUME, known, trajectory=trajectory)
+
+    def advance(self) -> None:
+        """One mini-batch is done: walks the profiler's schedule."""
+        if self._windows is not None:
+            self._windows.advance()
+
+
+_tidied: dict[str, StepLayout] = {}
+"""Output folder -> the step captured last. One writer: `_tidy`."""
+
+
+def _tidy(save_path: str, step: StepLayout) -> None:
+    """Removes what killed processes were writing: once in the whole folder, then in the last step."""
+    last = _tidied.get(save_path)
+    remove_abandoned(Path(save_path) if last is None else last.root)
+    _tidied[save_path] = step
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder that may not be read, or is gone from its server
+        return False
+
+
+def _forked(count: int) -> Absent:
+    return Absent(
+        name=f"{count} forked child process(es)",
+        state="skipped",
+        reason="forked while the capture was open: profilers and spans do not cross a fork",
+    )

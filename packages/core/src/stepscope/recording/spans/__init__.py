@@ -1,0 +1,1 @@
+"""Spans: what the code of a user touches while it runs."""

@@ -1,0 +1,285 @@
+"""The functions that `profile_step` puts in place of the user's, generated for the exact signature of each.
+
+Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
+`fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, and raises
+the user's TypeErrors where the user expects them.
+
+What a wrapper closes over is pickled with it when its class travels by value (Ray): the function, what was
+declared, and the module `runtime`, by reference. A name imported *from* that module would be copied, and a
+copy never switches on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysView, Mapping
+from itertools import islice
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+from stepscope.files.values import AttrValue, settled
+from stepscope.recording.process import failures
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.scopes import OFF
+
+declared_roles: set[str] = set()
+"""The roles that functions of this process were decorated with. One writer: `wrap`."""
+
+declared_classes: set[str] = set()
+"""Names of the classes whose methods were decorated. One writer: `wrap`."""
+
+Attrs: TypeAlias = "Mapping[str, AttrValue] | Callable[..., Mapping[str, AttrValue] | None]"
+
+
+class Declared:
+    """The arguments of `profile_step`. The wrapper carries them as `__stepscope__`."""
+
+    __slots__ = ("attrs", "is_async", "role", "stage")
+
+    off = OFF
+    """The span of a generator while nothing is captured."""
+
+    def __init__(self, role: str | None, stage: str, attrs: Attrs | None, is_async: bool) -> None:
+        self.role = role
+        """None: that of the enclosing span, else of the process."""
+        self.stage = stage
+        self.attrs = attrs
+        self.is_async = is_async
+
+    def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
+        """What the user's `attrs` function says of a call's arguments; None when it fails."""
+        compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
+        try:
+            found = compute(*args, **kwargs)
+            return None if found is None else settled(found)
+        except Exception as failure:
+            failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
+            return None
+
+    def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
+        """The first resumption of an async generator, of which the event loop hears nothing.
+
+        At its end a loop closes every generator that it heard of, all at once. It hears of the wrapper, which
+        closes the inner one: closed by both, that one would raise "already running".
+        """
+        hear = sys.get_asyncgen_hooks().firstiter
+        sys.set_asyncgen_hooks(firstiter=None)
+        try:
+            return inner.asend(None)
+        finally:
+            sys.set_asyncgen_hooks(firstiter=hear)
+
+
+INLINED = "_torchdynamo_inline"
+"""The attribute of a function that names another one, for torch.compile to trace in its place."""
+_DECLARED, _REPLACES = "__stepscope__", "__stepscope_replaces__"
+_OURS = frozenset((INLINED, _DECLARED, _REPLACES))
+W = TypeVar("W", bound=Callable[..., object])
+
+
+class Attributes(dict[str, object]):
+    """The `__dict__` of a wrapper. `functools.wraps` copies from it only what the user put there.
+
+    A copy of our attributes stands for the original where it must not. torch.compile traces the original and
+    leaves out the decorator above ours, a `torch.no_grad` for example. Ray wraps each method of an actor, and
+    pickles the original by value, with the globals of its module. A wrapper that is pickled by value itself
+    keeps them, because its closure holds the original anyway.
+    """
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override] # typeshed's dict_keys cannot be made
+        return self.copy().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
+    def copy(self) -> dict[str, object]:
+        return {name: value for name, value in self.items() if name not in _OURS}
+
+    def __reduce__(self) -> tuple[type[dict[str, object]], tuple[dict[str, object]]]:
+        return dict, ({name: value for name, value in self.items()},)  # noqa: C416 # dict() asks for keys
+
+
+def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
+    """Return `wrapper` with the metadata of `fn`, what was declared, and the function to compile."""
+    functools.update_wrapper(wrapper, fn)
+    attributes = Attributes(vars(wrapper))
+    attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
+    if declared is not None:
+        attributes[_DECLARED] = declared
+    wrapper.__dict__ = attributes
+    return wrapper
+
+
+def declared(member: object) -> Declared | None:
+    """Return the arguments of `profile_step` for a function or method, below whatever decorators."""
+    return cast("Declared | None", _nearest(member, _DECLARED))
+
+
+def mark_replacement(wrapper: Callable[..., object]) -> None:
+    """Note that `wrapper` stands in the place of a function that nobody decorated."""
+    vars(wrapper)[_REPLACES] = True
+
+
+def is_replacement(member: object) -> bool:
+    """Return whether a function or method is what `instrument` put there, below whatever decorators."""
+    return _nearest(member, _REPLACES) is True
+
+
+def _nearest(member: object, attribute: str) -> object:
+    wrapper: Any = getattr(member, "__func__", member)
+    try:
+        wrapper = inspect.unwrap(wrapper, stop=lambda inner: attribute in getattr(inner, "__dict__", ()))
+    except ValueError:  # wrappers in a circle
+        return None
+    return getattr(wrapper, "__dict__", {}).get(attribute)
+
+
+# The function is called at one place in each branch, and nothing of ours can fail around it (`begin` and
+# `__exit__` see to that): it runs exactly once.
+_CALL = """
+{async_}def wrapper({params}):
+    __session = __runtime.active
+    if __session is None:
+        return {await_}__fn({call})
+    __span = __session.log.begin(__declared, {attrs})
+    try:
+        __result = {await_}__fn({call})
+    except BaseException as __error:
+        __span.__exit__(None, __error, None)
+        raise
+    __span.__exit__(None, None, None)
+    return __result
+"""
+
+# One span per resumption, closed before the `yield`: the consumer's time is not the generator's, and
+# whoever resumes or closes it next may be another task. The slot is read at every resumption: a generator
+# may outlive many captures. While suspended, the frame holds neither the yielded value (hence the list) nor
+# an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
+# closed early: not an error of the span.
+_GENERATOR = """
+{async_}def wrapper({params}):
+    __inner = __fn({call})
+    __send = __inner.{send}
+    __resume, __value, __index, __session = {first}, 0, None
+    __off = __span = __declared.off
+    while True:
+        __before, __session = __session, __runtime.active
+        if __session is not None:
+            __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
+        try:
+            __item = [{await_}__resume(__value)]
+        except {stop}:
+            __span.__exit__(None, None, None)
+            return {returned}
+        except GeneratorExit:
+            __span.__exit__(None, None, None)
+            raise
+        except BaseException as __error:
+            __span.__exit__(None, __error, None)
+            raise
+        finally:
+            __value = None
+        if __session is not None:
+            __span.__exit__(None, None, None)
+            __span = __off
+        __index += 1
+        try:
+            __value = yield __item.pop()
+            __resume = __send
+        except BaseException as __error:
+            __resume, __value = __inner.{throw}, __error
+"""
+
+_SYNC = {"async_": "", "await_": ""}
+_ASYNC = {"async_": "async ", "await_": "await "}
+_SEND = {
+    "first": "__send, None",
+    "send": "send",
+    "throw": "throw",
+    "stop": "StopIteration as __stop",
+    "returned": "__stop.value",
+}
+_ASEND = {
+    "first": "__declared.start, __inner",
+    "send": "asend",
+    "throw": "athrow",
+    "stop": "StopAsyncIteration",
+    "returned": "",
+}
+
+
+def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
+    """A plain function of `fn`'s kind, signature and metadata that times it while a capture is on."""
+    template, pieces = _kind(fn)
+    declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
+    if role is not None:
+        declared_roles.add(role)
+    *_, owner, _ = ("", *fn.__qualname__.split("."))
+    if owner.isidentifier():  # else it is no method
+        declared_classes.add(owner)
+    signature = _Signature.of(fn.__code__)
+    attrs_expression = (
+        f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}})"
+        if callable(attrs)
+        else "__declared.attrs"
+    )
+    source = template.format(params=signature.params, call=signature.call, attrs=attrs_expression, **pieces)
+    return wraps(fn, _build(source, fn, declared), declared)
+
+
+def _kind(fn: FunctionType) -> tuple[str, dict[str, str]]:
+    if inspect.iscoroutinefunction(fn):
+        return _CALL, _ASYNC
+    if inspect.isasyncgenfunction(fn):
+        return _GENERATOR, _ASYNC | _ASEND
+    if inspect.isgeneratorfunction(fn):
+        return _GENERATOR, _SYNC | _SEND
+    return _CALL, _SYNC
+
+
+class _Signature(NamedTuple):
+    """A signature as pieces of source, each parameter with a comma behind it."""
+
+    params: str
+    """`a, /, b, *c, d, **e`"""
+    call: str
+    """`a, b, *c, d=d, **e`"""
+    args: str
+    """`a, b, *c`"""
+    kwargs: str
+    """`'d': d, **e`"""
+
+    @classmethod
+    def of(cls, code: CodeType) -> _Signature:
+        """Of the code: `inspect.signature` would say what a decorator below us claims instead."""
+        taken = iter(code.co_varnames)
+        args = [f"{name}, " for name in islice(taken, code.co_argcount)]
+        only = list(islice(taken, code.co_kwonlyargcount))
+        star = f"*{next(taken)}, " if code.co_flags & inspect.CO_VARARGS else ""
+        stars = f"**{next(taken)}, " if code.co_flags & inspect.CO_VARKEYWORDS else ""
+        if any(name.lstrip("*").startswith("__") for name in (*args, *only, star, stars)):
+            # The templates' own names begin so.
+            return cls("*__args, **__kwargs", "*__args, **__kwargs", "*__args, ", "**__kwargs")
+        slash = ["/, "] if code.co_posonlyargcount else []
+        params = [*args[: code.co_posonlyargcount], *slash, *args[code.co_posonlyargcount :]]
+        params += [star or ("*, " if only else ""), *(f"{name}, " for name in only), stars]
+        return cls(
+            params="".join(params).removesuffix(", "),  # the grammar allows no comma behind **e
+            call="".join([*args, star, *(f"{name}={name}, " for name in only), stars]),
+            args="".join([*args, star]),
+            kwargs="".join([*(f"{name!r}: {name}, " for name in only), stars]),
+        )
+
+
+def _build(source: str, fn: FunctionType, declared: Declared) -> FunctionType:
+    factory = "def factory(__fn, __runtime, __declared):" + source.replace("\n", "\n    ") + "return wrapper"
+    made: dict[str, Callable[..., FunctionType]] = {}
+    exec(compile(factory, "<profile_step>", "exec"), made)
+    built = made["factory"](fn, slot, declared)
+    # With the function's own globals, where FastAPI and others look up annotations that are strings.
+    code = built.__code__.replace(co_name=fn.__name__)
+    wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
+    wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
+    return wrapper
