@@ -31,8 +31,9 @@ from _measure import header, interleaved, parser, table, verdict
 from _traces import Template, build, quickly, record
 from merge import peak_kb
 
-from stepscope.timeline import earlier, merge, merge_step, workers
-from stepscope.timeline.workers import idle_cores
+from stepscope.timeline import merge_step
+from stepscope.timeline.merge import earlier, merge, workers
+from stepscope.timeline.merge.workers import idle_cores
 
 STEPS = [(2, 10), (8, 100), (8, 1000), (512, 1000)]
 """Files, and MB of JSON in all of them."""

@@ -20,8 +20,8 @@ from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces
 from stepscope.timeline.activity import kernels, pool
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.cover import CHUNK, Cover, length
 from stepscope.timeline.activity.event_names import iteration_of, work_of
+from stepscope.timeline.activity.intervals import CHUNK, Cover, length
 from stepscope.timeline.activity.kernels import read_trace
 from stepscope.timeline.children import command_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.timeline.lanes import Interval, pack
+from stepscope.timeline.merge.lanes import Interval, pack
 
 
 @st.composite

@@ -26,9 +26,9 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, Selection, load_step, merge_step
-from stepscope.timeline.rewrite import NOT_THEN
-from stepscope.timeline.rows import MARGIN_NS
-from stepscope.timeline.write import TimelineFile
+from stepscope.timeline.merge.rewrite import NOT_THEN
+from stepscope.timeline.merge.write import TimelineFile
+from stepscope.timeline.step.rows import MARGIN_NS
 
 MS = 1_000_000
 BASE_NS = OPENED_NS - 7_889_238_000_000_000 // 2

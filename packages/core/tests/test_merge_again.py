@@ -20,10 +20,11 @@ from packages.core.tests.test_merge_workers import ended, idle, started, step, t
 from packages.core.tests.traces import add_trace, kernel, op, trace_text
 from stepscope.cli import run
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import Merged, Selection, earlier, merge_step
-from stepscope.timeline.earlier import Earlier
+from stepscope.timeline import Merged, Selection, merge_step
+from stepscope.timeline.merge import earlier
+from stepscope.timeline.merge.earlier import Earlier
+from stepscope.timeline.merge.write import EventsFile, Stored, TimelineFile, behind_events
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.write import EventsFile, Stored, TimelineFile, behind_events
 
 __all__ = ["idle"]
 

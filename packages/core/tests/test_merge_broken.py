@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.timeline.readers import elements
+from stepscope.timeline.readers import json_array
 from stepscope.timeline.readers.blocks import BLOCK, Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.readers.elements import MENDED, NO_JSON, Elements, raw_elements
+from stepscope.timeline.readers.json_array import MENDED, NO_JSON, Elements, raw_elements
 
 CUT = "cut off: its list of events does not end"
 HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
@@ -206,7 +206,7 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        element, sound, mend = elements._element, elements._sound, elements.mend
+        element, sound, mend = json_array._element, json_array._sound, json_array.mend
 
         def counted_element(text: bytes, at: int, limit: int) -> tuple[int, int | None, bool]:
             start, end, closed = element(text, at, limit)
@@ -221,10 +221,10 @@ class Looked:
             self.bytes += len(text)
             return mend(text)
 
-        monkeypatch.setattr(elements, "_element", counted_element)
-        monkeypatch.setattr(elements, "_sound", counted_sound)
-        monkeypatch.setattr(elements, "mend", counted_mend)
-        monkeypatch.setattr(elements, "LONGEST", 1 << 16)
+        monkeypatch.setattr(json_array, "_element", counted_element)
+        monkeypatch.setattr(json_array, "_sound", counted_sound)
+        monkeypatch.setattr(json_array, "mend", counted_mend)
+        monkeypatch.setattr(json_array, "LONGEST", 1 << 16)
 
 
 EVENTS = ",\n".join(map(event, range(20_000))).encode()
@@ -259,11 +259,11 @@ def test_damaged_text_is_looked_at_a_limited_number_of_times(
     for _ in reader.end():
         pass
     parts = text.count(b'"ph"')
-    assert looked.bytes < 16 * len(text) + 8 * elements._SPARE * parts
+    assert looked.bytes < 16 * len(text) + 8 * json_array._SPARE * parts
 
 
 def test_only_what_is_damaged_is_lost_behind_a_quote_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elements, "LONGEST", 1 << 16)
+    monkeypatch.setattr(json_array, "LONGEST", 1 << 16)
     text = COSTLY["one quote missing"]
     reader = Elements(Notes(), raw_elements)
     batches = [reader.feed(text[at : at + (1 << 12)]) for at in range(0, len(text), 1 << 12)]
@@ -276,8 +276,8 @@ def test_only_what_is_damaged_is_lost_behind_a_quote_that_is_missing(monkeypatch
 def test_an_array_that_goes_on_without_events_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elements, "LONGEST", 1 << 16)
-    monkeypatch.setattr(elements, "BARREN", 1 << 20)
+    monkeypatch.setattr(json_array, "LONGEST", 1 << 16)
+    monkeypatch.setattr(json_array, "BARREN", 1 << 20)
     content = (HEAD + event(0) + ",").encode() + b" " * (3 << 20) + (event(1) + "]}").encode()
     names, notes = read(tmp_path / "t.json", content)
     assert names == first(1)

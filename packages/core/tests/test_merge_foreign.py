@@ -20,7 +20,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Merged, Selection, merge_step
-from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.merge.ids import FlowIds
 
 Event = dict[str, Any]
 RENAMED = ("pid", "tid", "id", "id2", "bind_id")

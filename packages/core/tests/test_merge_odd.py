@@ -15,8 +15,8 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, merge_step
-from stepscope.timeline.readers.elements import MENDED
-from stepscope.timeline.rewrite import NOT_THEN
+from stepscope.timeline.merge.rewrite import NOT_THEN
+from stepscope.timeline.readers.json_array import MENDED
 
 MS = 1_000_000
 AT_US = OPENED_NS // 1000

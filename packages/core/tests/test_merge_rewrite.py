@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.timeline.ids import FlowIds
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.rewrite import Rewriter
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import Process, ProcessClock
-from stepscope.timeline.place import Place
-from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import Notes
-from stepscope.timeline.readers.elements import raw_elements
-from stepscope.timeline.rewrite import Rewriter
-from stepscope.timeline.rows import Axis, Row
-from stepscope.timeline.tracks import Tracks
+from stepscope.timeline.readers.json_array import raw_elements
+from stepscope.timeline.step.rows import Axis, Row
 
 Event = dict[str, Any]
 SECOND_NS = 1_000_000_000

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stringzilla import split
 
 from packages.core.tests.test_merge_rewrite import OLDER, PLAIN, SECOND_NS, canonical, rewritten, written
-from stepscope.timeline import quick
+from stepscope.timeline.merge import template
 
 few = st.binary().map(lambda drawn: bytes(b'"t: 1,\xc3\xa9'[byte % 8] for byte in drawn))
 pieces = st.one_of(
@@ -23,7 +23,7 @@ pieces = st.one_of(
 @example([b"5\x84\t\x8cp", b"\xde" * 60, b"\x87"], b"\x87", b"")
 def test_what_is_replaced_is_what_python_replaces(between: list[bytes], old: bytes, new: bytes) -> None:
     for text in (b"".join(between), old.join(between)):
-        assert quick._replaced(text, old, new) == (text.replace(old, new), text.count(old))
+        assert template._replaced(text, old, new) == (text.replace(old, new), text.count(old))
 
 
 @pytest.mark.parametrize("mistake", ["one is missed", "one is invented"])
@@ -45,7 +45,7 @@ def test_a_mistake_in_the_search_costs_time_and_no_event(
                 parts[-1:] = [parts[-1][:9], parts[-1][9 + len(old) :]]
         return parts
 
-    monkeypatch.setattr(quick, "split", mistaken)
+    monkeypatch.setattr(template, "split", mistaken)
     for wrong in range(30):
         calls = count()
         found = rewritten([batch, batch], shift_ns, None)

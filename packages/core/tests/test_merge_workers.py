@@ -22,11 +22,12 @@ from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
-from stepscope.timeline import Merged, Selection, earlier, merge_bytes, merge_step, workers
-from stepscope.timeline.rows import Row
-from stepscope.timeline.tracks import Tracks
-from stepscope.timeline.workers import Workers, workers_for
-from stepscope.timeline.write import EventsFile, TimelineFile
+from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline.merge import earlier, workers
+from stepscope.timeline.merge.tracks import Tracks
+from stepscope.timeline.merge.workers import Workers, workers_for
+from stepscope.timeline.merge.write import EventsFile, TimelineFile
+from stepscope.timeline.step.rows import Row
 
 MS = 1_000_000
 MB = 1_000_000
@@ -257,7 +258,7 @@ def test_a_worker_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pyt
     start = Workers.start
     path = step(tmp_path)
     monkeypatch.setattr(Workers, "start", stranger)
-    monkeypatch.setattr("stepscope.timeline.merge.idle_cores", lambda: 2)
+    monkeypatch.setattr("stepscope.timeline.merge.merge.idle_cores", lambda: 2)
     monkeypatch.setattr(workers, "WORTH", 1)
     assert merge_step(path).events > 20
     assert seen

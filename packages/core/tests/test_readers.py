@@ -26,6 +26,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.reader_conformance import ReaderConformance
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, Selection, merge_step
+from stepscope.timeline.merge.rewrite import NOT_THEN
 from stepscope.timeline.readers import (
     Claim,
     Counter,
@@ -40,7 +41,6 @@ from stepscope.timeline.readers import (
     Track,
 )
 from stepscope.timeline.readers.installed import GROUP, Readers
-from stepscope.timeline.rewrite import NOT_THEN
 
 MS = 1_000_000
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ import pytest
 
 from packages.core.tests.test_report_advice import MS, Case, other_host
 from stepscope.report import StepReport, report_step
-from stepscope.timeline.load import load_step
+from stepscope.timeline.step.load import load_step
 
 IN_CODE = ("prepare()", "capture(", "span(", "profile_step", "decorate", "trajectory(")
 

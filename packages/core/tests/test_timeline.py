@@ -14,7 +14,7 @@ from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Timeline, load_step
 from stepscope.timeline.clocks.align import Reference, align, align_owner
 from stepscope.timeline.names import names_of
-from stepscope.timeline.tree import cut_cycles
+from stepscope.timeline.step.tree import cut_cycles
 
 MS = 1_000_000
 S = 1_000 * MS

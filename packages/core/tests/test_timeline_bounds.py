@@ -13,7 +13,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.process.clock import Exchange, estimate_offset
 from stepscope.timeline.clocks.align import Aligned, Reference, align, align_owner
 from stepscope.timeline.model import Process
-from stepscope.timeline.rows import offset_at
+from stepscope.timeline.step.rows import offset_at
 
 US = 1_000
 MS = 1_000_000

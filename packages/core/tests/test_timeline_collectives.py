@@ -19,7 +19,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import ProcessClock, load_step, merge_step
 from stepscope.timeline.clocks import refine
-from stepscope.timeline.rows import offset_at
+from stepscope.timeline.step.rows import offset_at
 
 MS = 1_000_000
 S = 1_000 * MS

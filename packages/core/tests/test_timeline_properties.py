@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.clocks.align import Reference, align, align_owner
-from stepscope.timeline.clocks.band import Band
+from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.clocks.hosts import Line
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.place import Place
-from stepscope.timeline.rows import Axis, Row
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.step.rows import Axis, Row
 
 MS = 1_000_000
 S = 1_000 * MS

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
-    from stepscope.timeline.load import load_step, span_bytes
-    from stepscope.timeline.merge import Format, merge_bytes, merge_step
-    from stepscope.timeline.merged import Merged, MergedFile, MergedRow
+    from stepscope.timeline.merge.merge import Format, merge_bytes, merge_step
+    from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
     from stepscope.timeline.model import (
         Alignment,
         EngineStall,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         Window,
     )
     from stepscope.timeline.selection import Selection
+    from stepscope.timeline.step.load import load_step, span_bytes
 
 __all__ = [
     "Alignment",

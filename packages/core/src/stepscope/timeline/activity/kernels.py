@@ -28,8 +28,8 @@ from stepscope.timeline.activity.content import (
     TraceContent,
     Work,
 )
-from stepscope.timeline.activity.cover import CHUNK, Cover, Pair, Stretches, length
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
+from stepscope.timeline.activity.intervals import CHUNK, Cover, Pair, Stretches, length
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 
 _OPERATORS = frozenset({"cpu_op", "Operator", "operator"})

@@ -9,8 +9,8 @@ import msgspec
 
 from stepscope.files.cuda_memory import OOM_SUMMARY, MemorySummary
 from stepscope.timeline.model import FileProblem, Timeline
-from stepscope.timeline.rows import offset_at
-from stepscope.timeline.traces import TraceFile
+from stepscope.timeline.step.rows import offset_at
+from stepscope.timeline.step.traces import TraceFile
 
 _LARGEST = 64 << 20
 """Bytes of a summary that are read: a few hundred kB are usual."""

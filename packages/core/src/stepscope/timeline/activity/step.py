@@ -15,8 +15,8 @@ from stepscope.timeline.activity.pool import read_all
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
-from stepscope.timeline.rows import Row, Rows, axis_of, offset_at
-from stepscope.timeline.traces import TraceFile, find_traces
+from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
+from stepscope.timeline.step.traces import TraceFile, find_traces
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from stepscope.files.clock import DRIFT_PPM, ClockAnchor, ClockOffset
-from stepscope.timeline.clocks.band import Band
+from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000

@@ -19,7 +19,7 @@ import msgspec
 
 from stepscope.timeline.readers.blocks import Notes, read_blocks
 from stepscope.timeline.readers.chrome import ChromeTrace, Distributed
-from stepscope.timeline.readers.elements import TOKEN
+from stepscope.timeline.readers.json_array import TOKEN
 
 MOST = 1 << 18
 """Collectives of one process that are looked at."""

@@ -20,8 +20,8 @@ from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Sidecar
 from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
-from stepscope.timeline.clocks.band import Band
 from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match, read_collectives
+from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
 from stepscope.timeline.sources import Source
 

@@ -17,7 +17,15 @@ from typing import TypeVar
 import msgspec
 
 from stepscope.timeline.readers.blocks import BLOCK, Notes, read_blocks
-from stepscope.timeline.readers.elements import BARREN, BOUNDARY, LONGEST, TOKEN, Elements, mend, raw_elements
+from stepscope.timeline.readers.json_array import (
+    BARREN,
+    BOUNDARY,
+    LONGEST,
+    TOKEN,
+    Elements,
+    mend,
+    raw_elements,
+)
 
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")

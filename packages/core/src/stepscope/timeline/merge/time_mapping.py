@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_FLOOR, Context, Decimal
 
-from stepscope.timeline.rows import Axis, Row, offset_at, steady
+from stepscope.timeline.step.rows import Axis, Row, offset_at, steady
 
 _NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
 _EXACT = Context(prec=200)

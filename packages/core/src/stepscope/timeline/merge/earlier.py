@@ -19,8 +19,8 @@ from typing import BinaryIO
 import msgspec
 
 from stepscope.files.reading import open_file
-from stepscope.timeline.row_traces import Common, RowTraces, Told
-from stepscope.timeline.write import EventsFile, Stored, behind_events
+from stepscope.timeline.merge.row_writer import Common, RowTraces, Told
+from stepscope.timeline.merge.write import EventsFile, Stored, behind_events
 
 SETTLED_NS = 2_000_000_000
 """A file that was changed so lately may change again and look the same: file systems have slow clocks."""

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope.timeline.ids import FIRST_TID
-from stepscope.timeline.rows import Row
+from stepscope.timeline.merge.ids import FIRST_TID
+from stepscope.timeline.step.rows import Row
 
 Event: TypeAlias = dict[str, object]
 _OWN = "\0stepscope"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from stepscope.files.manifest import ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.timeline.model import EngineStall, Process
-from stepscope.timeline.rows import clock_of, offset_at
+from stepscope.timeline.step.rows import clock_of, offset_at
 
 
 def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tuple[EngineStall, ...]:

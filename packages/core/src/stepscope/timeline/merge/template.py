@@ -31,11 +31,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 from stringzilla import split
 
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.place import Place
-from stepscope.timeline.readers.elements import last_boundary
-from stepscope.timeline.rows import Row
-from stepscope.timeline.tracks import Tracks
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.tracks import Tracks
+from stepscope.timeline.readers.json_array import last_boundary
+from stepscope.timeline.step.rows import Row
 
 _SECONDS = 16
 """So many different seconds in a batch are replaced one by one; or tens, or more, if they move by such."""

@@ -9,16 +9,16 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.merged import MergedFile
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.merged import MergedFile
+from stepscope.timeline.merge.rewrite import Rewriter, Text
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.tracks import Tracks, row_metadata
 from stepscope.timeline.model import FileProblem
-from stepscope.timeline.place import Place
-from stepscope.timeline.quick import Cut
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.rewrite import Rewriter, Text
-from stepscope.timeline.rows import Axis, Row
-from stepscope.timeline.tracks import Tracks, row_metadata
+from stepscope.timeline.step.rows import Axis, Row
 
 
 class Output(Protocol):

@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
-from stepscope.timeline.drawn import Drawn
-from stepscope.timeline.earlier import Earlier, Kept, earlier_rows, made_of
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.load import load_step, span_bytes
-from stepscope.timeline.merged import Merged, MergedFile, MergedRow
-from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
-from stepscope.timeline.quick import Cut
-from stepscope.timeline.readers.blocks import keep_memory
-from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
-from stepscope.timeline.readers.installed import Readers
-from stepscope.timeline.recordings import Drawing, Recorded
-from stepscope.timeline.row_traces import (
+from stepscope.timeline.merge.earlier import Earlier, Kept, earlier_rows, made_of
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
+from stepscope.timeline.merge.reader_events import Drawing, Recorded
+from stepscope.timeline.merge.row_writer import (
     Common,
     RowTrace,
     RowTraces,
@@ -33,12 +26,19 @@ from stepscope.timeline.row_traces import (
     show,
     write_row,
 )
-from stepscope.timeline.rows import Row, Rows, axis_of
+from stepscope.timeline.merge.span_events import Drawn
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.tracks import Event, Tracks
+from stepscope.timeline.merge.workers import Made, clear, idle_cores, size_of, workers, workers_for
+from stepscope.timeline.merge.write import Stored, TimelineFile, timeline_file
+from stepscope.timeline.model import FileProblem, ProcessClock, Timeline
+from stepscope.timeline.readers.blocks import keep_memory
+from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
+from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.selection import Selection
-from stepscope.timeline.traces import TraceFile, find_traces, trace_bytes
-from stepscope.timeline.tracks import Event, Tracks
-from stepscope.timeline.workers import Made, clear, idle_cores, size_of, workers, workers_for
-from stepscope.timeline.write import Stored, TimelineFile, timeline_file
+from stepscope.timeline.step.load import load_step, span_bytes
+from stepscope.timeline.step.rows import Row, Rows, axis_of
+from stepscope.timeline.step.traces import TraceFile, find_traces, trace_bytes
 
 if TYPE_CHECKING:
     from stepscope.timeline.perfetto.write import PerfettoFile

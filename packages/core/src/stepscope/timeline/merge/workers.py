@@ -23,19 +23,19 @@ import msgspec
 
 from stepscope.files.temporary import temporary
 from stepscope.timeline.children import command_of
-from stepscope.timeline.quick import Cut
+from stepscope.timeline.merge.row_writer import Common, RowTraces, Told, write_row
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.tracks import Tracks
+from stepscope.timeline.merge.write import EventsFile, Piece
 from stepscope.timeline.readers.blocks import keep_memory
-from stepscope.timeline.row_traces import Common, RowTraces, Told, write_row
-from stepscope.timeline.rows import Axis
-from stepscope.timeline.tracks import Tracks
-from stepscope.timeline.write import EventsFile, Piece
+from stepscope.timeline.step.rows import Axis
 
 WORTH = 8 << 20
 """Bytes of compressed traces for each process: JSON of 100 MB or more, 0.8 s of CPU. A worker takes 0.1 s to
 start."""
 MOST = 2
 """Each worker takes 30 MB, most of that its interpreter."""
-_CHILD = "from stepscope.timeline.workers import work; work()"
+_CHILD = "from stepscope.timeline.merge.workers import work; work()"
 _POLL_S = 0.02
 _NICE = 5
 """How much a worker stands back: it uses what nobody else wants."""

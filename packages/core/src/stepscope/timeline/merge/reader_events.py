@@ -12,9 +12,12 @@ from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.clocks.align import align_owner
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.place import Place
-from stepscope.timeline.quick import Cut
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.rewrite import NOT_THEN
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.tracks import Event as Json
+from stepscope.timeline.merge.tracks import Tracks, microseconds
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.contract import (
     Counter,
@@ -27,10 +30,7 @@ from stepscope.timeline.readers.contract import (
     Track,
 )
 from stepscope.timeline.readers.installed import reason
-from stepscope.timeline.rewrite import NOT_THEN
-from stepscope.timeline.rows import Axis, Row, Rows
-from stepscope.timeline.tracks import Event as Json
-from stepscope.timeline.tracks import Tracks, microseconds
+from stepscope.timeline.step.rows import Axis, Row, Rows
 
 NOT_WRITTEN = "events that JSON cannot hold"
 _BATCH = 2000

@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.place import Place
-from stepscope.timeline.quick import Cut, Quick
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.template import Cut, Quick
+from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.readers.blocks import Notes
-from stepscope.timeline.readers.elements import NO_JSON, array_of, raw_elements
-from stepscope.timeline.rows import Row
-from stepscope.timeline.tracks import Tracks
+from stepscope.timeline.readers.json_array import NO_JSON, array_of, raw_elements
+from stepscope.timeline.step.rows import Row
 
 NO_TIME = "events without a time"
 NOT_THEN = "events whose time is not near the step"

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from stepscope.timeline.ids import FlowIds
-from stepscope.timeline.lanes import Interval, pack
+from stepscope.timeline.merge.ids import FlowIds
+from stepscope.timeline.merge.lanes import Interval, pack
+from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope.timeline.model import Span, Timeline
-from stepscope.timeline.quick import Cut
-from stepscope.timeline.requests import requests
-from stepscope.timeline.rows import Axis, Row, Rows
 from stepscope.timeline.selection import Selection
-from stepscope.timeline.tracks import Event, Tracks, microseconds
+from stepscope.timeline.step.requests import requests
+from stepscope.timeline.step.rows import Axis, Row, Rows
 
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""

@@ -14,15 +14,15 @@ from stepscope.files.parts import fold
 from stepscope.files.spans import CONSUME, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
-from stepscope.timeline.captures import of_the_last
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
 from stepscope.timeline.clocks.refine import refine
 from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Window
 from stepscope.timeline.names import names_of
-from stepscope.timeline.profiled import profiled_keys
 from stepscope.timeline.sources import Source, read_sources
-from stepscope.timeline.stalls import replicas_of, stalls_of
-from stepscope.timeline.tree import parents_of
+from stepscope.timeline.step.captures import of_the_last
+from stepscope.timeline.step.profiled import profiled_keys
+from stepscope.timeline.step.stalls import replicas_of, stalls_of
+from stepscope.timeline.step.tree import parents_of
 
 
 def load_step(

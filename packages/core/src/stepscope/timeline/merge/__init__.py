@@ -1,0 +1,1 @@
+"""One file of everything that a step left, on one clock."""

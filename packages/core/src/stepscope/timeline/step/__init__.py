@@ -1,0 +1,1 @@
+"""One captured step, read back from its folder."""
