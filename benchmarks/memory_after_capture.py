@@ -17,8 +17,8 @@ import torch
 from _measure import arguments, header, interleaved, table, verdict
 from export_stall import Training, describe
 
-from stepscope.backends import libc
-from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.backends.torch import libc
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.recording.output.exporter import Exporter
 from stepscope.testing.backend_conformance import a_window

@@ -55,12 +55,12 @@ PUBLIC = (
     | {
         f"stepscope.backends.{name}"
         for name in (
-            "held_window",
-            "mini_batches",
-            "open_scopes",
             "process_lock",
-            "user_profilers",
-            "window_thread",
+            "threaded.mini_batches",
+            "threaded.threaded_window",
+            "threaded.window_thread",
+            "torch.foreign_sessions",
+            "torch.record_function_scopes",
         )
     }
 )

@@ -358,7 +358,7 @@ def test_a_terminated_process_takes_its_command_with_it(tmp_path: Path) -> None:
     began = time.monotonic()
     tail = """
         from stepscope import flush
-        from stepscope.recording import shutdown
+        from stepscope.recording.process import shutdown
         shutdown.SIGTERM_S = 0.5
         flush()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -20,8 +20,9 @@ import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture, span
-from stepscope.backends import held_window, torch_window, user_profilers, window_thread
 from stepscope.backends.process_lock import PROCESS_LOCK
+from stepscope.backends.threaded import threaded_window, window_thread
+from stepscope.backends.torch import foreign_sessions, window
 from stepscope.config import Tool
 from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
@@ -127,7 +128,7 @@ def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool
         (part,) = msgspec.json.decode(written, type=Manifest).processes
         assert part.closed is not None, where
         if tool == "torch":
-            assert user_profilers.busy() is None, where
+            assert foreign_sessions.busy() is None, where
         else:
             exporter.exporter().drain(10)  # the record of what closing took
             assert not hidden_files(folder), where  # a trace of torch may be on its way
@@ -195,21 +196,21 @@ def test_a_ctrl_c_as_soon_as_torchs_session_has_begun_ends_it(
         raise KeyboardInterrupt
 
     def interrupted_once(profile: Profile) -> str | None:
-        monkeypatch.setattr(torch_window, "_stop", stop)
+        monkeypatch.setattr(window, "_stop", stop)
         raise KeyboardInterrupt
 
     config = ProfileConfig(
         save_path=tmp_path, steps="0:10", torch={"activities": ["cpu"]}, roles={"*": {"ranks": "all"}}
     )
-    stop = torch_window._stop
+    stop = window._stop
     with monkeypatch.context() as interrupting:
-        interrupting.setattr(held_window, "weakref", SimpleNamespace(finalize=interrupted))
+        interrupting.setattr(threaded_window, "weakref", SimpleNamespace(finalize=interrupted))
         with pytest.raises(KeyboardInterrupt):
             capture(1, config=config).open()
-    assert user_profilers.busy() is None
+    assert foreign_sessions.busy() is None
     assert PROCESS_LOCK.holder is None
-    monkeypatch.setattr(torch_window, "kineto_has_started", False)
-    monkeypatch.setattr(torch_window, "_stop", interrupted_once)  # of the empty window
+    monkeypatch.setattr(window, "kineto_has_started", False)
+    monkeypatch.setattr(window, "_stop", interrupted_once)  # of the empty window
     with pytest.raises(KeyboardInterrupt):
         capture(2, config=config).open()
     assert PROCESS_LOCK.holder is None

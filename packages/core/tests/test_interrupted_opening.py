@@ -21,10 +21,10 @@ import pytest
 
 import stepscope
 from stepscope import ProfileConfig, capture
-from stepscope.backends import user_profilers
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.protocol import Backend
-from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.backends.torch import foreign_sessions
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import Ending, Manifest, ProcessPart
@@ -123,7 +123,7 @@ def end_of_the_process() -> None:
 def nothing_records(where: str | None) -> None:
     assert slot.active is None, where
     assert captures.opened() is None, where
-    assert user_profilers.busy() is None, where
+    assert foreign_sessions.busy() is None, where
     PROCESS_LOCK.acquire("this test")  # raises where it is held by nobody, too
     PROCESS_LOCK.release()
     assert not threads_of_captures(), where

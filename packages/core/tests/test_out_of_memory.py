@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from stepscope import ProfileConfig, capture
-from stepscope.backends import cuda_oom
-from stepscope.backends.cuda_memory import CudaMemoryBackend
+from stepscope.backends.cuda_memory import oom as cuda_oom
+from stepscope.backends.cuda_memory.backend import CudaMemoryBackend
 from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory

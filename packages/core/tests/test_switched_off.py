@@ -19,7 +19,7 @@ import asyncio, json, os, signal, sys, threading
 import stepscope
 from stepscope import *
 from stepscope.compat.verl import DistProfiler
-from stepscope.recording import runtime
+from stepscope.recording.spans import slot
 
 def fail(*_): raise AssertionError("called")
 configure("no-such-file.yaml")
@@ -38,10 +38,10 @@ asyncio.run(aprepare(workers=object(), engines=object()))
 on_capture(fail), on_artifact(fail), on_report(fail)
 
 @profile_step(role="actor")
-def update(): return runtime.active
+def update(): return slot.active
 
 @DistProfiler.annotate(role="actor_update")
-def annotated(self): return runtime.active
+def annotated(self): return slot.active
 
 profiler = DistProfiler(0, {"enable": True, "tool": "torch", "all_ranks": True, "tool_config": {"torch": {}}})
 for step in range(3):

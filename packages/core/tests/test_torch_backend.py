@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from stepscope.backends import PendingArtifact, SpanInfo
-from stepscope.backends.torch_kineto import TorchBackend
-from stepscope.backends.window_thread import MAIN
+from stepscope.backends.threaded.window_thread import MAIN
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import BudgetConfig, ProfileConfig, ScheduleConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, discard, in_thread, written
@@ -153,7 +153,7 @@ def test_a_trace_without_python_events_holds_the_same_events(
     make: Callable[..., TorchBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`trace_only`, which makes stop() faster, changes nothing in the file."""
-    from stepscope.backends import torch_options
+    from stepscope.backends.torch import options as torch_options
 
     if not torch_options._switches(all_threads=False, with_stack=False):
         pytest.skip(f"torch {torch.__version__} has no trace_only")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("torch")
 SERVER = """
 import json, os, signal, sys
 import torch, torch._inductor.config, torch.profiler  # the seconds that every case would pay
-from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.testing import backend_conformance
 
 for line in sys.stdin:
@@ -44,7 +44,7 @@ PRELUDE = """
 import atexit, threading
 from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
-from stepscope.backends.window_thread import MAIN, OWNER, run_on
+from stepscope.backends.threaded.window_thread import MAIN, OWNER, run_on
 from stepscope.config import ProfileConfig, TorchConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, in_thread
@@ -160,7 +160,7 @@ def test_a_sigterm_handler_can_stop_and_write(run: Run, flags: tuple[str, ...]) 
 def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(run: Run) -> None:
     done = run(
         """
-        from stepscope.backends import torch_window
+        from stepscope.backends.torch import window as torch_window
         original = torch_window._stop
         def stop_interrupted(profile):
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -645,7 +645,7 @@ def test_sends_that_are_waited_for_in_the_next_capture_leave_no_scope_in_the_fir
     done = run(
         """
         import torch.distributed as dist
-        from stepscope.backends import open_scopes
+        from stepscope.backends.torch import record_function_scopes
         store, tensor = dist.HashStore(), torch.ones(8)
         def receive(count):
             there = dist.ProcessGroupGloo(store, 1, 2)
@@ -655,7 +655,7 @@ def test_sends_that_are_waited_for_in_the_next_capture_leave_no_scope_in_the_fir
         receiver = threading.Thread(target=receive, args=(300,))
         receiver.start()
         here = dist.ProcessGroupGloo(store, 0, 2)
-        send = open_scopes.unrecorded(lambda: here.send([tensor], 1, next(sends)))
+        send = record_function_scopes.unrecorded(lambda: here.send([tensor], 1, next(sends)))
         open_sends = []
         for _ in range(3):
             start()

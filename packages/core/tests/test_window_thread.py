@@ -9,7 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from stepscope.backends.process_lock import ProcessLock
-from stepscope.backends.window_thread import MAIN, OWNER, Task, WindowThread, run_on, thread_for_window
+from stepscope.backends.threaded.window_thread import (
+    MAIN,
+    OWNER,
+    Task,
+    WindowThread,
+    run_on,
+    thread_for_window,
+)
 from stepscope.errors import ProfilerBusyError
 from stepscope.testing.backend_conformance import in_child, in_thread
 

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from stepscope.backends import open_scopes
+from stepscope.backends.torch import record_function_scopes
 from stepscope_sglang import _plugin
 
 pytestmark = pytest.mark.needs("torch")
@@ -30,7 +30,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers", _plugin._SCHEDULER):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(open_scopes, "watch", lambda: None)
+    monkeypatch.setattr(record_function_scopes, "watch", lambda: None)
     monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
     monkeypatch.setattr(_plugin, "_quiet", False)
     _plugin.load()
@@ -49,7 +49,7 @@ def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
     answer = SimpleNamespace(internal_state={})
     hooks["Scheduler.get_internal_state"](answer, SimpleNamespace(forward_ct=3))
     said = answer.internal_state[_plugin.SENDS_QUIET]
-    assert said is open_scopes.is_unrecorded(ProcessGroup.send)
+    assert said is record_function_scopes.is_unrecorded(ProcessGroup.send)
     return said
 
 

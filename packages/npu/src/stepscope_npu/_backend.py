@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from stepscope.backends import PendingArtifact, SpanInfo, Window
-from stepscope.backends.held_window import HeldWindow, Late, about, title
-from stepscope.backends.window_thread import thread_for_window
+from stepscope.backends.threaded.threaded_window import HeldWindow, Late, about, title
+from stepscope.backends.threaded.window_thread import thread_for_window
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.layout import RunLayout

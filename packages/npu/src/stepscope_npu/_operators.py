@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.user_profilers import running
+from stepscope.backends.torch.foreign_sessions import running
 from stepscope_npu import _recordings
 from stepscope_npu._versions import TorchNpu
 

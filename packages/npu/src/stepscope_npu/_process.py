@@ -7,8 +7,8 @@ import os
 import threading
 from functools import partial
 
-from stepscope.backends import user_profilers
-from stepscope.backends.window_thread import run_on
+from stepscope.backends.threaded.window_thread import run_on
+from stepscope.backends.torch import foreign_sessions
 from stepscope.errors import ProfilerBusyError
 from stepscope_npu import _operators, _recordings, _window
 from stepscope_npu._versions import TorchNpu
@@ -24,7 +24,7 @@ def hook(torch_npu: TorchNpu) -> None:
         if _hooked:
             return
         _hooked = True
-        user_profilers.watch(partial(_before_another_of_torch, torch_npu))
+        foreign_sessions.watch(partial(_before_another_of_torch, torch_npu))
         _recordings.watch(torch_npu, partial(_before_another_of_torch_npu, torch_npu))
         os.register_at_fork(after_in_child=_in_child)
         # Without a stop, everything is lost. Registered after torch_npu's own handler, so called before it.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.backends.held_window import Kept
-from stepscope.backends.mini_batches import Phase, Place, cut_short, never_active, place
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.user_profilers import busy as torch_busy
-from stepscope.backends.window_thread import WindowThread
+from stepscope.backends.threaded.mini_batches import Phase, Place, cut_short, never_active, place
+from stepscope.backends.threaded.threaded_window import Kept
+from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.backends.torch.foreign_sessions import busy as torch_busy
 from stepscope.config import ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope_npu import _disk, _recordings

@@ -21,7 +21,7 @@ from torch_npu.profiler import dynamic_profile
 
 from stepscope.backends import Backend, PendingArtifact, SpanInfo
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.errors import ProfilerBusyError
 from stepscope.testing.backend_conformance import (

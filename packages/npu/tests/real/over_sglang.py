@@ -22,7 +22,7 @@ import torch
 import torch_npu
 from torch_npu._init.patches.monkey_patches import _apply_patches
 
-from stepscope.backends.torch_kineto import TorchBackend
+from stepscope.backends.torch.backend import TorchBackend
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.testing.backend_conformance import a_window, written

@@ -7,7 +7,7 @@ the making of a scheduler, and its answer to a question for the internal state. 
 pass that is not recorded. What starts and stops its profiler is timed: nothing is served meanwhile.
 
 By stage, SGLang stops one profile and starts the next inside of `run_batch`, which is a `record_function`
-since 0.5.14: what `stepscope.backends.open_scopes` is for.
+since 0.5.14: what `stepscope.backends.torch.record_function_scopes` is for.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def load() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from stepscope.backends import open_scopes
+    from stepscope.backends.torch import record_function_scopes
 
-    open_scopes.watch()  # first: the hook says that it is done
+    record_function_scopes.watch()  # first: the hook says that it is done
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", begin, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
 
@@ -115,7 +115,7 @@ def _hide_sends() -> None:
     global _quiet
     from torch.distributed import ProcessGroup
 
-    from stepscope.backends.open_scopes import unrecorded
+    from stepscope.backends.torch.record_function_scopes import unrecorded
 
     ProcessGroup.send = unrecorded(ProcessGroup.send, _is_over_gloo)  # type: ignore[method-assign]
     _quiet = True

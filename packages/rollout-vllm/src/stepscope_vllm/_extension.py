@@ -75,11 +75,13 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
         RuntimeError: the worker is recording.
         OSError: the folder cannot be made or written.
     """
-    from stepscope.backends import open_scopes  # not at the top: a worker pays for it with its first capture
+    from stepscope.backends.torch import (
+        record_function_scopes,  # not at the top: a worker pays for it with its first capture
+    )
     from stepscope_vllm import _plugin
 
     worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
-    open_scopes.watch()
+    record_function_scopes.watch()
     _plugin.load()  # where vLLM has not: VLLM_PLUGINS may leave it out
     made = getattr(worker, "profiler", None) is None
     wrapper = _wrapper(worker, spec)

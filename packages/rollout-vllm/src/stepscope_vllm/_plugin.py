@@ -4,7 +4,7 @@ vLLM calls the entry points `vllm.general_plugins` of what is installed beside i
 stage of a pipeline sends what the next one needs and goes on; it waits for that send in its next pass. Over
 gloo (what is said of the tensors, from vLLM 0.29 on; on CPUs the tensors too) torch ends the send's scope
 there, in a recording that may be freed by then. So no recording has these sends; see
-`stepscope.backends.open_scopes`.
+`stepscope.backends.torch.record_function_scopes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from stepscope import switch
-from stepscope.backends.open_scopes import is_unrecorded, unrecorded
+from stepscope.backends.torch.record_function_scopes import is_unrecorded, unrecorded
 
 _STATE = "vllm.distributed.parallel_state"
 _ENDS = (

@@ -50,9 +50,9 @@ __all__ = [
 
 _WHERE = {
     "activity.step": ("TraceActivity", "Traces", "load_traces"),
-    "load": ("load_step", "span_bytes"),
-    "merge": ("Format", "merge_bytes", "merge_step"),
-    "merged": ("Merged", "MergedFile", "MergedRow"),
+    "step.load": ("load_step", "span_bytes"),
+    "merge.merge": ("Format", "merge_bytes", "merge_step"),
+    "merge.merged": ("Merged", "MergedFile", "MergedRow"),
     "model": (
         "Alignment",
         "EngineStall",

@@ -643,7 +643,7 @@ class Capture:
     def _about_torch(self) -> str:
         """Words about the lines that torch's profiler has just printed; none after the first time."""
         global _is_torch_explained
-        torch_window = sys.modules.get("stepscope.backends.torch_window")
+        torch_window = sys.modules.get("stepscope.backends.torch.window")
         if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:
             return ""
         _is_torch_explained = True

@@ -1,4 +1,4 @@
-"""The asking side of captures on demand: a request in the run's folder. `requests` is the other side."""
+"""The asking side of captures on demand: a request in the run's folder. `on_demand` is the other side."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stepscope.backends import cuda_memory, cuda_oom
-from stepscope.backends.cuda_oom import Shortage
+from stepscope.backends.cuda_memory import backend, oom
+from stepscope.backends.cuda_memory.oom import Shortage
 from stepscope.config import ProfileConfig
 from stepscope.files.atomic import private
 from stepscope.files.layout import RunLayout, safe
@@ -69,8 +69,8 @@ class _Watch:
             return
         self._begun = True
         history = self.config.cuda_memory.oom_any_step == "history"
-        options = cuda_memory.history_options(self.config.cuda_memory) if history else None
-        cuda_oom.watch(self.keep, options, _refused)
+        options = backend.history_options(self.config.cuda_memory) if history else None
+        oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
         """Args: snapshot: Takes one, which is long: it is called for a snapshot that is kept."""

@@ -60,7 +60,7 @@ def library_loaded(tool: str) -> bool:
 
 
 class Session:
-    """Made by `capture` (in the owner) or by `worker` (in a process that the owner's fleet reached)."""
+    """Made by `capture` (in the owner) or by `worker_side` (in a process that the owner's fleet reached)."""
 
     def __init__(
         self,

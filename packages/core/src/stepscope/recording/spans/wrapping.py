@@ -5,7 +5,7 @@ Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)
 the user's TypeErrors where the user expects them.
 
 What a wrapper closes over is pickled with it when its class travels by value (Ray): the function, what was
-declared, and the module `runtime`, by reference. A name imported *from* that module would be copied, and a
+declared, and the module `slot`, by reference. A name imported *from* that module would be copied, and a
 copy never switches on.
 """
 

@@ -2,7 +2,7 @@
 
 torch.profiler segfaults when it is nested, stopped twice, stopped by another thread, or left open at exit.
 Here each of these is an error or a safe no-op: a window belongs to one thread (`window_thread`), a process
-has one (`process_lock`), sessions of other code are seen (`user_profilers`), and what is open at exit is
+has one (`process_lock`), sessions of other code are seen (`foreign_sessions`), and what is open at exit is
 ended.
 
 A session that other code opens while a window is recording ends the window: it is kept up to there, marked as
@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from stepscope.backends import torch_process, torch_window
-from stepscope.backends.held_window import (
+from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
+from stepscope.backends.threaded.threaded_window import (
     HeldWindow,
     Late,
     about,
@@ -27,10 +27,11 @@ from stepscope.backends.held_window import (
     end_on_thread,
     title,
 )
-from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
-from stepscope.backends.torch_options import Options, resolve
-from stepscope.backends.torch_window import Recorded, TorchWindow
-from stepscope.backends.window_thread import in_backward, thread_for_window
+from stepscope.backends.threaded.window_thread import in_backward, thread_for_window
+from stepscope.backends.torch import process
+from stepscope.backends.torch import window as torch_window
+from stepscope.backends.torch.options import Options, resolve
+from stepscope.backends.torch.window import Recorded, TorchWindow
 from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -135,7 +136,7 @@ class TorchBackend:
     ) -> TorchWindow:
         thread = thread_for_window(all_threads)
         options = self._options(thread.all_threads)
-        torch_process.hook()
+        process.hook()
         return TorchWindow(name, thread, options, schedule=schedule, trace_id=trace_id, about=about)
 
     def _artifact(

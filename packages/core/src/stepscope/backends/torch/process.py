@@ -10,8 +10,9 @@ import sys
 import threading
 from functools import partial
 
-from stepscope.backends import libc, open_scopes, torch_window, user_profilers
-from stepscope.backends.window_thread import run_on
+from stepscope.backends.threaded.window_thread import run_on
+from stepscope.backends.torch import foreign_sessions, libc, record_function_scopes
+from stepscope.backends.torch import window as torch_window
 from stepscope.errors import ProfilerBusyError
 
 _hooking = threading.RLock()
@@ -25,8 +26,8 @@ def hook() -> None:
         if _hooked:
             return
         _hooked = True
-        user_profilers.watch(_before_another_session)
-        open_scopes.watch()
+        foreign_sessions.watch(_before_another_session)
+        record_function_scopes.watch()
         os.register_at_fork(after_in_child=_in_child)
         atexit.register(_at_exit)
 
@@ -61,10 +62,10 @@ def _in_child() -> None:
     """After fork, in the child: the session is the parent's, and a profiler of the child's own may come."""
     import torch
 
-    open_scopes.forget()
+    record_function_scopes.forget()
     window = torch_window.forget()
     if window is not None:
-        user_profilers.forget()
+        foreign_sessions.forget()
         # Its callbacks are set here too, on each thread of the child if it records all threads, and would
         # record every operator for nobody.
         torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # torch: not in its stub

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from stepscope.backends import cuda_oom
-from stepscope.backends.memory_summary import summarise
+from stepscope.backends.cuda_memory import oom
+from stepscope.backends.cuda_memory.summary import summarise
 from stepscope.backends.process_lock import ProcessLock
 from stepscope.backends.protocol import PendingArtifact, SpanInfo, Window
 from stepscope.config import CudaMemoryConfig, ProfileConfig
@@ -74,7 +74,7 @@ class CudaMemoryBackend:
         self._window, self._has_begun = window, False  # first: interrupted from here on, stop() undoes it
         try:
             _HISTORY.acquire(f"the CUDA memory history of step {window.step}", by=self)
-            cuda_oom.suspend()
+            oom.suspend()
             if torch._C._cuda_isHistoryEnabled():
                 raise ProfilerBusyError(
                     "the CUDA memory history is recorded by other code. Fix: end that with "
@@ -89,8 +89,8 @@ class CudaMemoryBackend:
                 raise BackendError(f"the CUDA memory history did not start: {error}") from error
             raise
         if self._config.on_oom:
-            cuda_oom.in_window(self.on_oom)
-            reason = cuda_oom.attach()
+            oom.in_window(self.on_oom)
+            reason = oom.attach()
             self._ignored = {} if reason is None else {"cuda_memory.on_oom": reason}
 
     def advance(self) -> None:
@@ -104,7 +104,7 @@ class CudaMemoryBackend:
         if self._window is None or _HISTORY.holder is None:
             self._window = None
             return []  # not started; or the child of a fork, where the history is the parent's
-        cuda_oom.in_window(None)
+        oom.in_window(None)
         if not self._has_begun:
             self._give_back()
             return []
@@ -129,7 +129,7 @@ class CudaMemoryBackend:
         return made
 
     def _give_back(self) -> None:
-        cuda_oom.resume()
+        oom.resume()
         _HISTORY.release(by=self)
         self._window = None  # last: interrupted before, a second stop() does all of it
 

@@ -1,6 +1,6 @@
 """What backends share whose windows belong to a thread: one at a time, stopped from anywhere, never leaked.
 
-The profiler itself is in the window (`torch_window`); here is who may start it, how a stop reaches its
+The profiler itself is in the window (`torch.window`); here is who may start it, how a stop reaches its
 thread, and what is left when that thread does not answer.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 from stepscope.backends.protocol import Window
-from stepscope.backends.window_thread import ANSWER_S, Task, WindowThread, run_on
+from stepscope.backends.threaded.window_thread import ANSWER_S, Task, WindowThread, run_on
 from stepscope.errors import BackendError, ProfilerBusyError
 
 BEGIN_S = 60

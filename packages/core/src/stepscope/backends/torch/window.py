@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepscope.backends import libc, user_profilers
-from stepscope.backends.held_window import Kept
-from stepscope.backends.mini_batches import Phase, cut_short, never_active, place
 from stepscope.backends.process_lock import PROCESS_LOCK
-from stepscope.backends.torch_options import Options
-from stepscope.backends.window_thread import WindowThread
+from stepscope.backends.threaded.mini_batches import Phase, cut_short, never_active, place
+from stepscope.backends.threaded.threaded_window import Kept
+from stepscope.backends.threaded.window_thread import WindowThread
+from stepscope.backends.torch import foreign_sessions, libc
+from stepscope.backends.torch.options import Options
 from stepscope.config import ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
@@ -193,21 +193,21 @@ class TorchWindow:
     def _start(self, profile: Profile) -> None:
         if self.only_thread is None:
             time.sleep(max(0.0, _all_threads_stopped + _OPERATORS_END_S - time.monotonic()))
-        with user_profilers.ours():
+        with foreign_sessions.ours():
             profile.start_trace()
 
     def _stop(self, profile: Profile) -> str | None:
         return _stop_all_threads(profile) if self.only_thread is None else _stop(profile)
 
     def _prepare(self) -> Profile:
-        others = user_profilers.busy()
+        others = foreign_sessions.busy()
         if others is not None:
             raise ProfilerBusyError(
                 f"{self.name} cannot start: {others}; a second one would crash this process. "
                 "Fix: end that session before the capture, or capture other steps"
             )
         profile = self.options.make_profile(f"{self._trace_id}_{self._cycle}")
-        with user_profilers.ours():
+        with foreign_sessions.ours():
             profile.prepare_trace()
         return profile
 
@@ -215,7 +215,7 @@ class TorchWindow:
         """Stops the profile and keeps it. After a Ctrl-C it is still active, and a second call stops it."""
         profile = self._profile
         try:
-            if profile is not None and user_profilers.running(self.only_thread is not None):
+            if profile is not None and foreign_sessions.running(self.only_thread is not None):
                 self._kept.lost = _INTERRUPTED
                 trouble = self._stop(profile)
                 self._kept.recorded.append(
@@ -223,7 +223,7 @@ class TorchWindow:
                 )
                 self._kept.lost = None
             elif self._kept.lost == _INTERRUPTED:
-                user_profilers.clear_flag()  # torch had not come to it
+                foreign_sessions.clear_flag()  # torch had not come to it
             else:
                 self._kept.lost = "its torch.profiler session was ended from outside stepscope"
         except Exception as error:
@@ -241,11 +241,13 @@ class TorchWindow:
         """Drops the profile, whether or not its start succeeded, or was interrupted by a Ctrl-C."""
         self.phase = "off"
         profile, self._profile = self._profile, None
-        runs = interrupted and user_profilers.running(self.only_thread is not None)  # torch has not noted it
+        runs = interrupted and foreign_sessions.running(
+            self.only_thread is not None
+        )  # torch has not noted it
         if profile is not None and (runs or _started(profile)):
             self._stop(profile)
         else:
-            user_profilers.clear_flag()
+            foreign_sessions.clear_flag()
 
     def _cut_short(self) -> str | None:
         """Why the recording under way is not whole: its mini-batches are not all there."""
@@ -279,7 +281,7 @@ def _started(profile: Profile) -> bool:
 
 def _stop_all_threads(profile: Profile) -> str | None:
     """As `_stop`. Other threads are in the middle of operators, and one that begins while torch takes the
-    session down, or ends in the next one, writes into freed memory (see `open_scopes`). So no more are
+    session down, or ends in the next one, writes into freed memory (see `record_function_scopes`). So no more are
     recorded for a moment before, and no session begins for a moment after.
     """
     global _all_threads_stopped

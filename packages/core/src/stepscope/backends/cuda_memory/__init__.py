@@ -1,0 +1,1 @@
+"""The `cuda_memory` backend: the history of the CUDA caching allocator."""
