@@ -15,7 +15,7 @@ from stepscope.files.manifest import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report import Advice, find_phaseless
-from stepscope.report.engine_text import say_phaseless
+from stepscope.report.terminal.engine import say_phaseless
 from stepscope.testing.steps import OPENED_NS, FakeProcess
 from stepscope.timeline import load_step
 

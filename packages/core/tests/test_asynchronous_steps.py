@@ -15,7 +15,7 @@ from stepscope import ProfileConfig, attach, capture, carrier, consume, span, tr
 from stepscope.files.layout import RunLayout
 from stepscope.report import Lag, StepReport, report_step, to_scalars
 from stepscope.report.html import render_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.timeline import Span, Timeline, load_step, merge_step
 
 

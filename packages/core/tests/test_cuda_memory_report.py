@@ -17,7 +17,7 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.report import StepReport, report_step
 from stepscope.report.html import render_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces, merge_step
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from stepscope import ProfileConfig, attach, capture, carrier, prepare, profile_step, trajectory
 from stepscope.files.layout import RunLayout
 from stepscope.report import Advice, StepReport, report_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")

@@ -18,7 +18,7 @@ from stepscope.files.manifest import AWAITED, Expectation, Pending, ProcessPart,
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.report.health import find_cut
+from stepscope.report.tables.health import find_cut
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.timeline import load_step
 

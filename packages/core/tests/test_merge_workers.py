@@ -202,7 +202,8 @@ def test_what_is_in_the_timeline_takes_no_room_beside_it(
 def test_what_a_killed_merge_leaves_is_known_as_abandoned(tmp_path: Path) -> None:
     path = step(tmp_path)
     code = (
-        "import os, signal, sys; from stepscope.timeline import merge_step; from stepscope.timeline.merge import merge, workers\n"
+        "import os, signal, sys; from stepscope.timeline import merge_step\n"
+        "from stepscope.timeline.merge import merge, workers\n"
         "merge.idle_cores = lambda: 2; workers.WORTH = 1\n"
         "workers.Workers.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_step(sys.argv[1])"

@@ -18,7 +18,7 @@ from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
 from stepscope.recording.output import exporter
-from stepscope.report.breakdown import Breakdown, break_down
+from stepscope.report.tables.breakdown import Breakdown, break_down
 from stepscope.timeline import load_step
 
 MS = 1_000_000

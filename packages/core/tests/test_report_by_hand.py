@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from stepscope.report import report_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
 DATA = Path(__file__).with_name("data")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.report import StepReport, report_step
-from stepscope.report.diff import Diff, diff
-from stepscope.report.diff_text import render_diff, signed
+from stepscope.report.tables.diff import Diff, diff
+from stepscope.report.terminal.diff import render_diff, signed
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

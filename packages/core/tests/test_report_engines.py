@@ -23,7 +23,7 @@ from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
 from stepscope.report import Engine, StepReport, report_step
 from stepscope.report.html import render_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces
 

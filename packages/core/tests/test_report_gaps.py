@@ -12,10 +12,10 @@ from rich.console import Console
 from packages.core.tests.test_report_html import page_of
 from stepscope.report import find_idle, report_step
 from stepscope.report.accounting import Interval
-from stepscope.report.breakdown import Breakdown, break_down
-from stepscope.report.gaps import find_stretches
-from stepscope.report.names import MOVES_WEIGHTS, TRANSFER
-from stepscope.report.text import render
+from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
+from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.gaps import find_stretches
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step
 

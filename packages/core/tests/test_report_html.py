@@ -16,7 +16,7 @@ from stepscope.report import StepReport, report_step
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.timecharts import ticks
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from packages.core.tests.pictures import MS, rl_step
 from stepscope.report import time_stages
-from stepscope.report.gantt import FULL_ROWS, Gantt, draw_gantt
-from stepscope.report.lanes import pack, pack_trajectories
-from stepscope.report.marks import Mark, blend_short, join_near, pick
+from stepscope.report.charts.gantt import FULL_ROWS, Gantt, draw_gantt
+from stepscope.report.charts.lanes import pack, pack_trajectories
+from stepscope.report.charts.marks import Mark, blend_short, join_near, pick
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

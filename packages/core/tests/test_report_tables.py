@@ -11,12 +11,12 @@ from rich.console import Console
 
 from stepscope.files.manifest import OwnCost
 from stepscope.report import StepReport, break_down, find_long_tail, report_step, time_stages
-from stepscope.report.figures import duration, middle, moment, percents, plain
-from stepscope.report.health_text import worst_first
+from stepscope.report.formatting import duration, middle, moment, percents, plain
 from stepscope.report.html import render_step
-from stepscope.report.sections_text import say_left_out, trajectories
-from stepscope.report.tables import LISTED
-from stepscope.report.text import render
+from stepscope.report.terminal.health import worst_first
+from stepscope.report.terminal.layout import LISTED
+from stepscope.report.terminal.sections import say_left_out, trajectories
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

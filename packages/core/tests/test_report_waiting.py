@@ -12,7 +12,7 @@ from stepscope.config.presets import read_preset
 from stepscope.files.manifest import Expectation
 from stepscope.files.values import AttrValue
 from stepscope.report import StepReport, report_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

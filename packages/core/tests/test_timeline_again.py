@@ -11,7 +11,7 @@ from packages.core.tests.traces import add_trace, op
 from stepscope.files.manifest import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.report import report_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from stepscope.errors import RecordError
 from stepscope.report import report_step
-from stepscope.report.text import render
+from stepscope.report.terminal.text import render
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import Timeline, load_step
 

@@ -12,8 +12,8 @@ import pytest
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.layout import RunLayout
-from stepscope.report.breakdown import Breakdown, break_down
-from stepscope.report.names import MOVES_WEIGHTS, TRANSFER
+from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
+from stepscope.report.tables.breakdown import Breakdown, break_down
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")

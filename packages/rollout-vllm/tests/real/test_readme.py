@@ -19,7 +19,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.capture import configure
-from stepscope.report.long_tail import find_long_tail
+from stepscope.report.tables.long_tail import find_long_tail
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.timeline import Span, load_step
 from stepscope_vllm import VllmProfiler

@@ -11,8 +11,8 @@ from stepscope.cli import screen
 from stepscope.cli.exits import Exit
 from stepscope.cli.find import find_steps
 from stepscope.cli.report import Reports, read_reports
-from stepscope.report.diff import diff as compare
-from stepscope.report.diff_text import render_diff
+from stepscope.report.tables.diff import diff as compare
+from stepscope.report.terminal.diff import render_diff
 
 
 def diff(

@@ -12,7 +12,7 @@ from stepscope.files.parts import read_parts
 from stepscope.files.reading import read_record
 from stepscope.files.run import RunRecord
 from stepscope.files.unreached import Unreached, read_unreached
-from stepscope.report.figures import moment
+from stepscope.report.formatting import moment
 
 _SHOWN = 10
 

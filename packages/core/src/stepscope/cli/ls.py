@@ -20,9 +20,9 @@ from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.parts import fold, read_parts
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.files.unreached import read_unreached
-from stepscope.report.baseline import comparable
-from stepscope.report.figures import count, duration, middle, moment, size
-from stepscope.report.tables import listing, table
+from stepscope.report.formatting import count, duration, middle, moment, size
+from stepscope.report.tables.baseline import comparable
+from stepscope.report.terminal.layout import listing, table
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):

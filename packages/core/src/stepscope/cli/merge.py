@@ -13,8 +13,8 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, is_step
 from stepscope.files.layout import StepLayout
-from stepscope.report.figures import size
-from stepscope.report.tables import listing
+from stepscope.report.formatting import size
+from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Format, Merged, Selection, merge_bytes, merge_step
 
 _RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")

@@ -20,7 +20,7 @@ from stepscope.files.parts import read_parts
 from stepscope.files.processes import is_running
 from stepscope.mirror.copy import StepCopy, copy_run_records, copy_step
 from stepscope.mirror.store import open_store
-from stepscope.report.figures import size
+from stepscope.report.formatting import size
 
 
 def mirror(

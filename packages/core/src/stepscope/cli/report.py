@@ -17,8 +17,8 @@ from stepscope.cli.pages import Pages
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, report_step
-from stepscope.report.diff_text import render_changes
-from stepscope.report.text import render, render_overview, render_short
+from stepscope.report.terminal.diff import render_changes
+from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
 
 

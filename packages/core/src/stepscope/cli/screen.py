@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from stepscope.report.figures import visible
+from stepscope.report.formatting import visible
 
 WIDTH = 100
 """Columns where nothing says how many there are: a pipe, a file."""

@@ -28,8 +28,8 @@ from stepscope.files.requests import (
     read_listening,
     read_requests,
 )
-from stepscope.report.figures import moment
-from stepscope.report.tables import listing, table
+from stepscope.report.formatting import moment
+from stepscope.report.terminal.layout import listing, table
 
 POLL_S = 0.2
 

@@ -19,7 +19,7 @@ from stepscope.config import (
     check_tool,
     resolve,
 )
-from stepscope.report.tables import listing
+from stepscope.report.terminal.layout import listing
 
 
 class Validated(msgspec.Struct, frozen=True, kw_only=True):

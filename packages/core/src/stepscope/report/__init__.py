@@ -1,10 +1,13 @@
 """Tables of a step's time: pure functions of a timeline, and the tables as text."""
 
-from stepscope.report.advice import Advice, Evidence, advise
-from stepscope.report.baseline import Baseline, find_baseline
-from stepscope.report.breakdown import Breakdown, Line, Overlap, break_down
-from stepscope.report.cuda_memory import CudaMemory, Holder, find_holders
-from stepscope.report.devices import (
+from stepscope.report.scalars import to_scalars
+from stepscope.report.step import StepReport, report_step
+from stepscope.report.table import Table
+from stepscope.report.tables.advice import Advice, Evidence, advise
+from stepscope.report.tables.baseline import Baseline, find_baseline
+from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, break_down
+from stepscope.report.tables.cuda_memory import CudaMemory, Holder, find_holders
+from stepscope.report.tables.devices import (
     DeviceRow,
     MemoryRow,
     NoDevice,
@@ -17,10 +20,10 @@ from stepscope.report.devices import (
     tabulate_traces,
     use_devices,
 )
-from stepscope.report.engine import Engine, Load, Phaseless, find_phaseless, view_engines
-from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow, check_health
-from stepscope.report.idle import Cause, Idle, find_idle
-from stepscope.report.long_tail import (
+from stepscope.report.tables.engine import Engine, Load, Phaseless, find_phaseless, view_engines
+from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow, check_health
+from stepscope.report.tables.idle import Cause, Idle, find_idle
+from stepscope.report.tables.long_tail import (
     Bubble,
     Extreme,
     Hold,
@@ -30,12 +33,9 @@ from stepscope.report.long_tail import (
     Wait,
     find_long_tail,
 )
-from stepscope.report.rows import Table
-from stepscope.report.scalars import to_scalars
-from stepscope.report.stages import Share, Stage, time_stages
-from stepscope.report.staleness import Lag, Staleness, StaleTrajectory, find_staleness
-from stepscope.report.step import StepReport, report_step
-from stepscope.report.waiting import VainWait, find_vain_waits
+from stepscope.report.tables.stages import Share, Stage, time_stages
+from stepscope.report.tables.staleness import Lag, Staleness, StaleTrajectory, find_staleness
+from stepscope.report.tables.waiting import VainWait, find_vain_waits
 
 __all__ = [
     "Advice",

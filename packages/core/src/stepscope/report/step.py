@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.report.advice import Advice, Evidence, advise
-from stepscope.report.baseline import Baseline, find_baseline
-from stepscope.report.breakdown import Breakdown, break_down
-from stepscope.report.cuda_memory import CudaMemory, find_holders
-from stepscope.report.devices import TraceTables, tabulate_traces
-from stepscope.report.engine import Engine, Phaseless, find_phaseless, view_engines
-from stepscope.report.health import Health, check_health, find_cut
-from stepscope.report.idle import Idle, find_idle
-from stepscope.report.long_tail import LongTail, find_long_tail
-from stepscope.report.profiling import find_profiling
-from stepscope.report.stages import Stage, time_stages
-from stepscope.report.staleness import Staleness, find_staleness
-from stepscope.report.waiting import VainWait, find_vain_waits
+from stepscope.report.tables.advice import Advice, Evidence, advise
+from stepscope.report.tables.baseline import Baseline, find_baseline
+from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.cuda_memory import CudaMemory, find_holders
+from stepscope.report.tables.devices import TraceTables, tabulate_traces
+from stepscope.report.tables.engine import Engine, Phaseless, find_phaseless, view_engines
+from stepscope.report.tables.health import Health, check_health, find_cut
+from stepscope.report.tables.idle import Idle, find_idle
+from stepscope.report.tables.long_tail import LongTail, find_long_tail
+from stepscope.report.tables.profiling import find_profiling
+from stepscope.report.tables.stages import Stage, time_stages
+from stepscope.report.tables.staleness import Staleness, find_staleness
+from stepscope.report.tables.waiting import VainWait, find_vain_waits
 from stepscope.timeline import Timeline, Traces
 
 

@@ -281,8 +281,8 @@ def _started(profile: Profile) -> bool:
 
 def _stop_all_threads(profile: Profile) -> str | None:
     """As `_stop`. Other threads are in the middle of operators, and one that begins while torch takes the
-    session down, or ends in the next one, writes into freed memory (see `record_function_scopes`). So no more are
-    recorded for a moment before, and no session begins for a moment after.
+    session down, or ends in the next one, writes into freed memory (see `record_function_scopes`). So no more
+    are recorded for a moment before, and no session begins for a moment after.
     """
     global _all_threads_stopped
     from torch.profiler import ProfilerActivity

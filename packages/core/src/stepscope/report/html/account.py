@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.breakdown import Breakdown, Line
-from stepscope.report.diff_text import BESIDE
-from stepscope.report.figures import count, duration, percents
+from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
-from stepscope.report.sections_text import GAP_COLUMNS, gap_rows, say_left_out, say_outside, waiting
+from stepscope.report.tables.breakdown import Breakdown, Line
+from stepscope.report.terminal.diff import BESIDE
+from stepscope.report.terminal.sections import GAP_COLUMNS, gap_rows, say_left_out, say_outside, waiting
 
 LINES = 24
 """Stages with a bar of their own; the smallest of more are one bar."""

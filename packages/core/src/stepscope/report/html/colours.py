@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stepscope.report.accounting import Label
-from stepscope.report.breakdown import STALLED, WINDOWS
 from stepscope.report.html.markup import Html, join, tag
+from stepscope.report.tables.breakdown import STALLED, WINDOWS
 
 COLOURS = 14
 """Classes `c0` to `c13` of `page.css`; further stages share `co`."""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.engine import Engine, Load, Phaseless
-from stepscope.report.engine_text import (
+from stepscope.report.charts.marks import pick
+from stepscope.report.formatting import duration
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import EMPTY, Html, join, tag
+from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.timecharts import axis
+from stepscope.report.tables.engine import Engine, Load, Phaseless
+from stepscope.report.terminal.engine import (
     REQUEST_COLUMNS,
     REQUESTS_NOTE,
     engine_note,
@@ -16,12 +22,6 @@ from stepscope.report.engine_text import (
     say_phaseless,
     shares_of,
 )
-from stepscope.report.figures import duration
-from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import EMPTY, Html, join, tag
-from stepscope.report.html.page import percent, section, table
-from stepscope.report.html.timecharts import axis
-from stepscope.report.marks import pick
 
 CHARTS = 16
 """Replicas whose load is drawn."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.figures import count, duration, middle
+from stepscope.report.charts.marks import pick
+from stepscope.report.formatting import count, duration, middle
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import section, table
-from stepscope.report.marks import pick
-from stepscope.report.sections_text import say_profiled, starred
-from stepscope.report.stages import Stage
+from stepscope.report.tables.stages import Stage
+from stepscope.report.terminal.sections import say_profiled, starred
 
 NUMBERED = 8
 """Processes up to which each cell holds its number."""

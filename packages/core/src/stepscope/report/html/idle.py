@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from stepscope.report.figures import count, duration, percents
+from stepscope.report.charts.marks import pick
+from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import percent, section, table
-from stepscope.report.idle import Idle, IdleKind
-from stepscope.report.marks import pick
-from stepscope.report.sections_text import say_causes, say_collectives, say_profiled, starred
+from stepscope.report.tables.idle import Idle, IdleKind
+from stepscope.report.terminal.sections import say_causes, say_collectives, say_profiled, starred
 
 DRAWN = 128
 """Processes of a role with a row of their own; of more every k-th has one, and the most idle."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.cuda_memory import CudaMemory
-from stepscope.report.devices import DeviceRow, OperatorRow, TraceTables
-from stepscope.report.figures import count, duration, percents, size
+from stepscope.report.formatting import count, duration, percents, size
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import listing, percent, section, table
-from stepscope.report.memory_text import (
+from stepscope.report.tables.cuda_memory import CudaMemory
+from stepscope.report.tables.devices import DeviceRow, OperatorRow, TraceTables
+from stepscope.report.terminal.memory import (
     COLUMNS,
     HELD,
     HOLDERS,
@@ -20,7 +20,7 @@ from stepscope.report.memory_text import (
     name_of,
     say_memory,
 )
-from stepscope.report.sections_text import say_no_device, short
+from stepscope.report.terminal.sections import say_no_device, short
 
 
 def kernels(found: TraceTables) -> Iterator[Html]:

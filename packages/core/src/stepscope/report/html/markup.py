@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from stepscope.report.figures import plain
+from stepscope.report.formatting import plain
 
 
 class Html(str):

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.accounting import Label
-from stepscope.report.baseline_text import say_beside, say_usual
-from stepscope.report.diff_text import percentage
-from stepscope.report.figures import count, duration, moment, percents
-from stepscope.report.gantt import draw_gantt
-from stepscope.report.health import Health
-from stepscope.report.health_text import doubts, say_again, say_ended, say_incomplete
-from stepscope.report.html import account, engine, heat, idle, kernels, tail, timecharts, todo, trust
+from stepscope.report.charts.gantt import draw_gantt
+from stepscope.report.charts.lanes import pack_trajectories
+from stepscope.report.formatting import count, duration, moment, percents
+from stepscope.report.html import account, advice, completeness, engine, heat, idle, kernels, tail, timecharts
 from stepscope.report.html.colours import Colours
+from stepscope.report.html.completeness import StepFile
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import page
-from stepscope.report.html.trust import StepFile
-from stepscope.report.lanes import pack_trajectories
-from stepscope.report.stages import Stage
 from stepscope.report.step import StepReport
+from stepscope.report.tables.health import Health
+from stepscope.report.tables.stages import Stage
+from stepscope.report.terminal.baseline import say_beside, say_usual
+from stepscope.report.terminal.diff import percentage
+from stepscope.report.terminal.health import doubts, say_again, say_ended, say_incomplete
 from stepscope.timeline import Timeline
 
 __all__ = ["StepFile", "render_step"]
@@ -37,7 +37,7 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
     colours = Colours(_by_sight(report.stages), waiting)
     yield _head(timeline, report)
-    yield from todo.todo(report.advice, report.breakdown.window_ns)
+    yield from advice.todo(report.advice, report.breakdown.window_ns)
     yield account.waterfall(report.breakdown, colours)
     yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
     found = report.long_tail
@@ -56,10 +56,10 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     if report.traces is not None:
         yield from kernels.kernels(report.traces)
     yield from kernels.cuda_memory(report.cuda_memory)
-    yield trust.health(report.health)
-    yield trust.processes(report.health.processes)
+    yield completeness.health(report.health)
+    yield completeness.processes(report.health.processes)
     if files:
-        yield trust.files(files)
+        yield completeness.files(files)
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:

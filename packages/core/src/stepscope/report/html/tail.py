@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepscope.report.figures import duration, turn
+from stepscope.report.formatting import duration, turn
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
-from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory, Spread
-from stepscope.report.sections_text import (
+from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+from stepscope.report.tables.staleness import Staleness
+from stepscope.report.terminal.sections import (
     name_slow,
     say_bubble,
     say_held,
@@ -18,7 +19,6 @@ from stepscope.report.sections_text import (
     say_staleness,
     stale_cells,
 )
-from stepscope.report.staleness import Staleness
 
 
 def tail(found: LongTail, colours: Colours) -> Html:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.figures import count, duration
-from stepscope.report.gantt import Gantt, Group, Row
+from stepscope.report.charts.gantt import Gantt, Group, Row
+from stepscope.report.charts.lanes import Flight, Lanes
+from stepscope.report.charts.marks import Mark
+from stepscope.report.formatting import count, duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.page import percent, section
-from stepscope.report.lanes import Flight, Lanes
-from stepscope.report.marks import Mark
 
 LANE = 13
 """Pixels of a lane in which a name can be read."""

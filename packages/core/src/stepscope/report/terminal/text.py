@@ -9,15 +9,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.report.accounting import Label
-from stepscope.report.baseline_text import say_beside, say_usual
-from stepscope.report.breakdown import Breakdown
-from stepscope.report.diff_text import BESIDE
-from stepscope.report.engine_text import engines
-from stepscope.report.figures import duration, middle, moment, percents, plain, turn
-from stepscope.report.health_text import say_again, say_ended, say_incomplete, trust
-from stepscope.report.long_tail import Extreme, LongTail, SlowTrajectory
-from stepscope.report.memory_text import cuda_memory
-from stepscope.report.sections_text import (
+from stepscope.report.formatting import duration, middle, moment, percents, plain, turn
+from stepscope.report.step import StepReport
+from stepscope.report.tables.breakdown import Breakdown
+from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory
+from stepscope.report.tables.stages import Stage
+from stepscope.report.terminal.baseline import say_beside, say_usual
+from stepscope.report.terminal.diff import BESIDE
+from stepscope.report.terminal.engine import engines
+from stepscope.report.terminal.health import say_again, say_ended, say_incomplete, trust
+from stepscope.report.terminal.layout import LISTED, table
+from stepscope.report.terminal.memory import cuda_memory
+from stepscope.report.terminal.sections import (
     GAP_COLUMNS,
     advise,
     gap_rows,
@@ -35,9 +38,6 @@ from stepscope.report.sections_text import (
     traces,
     waiting,
 )
-from stepscope.report.stages import Stage
-from stepscope.report.step import StepReport
-from stepscope.report.tables import LISTED, table
 
 SIDE_BY_SIDE = 8
 """Processes that have a column each; more are summed up."""

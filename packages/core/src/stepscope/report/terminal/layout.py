@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.report.figures import plain
+from stepscope.report.formatting import plain
 
 LISTED = 12
 """Lines of a list that are printed; how many more there are is said, and `--json` has them all."""

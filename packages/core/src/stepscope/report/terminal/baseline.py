@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from stepscope.report.baseline import ENOUGH, Baseline
-from stepscope.report.diff_text import percentage, signed
-from stepscope.report.figures import count, duration
+from stepscope.report.formatting import count, duration
+from stepscope.report.tables.baseline import ENOUGH, Baseline
+from stepscope.report.terminal.diff import percentage, signed
 
 RUNS = 4
 """Stretches of step numbers that are named."""

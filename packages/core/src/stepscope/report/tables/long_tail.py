@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
-from stepscope.report.breakdown import STALLED, divide_spans
+from stepscope.report.tables.breakdown import STALLED, divide_spans
 from stepscope.timeline import Span, Timeline
 
 WORST = 10

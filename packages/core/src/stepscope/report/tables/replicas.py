@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.files.spans import WAITING
-from stepscope.report.names import MOVES_WEIGHTS
+from stepscope.report.stage_names import MOVES_WEIGHTS
 from stepscope.timeline import Span, Timeline, TraceActivity
 from stepscope.timeline.activity.content import Iteration
 

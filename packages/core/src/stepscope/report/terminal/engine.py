@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 
 from stepscope.files.manifest import OpenedBy
-from stepscope.report.engine import Engine, Phaseless
-from stepscope.report.figures import count, duration, percents
-from stepscope.report.sections_text import PROFILED, starred
-from stepscope.report.tables import LISTED, listing, table
+from stepscope.report.formatting import count, duration, percents
+from stepscope.report.tables.engine import Engine, Phaseless
+from stepscope.report.terminal.layout import LISTED, listing, table
+from stepscope.report.terminal.sections import PROFILED, starred
 
 
 def engines(rows: Sequence[Engine], phaseless: Sequence[Phaseless]) -> Iterator[RenderableType]:

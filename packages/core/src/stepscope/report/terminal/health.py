@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from stepscope.report.figures import count, duration, plain, turn
-from stepscope.report.health import Health, OtherStep, ProcessRow, SpanRow
-from stepscope.report.sections_text import say_profiled, starred
-from stepscope.report.tables import LISTED, listing, table
+from stepscope.report.formatting import count, duration, plain, turn
+from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
+from stepscope.report.terminal.layout import LISTED, listing, table
+from stepscope.report.terminal.sections import say_profiled, starred
 
 UNCALLED = "Instrumented, and no call recorded: not called in this step, or in a process outside this capture"
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.files.cuda_memory import DeviceMemory
-from stepscope.report.rows import Table
+from stepscope.report.table import Table
 from stepscope.timeline import Span, Timeline
 from stepscope.timeline.activity.memory import MemoryRecord
 

@@ -8,8 +8,8 @@ import msgspec
 
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report.accounting import rank_of
-from stepscope.report.breakdown import Breakdown
-from stepscope.report.figures import middle
+from stepscope.report.formatting import middle
+from stepscope.report.tables.breakdown import Breakdown
 from stepscope.timeline import Timeline
 
 ENOUGH = 5

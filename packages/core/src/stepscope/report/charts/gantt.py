@@ -9,8 +9,8 @@ from itertools import chain, pairwise
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.marks import Mark, blend_short, blocks, join_near, pick, resolutions, runs
-from stepscope.report.stages import Stage
+from stepscope.report.charts.marks import Mark, blend_short, blocks, join_near, pick, resolutions, runs
+from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Span, Timeline
 
 MARKS = 12_000

@@ -9,15 +9,15 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from stepscope.report.advice import Advice
-from stepscope.report.breakdown import Breakdown, Line
-from stepscope.report.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
-from stepscope.report.figures import count, duration, percents, plain, size
-from stepscope.report.gaps import GAPS, LEAST, name_gap
-from stepscope.report.idle import Idle
-from stepscope.report.long_tail import LongTail, SlowTrajectory
-from stepscope.report.staleness import Staleness, StaleTrajectory
-from stepscope.report.tables import LISTED, listing, table
+from stepscope.report.formatting import count, duration, percents, plain, size
+from stepscope.report.tables.advice import Advice
+from stepscope.report.tables.breakdown import Breakdown, Line
+from stepscope.report.tables.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
+from stepscope.report.tables.gaps import GAPS, LEAST, name_gap
+from stepscope.report.tables.idle import Idle
+from stepscope.report.tables.long_tail import LongTail, SlowTrajectory
+from stepscope.report.tables.staleness import Staleness, StaleTrajectory
+from stepscope.report.terminal.layout import LISTED, listing, table
 
 SHOWN = 10
 """Operators of a role that are printed."""

@@ -8,10 +8,10 @@ from itertools import pairwise
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope.report.diff import Change, Diff, Side, diff
-from stepscope.report.figures import count, duration, plain, tenths
+from stepscope.report.formatting import count, duration, plain, tenths
 from stepscope.report.step import StepReport
-from stepscope.report.tables import LISTED, table
+from stepscope.report.tables.diff import Change, Diff, Side, diff
+from stepscope.report.terminal.layout import LISTED, table
 
 BESIDE = "+ opening, closing"
 """The line below the account: what the capture took before the step and after it."""

@@ -9,8 +9,8 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Label, rank_of, union_ns
-from stepscope.report.figures import middle
-from stepscope.report.rows import Table
+from stepscope.report.formatting import middle
+from stepscope.report.table import Table
 from stepscope.timeline import Span, Timeline
 
 

@@ -12,20 +12,20 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from stepscope.report.baseline import ENOUGH, Baseline
-from stepscope.report.breakdown import Breakdown, Line
-from stepscope.report.devices import TraceTables
-from stepscope.report.engine import Engine
-from stepscope.report.figures import count, duration, percents, size
-from stepscope.report.gaps import name_gap
-from stepscope.report.health import Health, ProcessRow
-from stepscope.report.idle import ROLLOUT, Idle
-from stepscope.report.long_tail import LongTail
-from stepscope.report.names import MOVES_WEIGHTS, is_tool
-from stepscope.report.profiling import Profiling
-from stepscope.report.rows import Table
-from stepscope.report.stages import Share, Stage
-from stepscope.report.waiting import VainWait
+from stepscope.report.formatting import count, duration, percents, size
+from stepscope.report.stage_names import MOVES_WEIGHTS, is_tool
+from stepscope.report.table import Table
+from stepscope.report.tables.baseline import ENOUGH, Baseline
+from stepscope.report.tables.breakdown import Breakdown, Line
+from stepscope.report.tables.devices import TraceTables
+from stepscope.report.tables.engine import Engine
+from stepscope.report.tables.gaps import name_gap
+from stepscope.report.tables.health import Health, ProcessRow
+from stepscope.report.tables.idle import ROLLOUT, Idle
+from stepscope.report.tables.long_tail import LongTail
+from stepscope.report.tables.profiling import Profiling
+from stepscope.report.tables.stages import Share, Stage
+from stepscope.report.tables.waiting import VainWait
 
 LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""

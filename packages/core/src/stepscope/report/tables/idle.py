@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.report.accounting import Interval, Label, bits_of, union_ns, walk
-from stepscope.report.breakdown import part_of
-from stepscope.report.gaps import find_stretches
-from stepscope.report.names import MOVES_WEIGHTS, TRANSFER, is_tool, is_transfer
-from stepscope.report.rows import Table
+from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool, is_transfer
+from stepscope.report.table import Table
+from stepscope.report.tables.breakdown import part_of
+from stepscope.report.tables.gaps import find_stretches
 from stepscope.timeline import Timeline, TraceActivity
 
 IdleKind: TypeAlias = Literal["rollout", "weight sync", "slowest rank", "other work", "unaccounted"]

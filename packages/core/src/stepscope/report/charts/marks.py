@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label, Mask, bits_of, walk
-from stepscope.report.breakdown import Work, work_of
+from stepscope.report.tables.breakdown import Work, work_of
 from stepscope.timeline import Span, Timeline
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from stepscope.report.marks import Mark, blend_short, pick, resolutions, runs
+from stepscope.report.charts.marks import Mark, blend_short, pick, resolutions, runs
 from stepscope.timeline import Timeline
 
 MARKS = 8_000

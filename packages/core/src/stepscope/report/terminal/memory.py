@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
-from stepscope.report.cuda_memory import CudaMemory
-from stepscope.report.figures import count, duration, size
-from stepscope.report.tables import LISTED, table
+from stepscope.report.formatting import count, duration, size
+from stepscope.report.tables.cuda_memory import CudaMemory
+from stepscope.report.terminal.layout import LISTED, table
 
 HELD = 4
 """Snapshots of which it is said what held the memory."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.breakdown import LineKind
 from stepscope.report.step import StepReport
+from stepscope.report.tables.breakdown import LineKind
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):

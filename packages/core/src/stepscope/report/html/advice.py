@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.advice import Advice
-from stepscope.report.figures import duration, percents
+from stepscope.report.formatting import duration, percents
 from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import section
+from stepscope.report.tables.advice import Advice
 
 
 def todo(advice: Sequence[Advice], total_ns: int) -> Iterator[Html]:

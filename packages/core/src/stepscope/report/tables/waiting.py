@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import msgspec
 
 from stepscope.report.accounting import Label, bits_of, walk
-from stepscope.report.breakdown import WAITING, work_of
-from stepscope.report.idle import ROLLOUT
-from stepscope.report.rows import Table
+from stepscope.report.table import Table
+from stepscope.report.tables.breakdown import WAITING, work_of
+from stepscope.report.tables.idle import ROLLOUT
 from stepscope.timeline import Timeline
 
 

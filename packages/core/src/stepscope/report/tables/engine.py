@@ -11,8 +11,8 @@ import msgspec
 
 from stepscope.files.manifest import OpenedBy
 from stepscope.files.spans import WAITING
-from stepscope.report.replicas import Replica, find_replicas
-from stepscope.report.rows import Table
+from stepscope.report.table import Table
+from stepscope.report.tables.replicas import Replica, find_replicas
 from stepscope.timeline import Timeline, TraceActivity
 
 BINS = 120

@@ -7,9 +7,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from stepscope.report.figures import duration, size
-from stepscope.report.health import Health, ProcessRow
-from stepscope.report.health_text import (
+from stepscope.report.formatting import duration, size
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import ROWS, listing, section, table
+from stepscope.report.tables.health import Health, ProcessRow
+from stepscope.report.terminal.health import (
     OPEN_CLOSE,
     UNCALLED,
     clock,
@@ -20,9 +22,7 @@ from stepscope.report.health_text import (
     say_span,
     worst_first,
 )
-from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import ROWS, listing, section, table
-from stepscope.report.sections_text import say_profiled, starred
+from stepscope.report.terminal.sections import say_profiled, starred
 
 
 class StepFile(msgspec.Struct, frozen=True, kw_only=True):

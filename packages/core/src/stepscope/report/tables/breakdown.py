@@ -10,8 +10,8 @@ import msgspec
 
 from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
-from stepscope.report.gaps import Gap, Stretch, find_stretches, sum_up
-from stepscope.report.names import TRANSFER, is_tool, is_transfer
+from stepscope.report.stage_names import TRANSFER, is_tool, is_transfer
+from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stepscope.report.rows import Table
+from stepscope.report.table import Table
 from stepscope.timeline import FileProblem, TraceActivity, Traces
 
 TOP = 20

@@ -1,0 +1,1 @@
+"""Pictures of a step as data: marks, lanes, the Gantt chart."""

@@ -1,0 +1,1 @@
+"""Sections of a report as typed tables: pure functions of a timeline."""
