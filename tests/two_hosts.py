@@ -24,7 +24,7 @@ import pytest
 
 import dev
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.requests import Listening, read_listening
 from stepscope.files.sidecar import Sidecar
 

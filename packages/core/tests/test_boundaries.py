@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, capture, configure
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import configure as run
 from stepscope.recording.capture import prepare

@@ -13,8 +13,8 @@ import pytest
 from stepscope import ProfileConfig, capture, span
 from stepscope.config import BudgetConfig
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Manifest
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter
 from stepscope.recording.session import budget as control

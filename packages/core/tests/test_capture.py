@@ -25,7 +25,7 @@ from stepscope import Capture, ProfileConfig, capture, profile_step, span, traje
 from stepscope.engines import EngineCapture
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, EngineError, MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import capture as capture_module

@@ -18,8 +18,8 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import End, Line, Open, Span
 from stepscope.recording.capture.configure import run_id
 from stepscope.recording.capture.result import CaptureResult

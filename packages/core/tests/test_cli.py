@@ -19,7 +19,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.cli import run
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.run import RunRecord
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import StepFolder

@@ -9,7 +9,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, flush
 from stepscope.cli import run
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.testing.steps import StepFolder
 
 MS = 1_000_000

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepscope.cli import run
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.steps import StepFolder
 

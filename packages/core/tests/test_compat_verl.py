@@ -16,7 +16,7 @@ from stepscope.compat import verl
 from stepscope.compat.verl import DistProfiler, DistProfilerExtension
 from stepscope.errors import VerlDifference
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter

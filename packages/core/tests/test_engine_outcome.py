@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope import ProfileConfig, capture
-from stepscope.files.manifest import IDLE, Expectation, of_engine
+from stepscope.files.manifest.records import IDLE, Expectation, of_engine
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

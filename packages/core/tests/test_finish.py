@@ -19,7 +19,7 @@ from stepscope import ProfileConfig, capture, on_artifact, on_capture, span
 from stepscope.config import resolve
 from stepscope.errors import ConfigError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest, awaited
+from stepscope.files.manifest.records import Expectation, Manifest, awaited
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.recording.after import pipeline, programs
 from stepscope.recording.capture.result import CaptureResult

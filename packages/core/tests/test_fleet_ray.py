@@ -23,7 +23,7 @@ from packages.core.tests.suspensions import CancelledAt
 from stepscope import ProfileConfig, capture, prepare, profile_step
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart
+from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
 from stepscope.fleet import ray as fleet_module
 from stepscope.fleet.ray import RayFleet, fleet_of, start_here

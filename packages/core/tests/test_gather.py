@@ -24,7 +24,7 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation, Manifest, ProcessPart
+from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.recording.after import pipeline, programs
 from stepscope.recording.capture import baseline, on_demand

@@ -24,9 +24,9 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded import threaded_window, window_thread
 from stepscope.backends.torch import foreign_sessions, window
 from stepscope.config import Tool
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
+from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.capture import capture as captures
 from stepscope.recording.output import exporter
 from stepscope.recording.process import private_loop

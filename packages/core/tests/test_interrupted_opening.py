@@ -27,7 +27,7 @@ from stepscope.backends.torch import foreign_sessions
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Ending, Manifest, ProcessPart
+from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import capture as captures
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker

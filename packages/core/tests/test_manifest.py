@@ -14,8 +14,8 @@ from stepscope import ProfileConfig, capture
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import AWAITED, Expectation, Pending, ProcessPart, awaited
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import AWAITED, Expectation, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.report.tables.health import find_cut

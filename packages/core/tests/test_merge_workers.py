@@ -20,7 +20,7 @@ from isal import isal_zlib
 
 from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.temporary import remove_abandoned
+from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
 from stepscope.timeline.merge import earlier, workers

@@ -12,9 +12,9 @@ from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settl
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.mirror import uncopied
-from stepscope.files.parts import fold, read_parts
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
 from stepscope.testing.steps import StepFolder

@@ -18,7 +18,7 @@ from stepscope.backends.nsys import NsysBackend, command, option, runtime_env
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.errors import BackendError, CaptureError, ConfigError, ProfilerBusyError
 from stepscope.files.layout import RunLayout
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.sidecar import ProcessInfo, Sidecar
 
 HERE = Path(__file__).resolve().parent

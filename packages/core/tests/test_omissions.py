@@ -15,7 +15,7 @@ import pytest
 from stepscope import ProfileConfig, capture, flush, prepare, profile_step, span
 from stepscope.cli import run
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.process import identity

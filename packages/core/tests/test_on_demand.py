@@ -28,7 +28,7 @@ from stepscope.cli.app import run
 from stepscope.config import RoleConfig
 from stepscope.errors import CaptureError, ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.requests import (
     Answer,
     Listening,

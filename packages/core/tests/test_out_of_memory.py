@@ -18,8 +18,8 @@ from stepscope.backends.cuda_memory import oom as cuda_oom
 from stepscope.backends.cuda_memory.backend import CudaMemoryBackend
 from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import read_parts
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
-from stepscope.files.parts import read_parts
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.fanout.worker_side import PrepareRequest
 from stepscope.recording.session import budget, oom

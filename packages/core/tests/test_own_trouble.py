@@ -20,11 +20,11 @@ from stepscope import ProfileConfig, capture, flush, request_capture, span
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Ending, Manifest
-from stepscope.files.parts import read_parts
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
-from stepscope.files.temporary import remove_abandoned, temporary
+from stepscope.files.storage.temporary import remove_abandoned, temporary
 from stepscope.files.values import settled_value
 from stepscope.recording.capture import on_demand
 from stepscope.recording.fanout.worker_side import StartRequest, start_worker
@@ -222,7 +222,7 @@ def test_hooks_are_called_though_the_manifest_cannot_be_written(
 def test_what_a_killed_process_was_writing_is_removed_by_the_next_capture(config: ProfileConfig) -> None:
     folder = RunLayout(config.save_path).step(1).traces / "actor"
     folder.mkdir(parents=True)
-    code = "import sys; from pathlib import Path; from stepscope.files.temporary import temporary\n"
+    code = "import sys; from pathlib import Path; from stepscope.files.storage.temporary import temporary\n"
     code += "p = temporary(Path(sys.argv[1])); p.mkdir(); (p / 'half').touch(); print(p, end='')"
     made = subprocess.run(
         [sys.executable, "-c", code, str(folder / "trace.json")], capture_output=True, text=True, check=True

@@ -8,8 +8,8 @@ import pytest
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Absent, Expectation, Manifest, ProcessPart, State
-from stepscope.files.parts import fold, read_parts, worst, write_manifest
+from stepscope.files.manifest.parts import fold, read_parts, worst, write_manifest
+from stepscope.files.manifest.records import Absent, Expectation, Manifest, ProcessPart, State
 from stepscope.files.sidecar import ProcessInfo
 
 

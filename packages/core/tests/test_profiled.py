@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest import Expectation, ProcessPart
+from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.report import StepReport, report_step
 from stepscope.testing.steps import StepFolder

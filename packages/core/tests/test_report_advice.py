@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
-from stepscope.files.manifest import Expectation, OwnCost
+from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.report import Advice, Table, check_health, report_step
 from stepscope.report.tables.advice import Evidence, advise

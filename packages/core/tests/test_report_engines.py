@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from packages.core.tests.traces import add_trace, event
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
 from stepscope.report import Engine, StepReport, report_step

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
-from stepscope.files.manifest import Absent
+from stepscope.files.manifest.records import Absent
 from stepscope.report import StepReport, report_step
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.report.html.markup import Html, tag, text

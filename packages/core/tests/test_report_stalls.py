@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from packages.core.tests.test_report_breakdown import account, close, driver_of
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report import break_down, report_step

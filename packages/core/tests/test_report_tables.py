@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stepscope.files.manifest import OwnCost
+from stepscope.files.manifest.records import OwnCost
 from stepscope.report import StepReport, break_down, find_long_tail, report_step, time_stages
 from stepscope.report.formatting import duration, middle, moment, percents, plain
 from stepscope.report.html import render_step

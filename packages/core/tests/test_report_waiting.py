@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from stepscope.config.presets import read_preset
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.values import AttrValue
 from stepscope.report import StepReport, report_step
 from stepscope.report.terminal.text import render

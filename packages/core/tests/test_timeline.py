@@ -7,7 +7,7 @@ import pytest
 
 from stepscope.errors import RecordError
 from stepscope.files.clock import ClockAnchor, ClockOffset
-from stepscope.files.manifest import ProcessPart, awaited
+from stepscope.files.manifest.records import ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.testing.steps import OPENED_NS, StepFolder

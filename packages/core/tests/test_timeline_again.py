@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from packages.core.tests.traces import add_trace, op
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
 from stepscope.report import report_step
 from stepscope.report.terminal.text import render

@@ -14,7 +14,7 @@ from stepscope import ProfileConfig, capture, flush
 from stepscope.cli import run
 from stepscope.cli.ls import rows_of
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Ending, Expectation
+from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording.capture import baseline
 from stepscope.recording.capture import capture as capture_module

@@ -27,8 +27,8 @@ from stepscope.cli.app import run
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.reading import open_file, read_file, read_record
 from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import open_file, read_file, read_record
 from stepscope.testing.steps import StepFolder
 
 MS = 1_000_000

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope.cli import run
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 
 
 @profile_step(role="trainer")

@@ -20,7 +20,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.recording.session import session
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend

@@ -25,7 +25,7 @@ from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.config import RoleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation, Manifest
+from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.session import session

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.manifest import ProcessPart
+from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope_vllm._recording import _over
 

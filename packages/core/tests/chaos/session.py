@@ -29,7 +29,7 @@ from truth import Gone, findings, temporary_files
 
 from stepscope import Capture, ProfileConfig, capture, prepare
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.spans import slot
 

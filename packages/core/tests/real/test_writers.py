@@ -23,8 +23,8 @@ from wandb.proto import wandb_internal_pb2
 
 from stepscope import ProfileConfig, capture, on_report, profile_step, span, trajectory
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Expectation
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter as export

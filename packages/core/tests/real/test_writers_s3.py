@@ -15,8 +15,8 @@ import s3fs
 from packages.core.tests.mirrored import a_config, a_step, contents, settle
 from stepscope import capture, span
 from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.mirror import uncopied
-from stepscope.files.parts import fold, read_parts
 from stepscope.mirror.copy import copy_step
 from stepscope.mirror.store import open_store
 from stepscope.recording.after import pipeline

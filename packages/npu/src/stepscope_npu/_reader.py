@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stepscope.files.reading import read_file
+from stepscope.files.storage.reading import read_file
 from stepscope.timeline.readers import Claim, FoundFile, Notes, Recording
 from stepscope_npu._analysis import analysed
 from stepscope_npu._disk import SUFFIX

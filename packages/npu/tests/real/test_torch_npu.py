@@ -15,7 +15,7 @@ import pytest
 
 from packages.npu.tests.real.cann.build import build, environment, make_home
 from stepscope.cli.app import run as cli
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.records import Manifest
 from tests.tree import ROOT
 
 HERE = Path(__file__).parent

@@ -38,7 +38,7 @@ from stepscope.engines.artifacts import Option, publish, read_anchor, stalls_of
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
-from stepscope.files.manifest import IDLE, LATE
+from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Artifact, Ended, Stall
 from stepscope_sglang import _versions
 from stepscope_sglang._controls import (

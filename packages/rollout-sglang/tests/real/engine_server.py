@@ -16,7 +16,7 @@ from live_server import Live, live_router, live_server, post
 from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
-from stepscope.files.manifest import IDLE
+from stepscope.files.manifest.records import IDLE
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
 from stepscope_sglang import SglangServer, request_facts
 

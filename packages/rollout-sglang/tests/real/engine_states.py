@@ -24,9 +24,9 @@ from tiny_sglang import generate, on_its_loop
 from stepscope import ProfileConfig, capture, span
 from stepscope.engines.protocol import EngineCapture, Iterations
 from stepscope.errors import EngineError
-from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout, sidecar_of
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.late import waiting
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.report import report_step

@@ -26,12 +26,12 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError, StepscopeError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.late import take_in, waiting
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import IDLE, ProcessPart
-from stepscope.files.parts import read_parts
-from stepscope.files.processes import is_running
+from stepscope.files.manifest.late import take_in, waiting
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest.records import IDLE, ProcessPart
 from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.processes import is_running
 from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces, _versions
 from stepscope_vllm._ending import Outcome, is_idle
 from stepscope_vllm._engines import Started

@@ -16,7 +16,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 
 from stepscope import ProfileConfig, capture
 from stepscope.files.layout import RunLayout
-from stepscope.files.parts import read_parts
+from stepscope.files.manifest.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.capture import configure
 from stepscope.report.tables.long_tail import find_long_tail

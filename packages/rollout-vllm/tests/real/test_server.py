@@ -21,9 +21,9 @@ import vllm
 from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineProfiler, Iterations
 from stepscope.errors import EngineError
-from stepscope.files.late import waiting
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
+from stepscope.files.manifest.late import waiting
+from stepscope.files.manifest.records import Manifest
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope_vllm import VllmServer, _traces, _versions
 

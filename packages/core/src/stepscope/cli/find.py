@@ -8,9 +8,9 @@ from pathlib import Path
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.parts import read_parts
-from stepscope.files.reading import read_record
+from stepscope.files.manifest.parts import read_parts
 from stepscope.files.run import RunRecord
+from stepscope.files.storage.reading import read_record
 from stepscope.files.unreached import Unreached, read_unreached
 from stepscope.report.formatting import moment
 

@@ -13,11 +13,11 @@ from rich.console import RenderableType
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_numbered, say_unreached
-from stepscope.files.late import Waiting, take_in, waiting
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Manifest, ProcessPart, State
+from stepscope.files.manifest.late import Waiting, take_in, waiting
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Manifest, ProcessPart, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
-from stepscope.files.parts import fold, read_parts
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.files.unreached import read_unreached
 from stepscope.report.formatting import count, duration, middle, moment, size

@@ -15,9 +15,9 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps, is_step, read_run
 from stepscope.config import FinishConfig
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.parts import read_parts
 from stepscope.files.mirror import uncopied
-from stepscope.files.parts import read_parts
-from stepscope.files.processes import is_running
+from stepscope.files.storage.processes import is_running
 from stepscope.mirror.copy import StepCopy, copy_run_records, copy_step
 from stepscope.mirror.store import open_store
 from stepscope.report.formatting import size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.atomic import write_atomic
 from stepscope.report import StepReport
 from stepscope.report.html import RunStep, StepFile, render_run, render_step
 from stepscope.timeline import Timeline

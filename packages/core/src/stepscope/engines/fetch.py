@@ -13,9 +13,9 @@ from pathlib import Path
 from stepscope.engines.actor_call import ActorLine
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope.files.arrival import PIECE, Arrival
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.arrival import PIECE, Arrival
 
 LEFT_BEHIND = "artifacts on "
 """How that is called among what was ignored; the host follows."""

@@ -19,7 +19,7 @@ from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 
 if TYPE_CHECKING:
     from torch.nn import Module

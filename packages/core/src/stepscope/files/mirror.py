@@ -10,9 +10,9 @@ from stat import S_ISREG
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
-from stepscope.files.reading import read_record
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import read_record
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):

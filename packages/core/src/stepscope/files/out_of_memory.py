@@ -7,10 +7,10 @@ from contextlib import suppress
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
-from stepscope.files.reading import read_record
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import read_record
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,11 +17,11 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout
-from stepscope.files.processes import is_running
-from stepscope.files.reading import read_file, read_record
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.processes import is_running
+from stepscope.files.storage.reading import read_file, read_record
 
 MAX_BYTES = 64 << 10
 MAX_REQUESTS = 64

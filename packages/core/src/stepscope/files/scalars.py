@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
-from stepscope.files.reading import read_record
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.reading import read_record
 
 
 class StepScalars(msgspec.Struct, frozen=True, kw_only=True):

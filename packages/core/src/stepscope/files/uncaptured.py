@@ -13,8 +13,8 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.reading import read_file
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.reading import read_file
 
 
 class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -24,11 +24,11 @@ import msgspec
 from stepscope.engines.actor_call import ActorGoneError, ActorLine, present
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import ConfigError, EngineError
-from stepscope.files.arrival import Arrival
 from stepscope.files.clock import ClockOffset
-from stepscope.files.manifest import State
-from stepscope.files.processes import boot_id
+from stepscope.files.manifest.records import State
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.storage.arrival import Arrival
+from stepscope.files.storage.processes import boot_id
 from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fetch import Home, Remote
 from stepscope.recording.fanout.fleet import WorkerOutcome, not_workers

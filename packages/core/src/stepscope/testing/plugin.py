@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.files.manifest import Ending
+from stepscope.files.manifest.records import Ending
 from stepscope.recording.capture import capture, configure
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_clock import FakeClock

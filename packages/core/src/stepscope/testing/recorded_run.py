@@ -9,8 +9,8 @@ import msgspec
 from stepscope.config import ProfileConfig
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Manifest
-from stepscope.files.parts import fold, read_parts
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import configure as run
 

@@ -12,7 +12,15 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Absent, EndedBy, Expectation, OpenedBy, OwnCost, ProcessPart, awaited
+from stepscope.files.manifest.records import (
+    Absent,
+    EndedBy,
+    Expectation,
+    OpenedBy,
+    OwnCost,
+    ProcessPart,
+    awaited,
+)
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stepscope.files.manifest import Manifest, OwnCost
+from stepscope.files.manifest.records import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.files.values import AttrValue

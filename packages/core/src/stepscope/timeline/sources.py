@@ -9,8 +9,8 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Expectation, ProcessPart
-from stepscope.files.parts import part_files, settled
+from stepscope.files.manifest.parts import part_files, settled
+from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem

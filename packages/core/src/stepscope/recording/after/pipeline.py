@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
-from stepscope.files.manifest import Expectation, awaited
+from stepscope.files.manifest.records import Expectation, awaited
 from stepscope.files.mirror import is_whole
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepscope.files.manifest import Expectation, State
+from stepscope.files.manifest.records import Expectation, State
 from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after.command import Command, of_our_own

@@ -19,7 +19,7 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest import Ending, Manifest, OpenedBy
+from stepscope.files.manifest.records import Ending, Manifest, OpenedBy
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import baseline, configure, omissions
 from stepscope.recording.capture.result import CaptureResult

@@ -13,9 +13,9 @@ import msgspec
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import RunLayout
 from stepscope.files.run import RunRecord
+from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.process import failures, sigusr1
 
 _configured: ProfileConfig | None = None

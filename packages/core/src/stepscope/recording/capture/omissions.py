@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from stepscope.config import ProfileConfig, RoleConfig
-from stepscope.files.manifest import Manifest, OpenedBy
+from stepscope.files.manifest.records import Manifest, OpenedBy
 from stepscope.recording.process import failures
 
 WORKERS, PROFILER = "workers", "profiler"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.files.manifest import Manifest, ProcessPart
-from stepscope.files.parts import read_parts
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.recording.capture import omissions
 from stepscope.recording.output import exporter
 from stepscope.recording.process import failures

@@ -27,9 +27,9 @@ from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import waited_s
 from stepscope.errors import ConfigError, EngineError
-from stepscope.files.late import waiting
 from stepscope.files.layout import StepLayout, sidecar_of
-from stepscope.files.manifest import (
+from stepscope.files.manifest.late import waiting
+from stepscope.files.manifest.records import (
     AWAITED,
     IDLE,
     LATE,

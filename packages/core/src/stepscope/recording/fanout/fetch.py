@@ -17,8 +17,8 @@ import msgspec
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
-from stepscope.files.arrival import PIECE, Arrival
 from stepscope.files.layout import StepLayout, sidecar_of
+from stepscope.files.storage.arrival import PIECE, Arrival
 from stepscope.recording.session import budget
 
 if TYPE_CHECKING:

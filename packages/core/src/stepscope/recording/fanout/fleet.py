@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
-from stepscope.files.manifest import State
+from stepscope.files.manifest.records import State
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.worker_side import GatherRequest, PrepareRequest, StartRequest, StopRequest
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from stepscope.files.layout import sidecar_of
-from stepscope.files.manifest import Absent, Expectation, State, awaited
+from stepscope.files.manifest.records import Absent, Expectation, State, awaited
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout.engines import EngineGroup, profilers_of
 from stepscope.recording.fanout.fetch import Home

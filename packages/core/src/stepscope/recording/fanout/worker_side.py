@@ -16,7 +16,7 @@ import msgspec
 from stepscope import switch
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
-from stepscope.files.manifest import Ending
+from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import capture

@@ -26,7 +26,7 @@ import msgspec
 from stepscope.backends.protocol import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 from stepscope.recording.process import failures
 
 BLOCK = 8 << 20

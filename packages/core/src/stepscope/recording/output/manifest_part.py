@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.files.atomic import write_atomic
 from stepscope.files.clock import ClockOffset
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import (
+from stepscope.files.manifest.parts import fold, part_files, write_manifest
+from stepscope.files.manifest.records import (
     AWAITED,
     Absent,
     Expectation,
@@ -27,8 +27,8 @@ from stepscope.files.manifest import (
     State,
     awaited,
 )
-from stepscope.files.parts import fold, part_files, write_manifest
 from stepscope.files.sidecar import Artifact
+from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.process import failures
 
 

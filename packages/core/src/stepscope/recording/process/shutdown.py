@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from stepscope.files.manifest import Ending
+from stepscope.files.manifest.records import Ending
 from stepscope.recording.process import failures
 
 EXIT_S = 60.0

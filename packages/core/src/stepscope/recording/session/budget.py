@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
-from stepscope.files.atomic import private
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.parts import read_parts
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.storage.atomic import private
 from stepscope.recording.process import failures
 
 POLL_S = 0.5

@@ -16,12 +16,12 @@ from pathlib import Path
 from stepscope.backends.cuda_memory import backend, oom
 from stepscope.backends.cuda_memory.oom import Shortage
 from stepscope.config import ProfileConfig
-from stepscope.files.atomic import private
 from stepscope.files.layout import RunLayout, safe
-from stepscope.files.manifest import Expectation
+from stepscope.files.manifest.records import Expectation
 from stepscope.files.out_of_memory import OutOfMemory, write_out_of_memory
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.atomic import private
+from stepscope.files.storage.temporary import temporary
 from stepscope.recording.process import failures
 from stepscope.recording.session import budget
 from stepscope.recording.spans import slot

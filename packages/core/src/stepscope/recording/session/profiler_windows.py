@@ -17,7 +17,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import Expectation, awaited
+from stepscope.files.manifest.records import Expectation, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded

@@ -23,10 +23,10 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
+from stepscope.files.manifest.records import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
-from stepscope.files.temporary import remove_abandoned
+from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger

@@ -24,10 +24,10 @@ import msgspec
 
 from stepscope.errors import StepscopeError
 from stepscope.files import spans as lines
-from stepscope.files.atomic import private
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
+from stepscope.files.storage.atomic import private
 from stepscope.files.values import MAX_TEXT, AttrValue, bounded, settled, settled_value
 from stepscope.recording.process import clock, failures
 from stepscope.recording.spans import redaction, scopes, slot

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from stepscope.files.manifest import OpenedBy
+from stepscope.files.manifest.records import OpenedBy
 from stepscope.files.spans import WAITING
 from stepscope.report.table import Table
 from stepscope.report.tables.replicas import Replica, find_replicas

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from stepscope.files.manifest import OpenedBy, OwnCost, ProcessPart, State
+from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, State
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stepscope.files.manifest import Expectation, ProcessPart
+from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.timeline import Timeline, TraceActivity
 
 _HEAVY = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}

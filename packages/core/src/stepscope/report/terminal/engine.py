@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from stepscope.files.manifest import OpenedBy
+from stepscope.files.manifest.records import OpenedBy
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.tables.engine import Engine, Phaseless
 from stepscope.report.terminal.layout import LISTED, listing, table

@@ -17,8 +17,8 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
-from stepscope.files.reading import read_record
 from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import read_record
 from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
 from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match, read_collectives
 from stepscope.timeline.clocks.drift_bounds import Band

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from stepscope.files.reading import open_file
+from stepscope.files.storage.reading import open_file
 from stepscope.timeline.merge.row_writer import Common, RowTraces, Told
 from stepscope.timeline.merge.write import EventsFile, Stored, behind_events
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 from stepscope.timeline.children import command_of
 from stepscope.timeline.merge.row_writer import Common, RowTraces, Told, write_row
 from stepscope.timeline.merge.template import Cut

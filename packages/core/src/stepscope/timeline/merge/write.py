@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 
 _COPIED = 1 << 18
 _HEADER = b"\x1f\x8b\x08\x04" + bytes(4) + b"\x04\xff\x10\0SS\x0c\0"

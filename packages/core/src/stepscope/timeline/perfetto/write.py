@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 from stepscope.timeline.perfetto import wire
 from stepscope.timeline.perfetto.spill import Record, Spill
 from stepscope.timeline.perfetto.strings import Strings

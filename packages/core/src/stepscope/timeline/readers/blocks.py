@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
-from stepscope.files.reading import open_file
+from stepscope.files.storage.reading import open_file
 
 BLOCK = 1 << 17
 """Bytes of a block: it, its copy with changes and its events as objects fit into a core's cache together.

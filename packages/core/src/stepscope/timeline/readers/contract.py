@@ -16,8 +16,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from stepscope.files.reading import open_file
 from stepscope.files.sidecar import Sidecar
+from stepscope.files.storage.reading import open_file
 from stepscope.timeline.readers.blocks import Notes
 
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]

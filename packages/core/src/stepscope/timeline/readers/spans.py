@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from stepscope.files.reading import open_file
 from stepscope.files.spans import End, Header, Line, Open, Span
+from stepscope.files.storage.reading import open_file
 
 _decode = msgspec.json.Decoder(Line).decode
 _LONGEST = 4 << 20

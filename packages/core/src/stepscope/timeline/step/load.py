@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
-from stepscope.files.parts import fold
+from stepscope.files.manifest.parts import fold
 from stepscope.files.spans import CONSUME, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from stepscope.files.manifest import ProcessPart
+from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from stepscope.files.manifest import ProcessPart
+from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.timeline.model import EngineStall, Process
 from stepscope.timeline.step.rows import clock_of, offset_at

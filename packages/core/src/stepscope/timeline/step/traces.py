@@ -10,8 +10,8 @@ from typing import NamedTuple
 from stepscope.errors import RecordError
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout, sidecar_of
-from stepscope.files.reading import read_record
 from stepscope.files.sidecar import ProcessInfo, Sidecar
+from stepscope.files.storage.reading import read_record
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.contract import FoundFile, Reader

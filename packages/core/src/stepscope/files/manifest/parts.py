@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.atomic import write_atomic
-from stepscope.files.format_1 import from_format_1
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
-from stepscope.files.processes import is_running
-from stepscope.files.reading import read_file
+from stepscope.files.manifest.format_1 import from_format_1
+from stepscope.files.manifest.records import FORMAT, Absent, Expectation, Manifest, ProcessPart, State
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.processes import is_running
+from stepscope.files.storage.reading import read_file
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
 """From what does not count to the worst."""

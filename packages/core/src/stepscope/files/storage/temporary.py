@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from zlib import crc32
 
-from stepscope.files.processes import boot_id, is_running
+from stepscope.files.storage.processes import boot_id, is_running
 
 _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{12}$", re.DOTALL)
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import msgspec
 
 from stepscope.errors import RecordError
-from stepscope.files.atomic import write_atomic
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest import LATE, Expectation, ProcessPart, of_engine
-from stepscope.files.parts import fold, part_files, write_manifest
-from stepscope.files.processes import is_running
-from stepscope.files.reading import read_record
+from stepscope.files.manifest.parts import fold, part_files, write_manifest
+from stepscope.files.manifest.records import LATE, Expectation, ProcessPart, of_engine
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.storage.processes import is_running
+from stepscope.files.storage.reading import read_record
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):

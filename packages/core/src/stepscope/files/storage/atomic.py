@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.temporary import temporary
 
 private = partial(os.open, mode=0o600)
 """As the `opener` of a new file: nobody else reads it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stepscope.files.atomic import private
-from stepscope.files.temporary import temporary
+from stepscope.files.storage.atomic import private
+from stepscope.files.storage.temporary import temporary
 
 PIECE = 4 << 20
 """Bytes of one piece: who sends it is held for some milliseconds."""

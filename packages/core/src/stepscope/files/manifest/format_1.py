@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.files.manifest import FORMAT, EndedBy, Kind, Pending
+from stepscope.files.manifest.records import FORMAT, EndedBy, Kind, Pending
 
 _PENDING: dict[str, Pending] = {
     "the process has not closed its capture": "closing",
