@@ -134,6 +134,19 @@ def test_a_tool_that_is_not_installed_names_those_that_are_and_what_to_install()
         check_tool(ProfileConfig(tool="npu"))
 
 
+@pytest.mark.parametrize(
+    ("tool", "fix"),
+    [
+        ("torhc", r"did you mean 'torch'\? If not, install the package"),
+        ("mine", "install the package whose entry points `stepscope.backends` name 'mine'"),
+    ],
+)
+@pytest.mark.usefixtures("backends")
+def test_a_tool_that_nobody_registered_says_how_to_add_it(tool: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tool is '{tool}'; allowed: an installed backend: .*Fix: {fix}"):
+        check_tool(ProfileConfig(tool=tool))
+
+
 def test_a_source_path_without_an_installation_has_no_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

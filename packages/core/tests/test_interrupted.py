@@ -23,7 +23,6 @@ from stepscope import ProfileConfig, capture, span
 from stepscope.backends.process_lock import PROCESS_LOCK
 from stepscope.backends.threaded import threaded_window, window_thread
 from stepscope.backends.torch import foreign_sessions, window
-from stepscope.config import Tool
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.storage.atomic import write_atomic
@@ -103,7 +102,7 @@ def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
     return interrupter.where
 
 
-def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: Tool, way: Way) -> int:
+def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str, way: Way) -> int:
     """Closes captures that are interrupted at each `stride`th moment, and looks at what is left."""
     monkeypatch.setattr(private_loop, "_UNDO_S", 0.5)
     config = ProfileConfig(

@@ -127,7 +127,7 @@ def load_backend(name: str, config: ProfileConfig) -> Backend:
     if name not in found:
         raise BackendError(
             f"no backend {name!r} is installed; installed: {', '.join(sorted(found)) or 'none'}. "
-            f"Fix: pip install 'stepscope[{name}]'"
+            "Fix: install the package that registers it under `stepscope.backends`, on this host too"
         )
     made = cast(Callable[[ProfileConfig], Backend], found[name].load())(config)
     lacking = [method for method in _METHODS if not callable(getattr(made, method, None))]

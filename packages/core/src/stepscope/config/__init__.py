@@ -13,7 +13,7 @@ from stepscope.config._checks import (
 )
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
-from stepscope.config._profile import Mode, ProfileConfig, Tool, resolve
+from stepscope.config._profile import Mode, ProfileConfig, resolve
 from stepscope.config._roles import EngineConfig, IterationsConfig, RoleConfig
 from stepscope.config._sections import (
     Activity,
@@ -49,7 +49,6 @@ __all__ = [
     "RoleConfig",
     "ScheduleConfig",
     "StepRange",
-    "Tool",
     "TorchConfig",
     "check_finish",
     "check_program",

@@ -34,21 +34,34 @@ def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
 
 
 def check_tool(config: ProfileConfig) -> None:
-    """Whether a backend is installed for `tool`. Loads none.
+    """Make sure that a backend is registered as `tool`. Loads none.
 
     Raises:
-        ConfigError: none is; names those that are, and what to install.
+        ConfigError: none is; names those that are, and how to add one.
     """
     from importlib.metadata import entry_points  # 15 ms, once per run
 
     installed = sorted({point.name for point in entry_points(group="stepscope.backends")})
     if config.tool not in installed:
         allowed = f"an installed backend: {', '.join(installed) or 'there is none'}"
-        # These come with stepscope itself; a path to its sources registers nothing.
-        package = (
-            "stepscope" if config.tool in ("torch", "cuda_memory", "nsys") else f"'stepscope[{config.tool}]'"
-        )
-        raise ConfigError("tool", config.tool, allowed, f"pip install {package}")
+        raise ConfigError("tool", config.tool, allowed, _how_to_add(config.tool, installed))
+
+
+_PACKAGES = {
+    "torch": "stepscope",  # a path to its sources registers nothing
+    "cuda_memory": "stepscope",
+    "nsys": "stepscope",
+    "npu": "'stepscope[npu]'",
+}
+"""Backend of ours -> the package that brings it."""
+
+
+def _how_to_add(tool: str, installed: Sequence[str]) -> str:
+    if tool in _PACKAGES:
+        return f"pip install {_PACKAGES[tool]}"
+    near = closest(tool, {*installed, *_PACKAGES})
+    meant = f"did you mean {near!r}? If not, " if near else ""
+    return f"{meant}install the package whose entry points `stepscope.backends` name {tool!r}"
 
 
 def check_program(config: ProfileConfig, command: Sequence[str]) -> None:

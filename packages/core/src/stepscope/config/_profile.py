@@ -28,7 +28,6 @@ from stepscope.config._sources import environment_layer, file_layer, overlay
 from stepscope.config._steps import StepRange, StepSpec, parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 
-Tool: TypeAlias = Literal["torch", "nsys", "npu", "cuda_memory"]
 Mode: TypeAlias = Literal["continuous", "discrete"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -43,6 +42,13 @@ def _parse_path(value: object, field: str) -> str:
         fix = f"write a local path ({local}); finish.mirror: {path} copies each captured step there"
         raise ConfigError(field, value, "a path in the file system, not a URL", fix)
     return os.path.expanduser(path)
+
+
+def _parse_tool(value: object, field: str) -> str:
+    """Return the name of a backend. `check_tool` looks it up: a config reads nothing when it is made."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(field, value, "the name of an installed backend", "write tool: torch")
+    return value
 
 
 def _parse_patterns(value: object, field: str) -> tuple[str, ...]:
@@ -71,6 +77,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     _parsers: ClassVar[Mapping[str, Parser]] = {
         "save_path": _parse_path,
+        "tool": _parse_tool,
         "steps": parse_steps,
         "roles": parse_roles,
         "instrument": parse_instrument,
@@ -81,8 +88,8 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """The run's folder. `~` is expanded when the config is made. On Ray it must be absolute."""
     steps: tuple[StepRange, ...] = ()
     """Steps that are captured. None by default."""
-    tool: Tool = "torch"
-    """The profiler that runs in each selected process."""
+    tool: str = "torch"
+    """The profiler that runs in each selected process: a name among the entry points `stepscope.backends`."""
     mode: Mode = "continuous"
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(_DEFAULT_ROLES))
@@ -107,7 +114,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
             *,
             save_path: str | os.PathLike[str] = ...,
             steps: StepSpec | Iterable[StepSpec] = ...,
-            tool: Tool = ...,
+            tool: str = ...,
             mode: Mode = ...,
             roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
             redact: str | Iterable[str] = ...,
