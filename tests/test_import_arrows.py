@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "timeline": {"files", "errors"},
     "report": {"files", "errors", "timeline"},
     "compat": {"config", "recording", "switch"},
-    "doctor": {"errors", "config", "recording", "switch"},
+    "doctor": {"errors", "config", "recording", "engines", "switch"},
     "mirror": {"files", "errors"},
     "writers": {"config", "files", "errors", "timeline", "report"},
     "startup": {"recording"},
@@ -50,7 +50,7 @@ PUBLIC = (
             "writers",
         )
     }
-    | {f"stepscope.engines.{name}" for name in ("artifacts", "fetch", "http", "own_thread")}
+    | {f"stepscope.engines.{name}" for name in ("artifacts", "fetch", "http", "own_thread", "supported")}
     | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from stepscope.cli.app import run
 from stepscope.config import ProfileConfig
-from stepscope.doctor import Row, cluster, examine, libraries, machine, torch_probe
+from stepscope.doctor import Row, cluster, engines, examine, libraries, machine, torch_probe
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -222,48 +222,64 @@ def test_an_old_ray_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "entry_points", lambda group: ())
-    monkeypatch.setattr(libraries, "installed", {"vllm": "0.32.0"}.get)
-    rows = {row.subject: row for row in libraries.engines({})}
+    monkeypatch.setattr(engines, "entry_points", lambda group: ())
+    monkeypatch.setattr(engines, "find_spec", lambda name: object() if name == "vllm" else None)
+    rows = {row.subject: row for row in engines.engines()}
     assert (rows["vllm"].state, rows["sglang"].state) == ("amber", "absent")
     assert "pip install 'stepscope[vllm]'" in str(rows["vllm"].fix)
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "said"),
+    ("version", "state", "found"),
     [
-        (
-            "0.32.0+cpu",
-            "green",
-            "0.32.0+cpu; the adapter is for 0.8.5 to 0.33.0; its profiler is on where",
-        ),
-        ("0.8.4", "red", "too old; the adapter is for 0.8.5"),
-        ("0.99.0.dev3", "amber", "newer than any that was tried"),
-        ("damaged", "red", "its metadata names no version"),
+        ("0.32.0+cpu", "green", "mine-cpu 0.32.0+cpu; the adapter supports mine 0.8.5 to 0.33.0"),
+        ("0.33.0.post1", "green", "mine-cpu 0.33.0.post1; "),
+        ("0.8.4", "red", "too old; the adapter supports mine 0.8.5"),
+        ("0.99.0.dev3", "amber", "newer than any that was tested"),
+        ("damaged", "red", "the metadata of mine-cpu names no version"),
         (None, "absent", "Servers elsewhere can be driven from here"),
     ],
 )
-def test_an_engine_is_held_against_the_range_of_its_adapter(
-    version: str | None, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_is_compared_with_the_range_of_its_adapter(
+    version: str | None, state: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [EntryPoint(name="vllm", value="x:y", group="stepscope.engines")]
-    monkeypatch.setattr(libraries, "entry_points", lambda group: points)
-    monkeypatch.setattr(libraries, "installed", {"vllm": version}.get)
-    stated = ["vllm<=0.33.0,>=0.8.5; extra == 'engine'", "httpx>=9; extra == 'other'", "stepscope==0.1.0"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: stated)
-    row = next(row for row in libraries.engines({}) if row.subject == "vllm")
+    point = adapter_in(tmp_path, monkeypatch, f"{__name__}:engine_of_mine")
+    monkeypatch.setattr(engines, "installed", {"mine-cpu": version}.get)
+    monkeypatch.setattr(engines, "entry_points", lambda group: [point])
+    row = next(row for row in engines.engines() if row.subject == "mine")
     assert row.state == state
-    assert said in row.found
+    assert found in row.found
     assert row.fix or state not in ("red", "amber")
 
 
-def test_a_variable_that_switches_an_engines_profiler_on_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "installed", {"vllm": "0.12.0"}.get)
-    monkeypatch.setattr(libraries, "_range", lambda _: ("0.8.5", "0.33.0"))
-    points = [EntryPoint(name="vllm", value="x:y", group="stepscope.engines")]
-    monkeypatch.setattr(libraries, "entry_points", lambda group: points)
-    row = next(iter(libraries.engines({"VLLM_TORCH_PROFILER_DIR": "/traces"})))
-    assert "VLLM_TORCH_PROFILER_DIR=/traces switches its profiler on" in row.found
+def test_an_adapter_that_cannot_be_loaded_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = adapter_in(tmp_path, monkeypatch, "nowhere_at_all:factory")
+    monkeypatch.setattr(engines, "entry_points", lambda group: [point])
+    row = next(row for row in engines.engines() if row.subject == "mine")
+    assert (row.state, row.fix) == ("red", "install the package that brings nowhere_at_all:factory again")
+
+
+class EngineOfMine:
+    distributions = ("mine", "mine-cpu")
+
+
+engine_of_mine = EngineOfMine()
+
+
+def adapter_in(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> EntryPoint:
+    """Install a distribution that registers the adapter `mine`; return its entry point."""
+    info = folder / "my_adapter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: my-adapter\nVersion: 1.0\nProvides-Extra: engine\n"
+        "Requires-Dist: stepscope\nRequires-Dist: httpx>=9; extra == 'other'\n"
+        "Requires-Dist: mine<=0.33.0,>=0.8.5; extra == 'engine'\n"
+    )
+    (info / "entry_points.txt").write_text(f"[stepscope.engines]\nmine = {value}\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    (point,) = (point for point in machine.entry_points("stepscope.engines") if point.name == "mine")
+    return point
 
 
 @pytest.mark.parametrize(

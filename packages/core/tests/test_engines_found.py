@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, version
 
 import pytest
 
-from stepscope.engines import EngineProfiler, load_engine, protocol, recognise
+from stepscope.engines import EngineFactory, EngineProfiler, load_engine, protocol, recognise
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
+from stepscope.recording.capture import configure
 from stepscope.recording.fanout.engines import profilers_of
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 LIVE: list[FakeEngine] = []
 
 
-class Factory:
+class Factory(EngineFactory):
+    distributions = ("msgspec", "fake-engine")
+
     def recognises(self, engine: object) -> bool:
         return isinstance(engine, FakeEngine)
 
@@ -53,6 +56,12 @@ def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest
     later = EntryPoint("later", f"{__name__}:factory", "stepscope.engines")
     monkeypatch.setattr(protocol, "entry_points", lambda group: EntryPoints([later]))
     assert list(installed()) == ["later"]
+
+
+def test_the_run_records_the_versions_of_the_engines_that_adapters_name() -> None:
+    assert protocol.distributions() == ["msgspec", "fake-engine"]  # `aaa` cannot be loaded
+    assert configure.versions()["msgspec"] == version("msgspec")
+    assert "fake-engine" not in configure.versions()
 
 
 def test_an_engine_goes_to_the_adapter_that_is_named_as_its_library_before_any_other() -> None:

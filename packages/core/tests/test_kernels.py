@@ -8,6 +8,7 @@ import random
 import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
-from stepscope.timeline import load_step, load_traces
-from stepscope.timeline.activity import kernels, pool
+from stepscope.timeline import Requests, load_step, load_traces
+from stepscope.timeline.activity import event_names, kernels, pool
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.event_names import iteration_of, work_of
 from stepscope.timeline.activity.intervals import CHUNK, Cover, length
@@ -340,3 +341,26 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
         tracemalloc.stop()
     assert held / count < 30
     assert [start for start, _, _ in unordered] == [float(at) for at in range(1, count + 1)]
+
+
+def test_a_package_names_iterations_of_its_own_and_renames_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "pass<2>": Requests(2, 0, 512),
+        "step[DECODE bs=4]": Requests(0, 1),
+        "step[EXTEND bs=4]": Requests(0, 0),
+    }
+    broken = SimpleNamespace(name="broken", load=lambda: 1 / 0)
+    points = [broken, SimpleNamespace(name="mine", load=lambda: known.get)]
+    monkeypatch.setattr(event_names, "entry_points", lambda group: points)
+    event_names._installed.cache_clear()
+    event_names.requests_of.cache_clear()
+    try:
+        read = {name: iteration_of(name) for name in [*known, "step[DECODE bs=8]", "aten::mm"]}
+    finally:
+        event_names._installed.cache_clear()
+        event_names.requests_of.cache_clear()
+    counts = {name: each and (each.prefills, each.decodes) for name, each in read.items()}
+    assert counts == {
+        "pass<2>": (2, 0), "step[DECODE bs=4]": (0, 1), "step[EXTEND bs=4]": None,
+        "step[DECODE bs=8]": (0, 8), "aten::mm": None,
+    }  # fmt: skip

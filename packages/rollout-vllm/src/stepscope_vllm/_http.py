@@ -138,7 +138,7 @@ class VllmServer:
     def check(self) -> None:
         self._refuse_a_router()
         self._version = self._ask_version()
-        _versions.refuse_unsupported(self._version)
+        _versions.expect_supported(self._version)
         self._dialect = self._ask_dialect()
         if (
             self._layout.pp > 1

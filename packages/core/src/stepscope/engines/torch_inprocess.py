@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
-from stepscope.engines.protocol import EngineCapture
+from stepscope.engines.protocol import EngineCapture, EngineFactory
 from stepscope.engines.torch_recording import Recording
 from stepscope.errors import BackendError, EngineError
 from stepscope.files.sidecar import Artifact
@@ -154,7 +154,7 @@ class TorchRolloutProfiler:
             _current = None
 
 
-class TorchFactory:
+class TorchFactory(EngineFactory):
     """The adapter `torch`: knows a `torch.nn.Module` and whatever holds one in an attribute."""
 
     def recognises(self, engine: object) -> bool:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stepscope.timeline.activity.content import Requests
     from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
     from stepscope.timeline.merge.merge import Format, merge_bytes, merge_step
     from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
@@ -35,6 +36,7 @@ __all__ = [
     "MergedRow",
     "Process",
     "ProcessClock",
+    "Requests",
     "Selection",
     "Span",
     "Timeline",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "activity.content": ("Requests",),
     "activity.step": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
     "merge.merge": ("Format", "merge_bytes", "merge_step"),

@@ -28,7 +28,7 @@ _ids: dict[str, str] = {}
 beside the first capture. One writer: `run_id`.
 """
 
-_NAMED = ("stepscope", "torch", "ray", "vllm", "sglang", "torch_npu")
+_NAMED = ("stepscope", "torch", "ray", "torch_npu")
 
 
 def configure(
@@ -186,11 +186,13 @@ def record(config: ProfileConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Python's and those of the installed packages that matter to a trace's reader."""
+    """Return the versions of Python and of the installed packages that matter to a trace's reader."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from stepscope.engines.protocol import distributions  # import time: once per run
+
     found = {"python": sys.version.split()[0]}
-    for name in _NAMED:
+    for name in dict.fromkeys((*_NAMED, *distributions())):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -25,7 +25,7 @@ from stepscope.engines import (
 )
 from stepscope.engines.fetch import LEFT_BEHIND
 from stepscope.engines.own_thread import own_thread
-from stepscope.engines.protocol import waited_s
+from stepscope.engines.protocol import ADAPTERS, waited_s
 from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import StepLayout, sidecar_of
 from stepscope.files.manifest.late import waiting
@@ -54,7 +54,7 @@ _LATE: Pending = "late"
 ROLE = "rollout"
 """The role whose `ranks` and `engine` options apply to engines."""
 _LONG_STOP_S = 108.0
-"""What SGLang's users have reported."""
+"""The longest stop that users have reported."""
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
@@ -92,7 +92,8 @@ def _recognised(engine: object, replica: int) -> EngineProfiler:
         repr(engine),
         "an engine or its profiler; a Ray actor only says where one is",
         "give it as workers={'rollout': [actor]}, which records spans and torch there; for the engine's own "
-        "profiler wrap it: stepscope.engines.ray.RayRollout(actor, 'vllm'), or 'sglang' or 'torch'",
+        "profiler wrap it: stepscope.engines.ray.RayRollout(actor, NAME), NAME being that of its adapter: "
+        f"{', '.join(sorted(installed()))}",
     )
 
 
@@ -102,14 +103,13 @@ def _owned(name: str) -> Sequence[object]:
     if "://" in name:
         raise ConfigError(
             "capture(engines=)", name, f"an adapter's name, or {objects}",
-            "say which engine serves there: VllmServer(url) from stepscope_vllm, SglangServer(url) from "
-            "stepscope_sglang",
+            "say which engine serves there: its adapter has a profiler for servers, such as VllmServer(url)",
         )  # fmt: skip
     names = sorted(installed())
     if name not in names:
         raise ConfigError(
             "capture(engines=)", name, f"the name of an installed adapter ({', '.join(names) or 'none'}), or "
-            f"{objects}", "pip install 'stepscope[vllm]' or 'stepscope[sglang]' for those engines",
+            f"{objects}", f"install the adapter of that engine: {ADAPTERS}",
         )  # fmt: skip
     engines = load_engine(name).owned()
     if not engines:

@@ -11,18 +11,28 @@ from stepscope.timeline.readers.chrome import Distributed
 Work: TypeAlias = Literal["compute", "communication", "memory"]
 
 
+class Requests(msgspec.Struct, frozen=True):
+    """The requests of one engine iteration, as its annotation names them."""
+
+    prefills: int
+    """Requests whose prompt was read in it."""
+    decodes: int
+    """Requests that got a token in it."""
+    prefill_tokens: int | None = None
+    mixed: bool = False
+    """`prefills` counts requests of both kinds: the engine does not say how many are of each."""
+
+
 class Iteration(msgspec.Struct, gc=False):
     """One forward pass of an inference engine over at least one request, by the engine's own annotation."""
 
     start_us: float
     dur_us: float
     prefills: int
-    """Requests whose prompt was read in it."""
+    """As in `Requests`, like the fields below."""
     decodes: int
-    """Requests that got a token in it."""
     prefill_tokens: int | None
     mixed: bool = False
-    """`prefills` counts requests of both kinds: the engine does not say how many are of each."""
 
 
 class Operator(msgspec.Struct):

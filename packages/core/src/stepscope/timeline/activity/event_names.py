@@ -1,10 +1,24 @@
-"""Names of events in a trace: the work that a kernel does, and an engine's annotations."""
+"""Names of events in a trace: the work that a kernel does, and an engine's annotations.
+
+The patterns of vLLM and SGLang stand here because a report is often made where no adapter is installed. Other
+packages add theirs through the entry points `stepscope.iterations`, which are asked first.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
+from typing import TypeAlias, cast
 
-from stepscope.timeline.activity.content import Iteration, Work
+from stepscope.timeline.activity.content import Iteration, Requests, Work
+
+log = logging.getLogger("stepscope")
+IterationName: TypeAlias = Callable[[str], Requests | None]
+"""Reads an annotation's name: the requests of an engine iteration, or None for any other event."""
+GROUP = "stepscope.iterations"
 
 _COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|.*cross_device_reduce|.*multimem_all_?reduce")
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
@@ -33,25 +47,71 @@ def work_of(cat: str, name: str) -> Work:
 
 
 def iteration_of(name: str, start_us: float = 0.0, dur_us: float = 0.0) -> Iteration | None:
-    """Read an engine's annotation: vLLM's `execute_context_..`, SGLang's `step[..]`.
+    """Return the engine iteration that an annotation marks.
 
     None for other names, and for passes without a request: engines run these after the last one, or to keep
     step with others.
     """
-    if found := _VLLM.match(name):
-        prefills, tokens, decodes = map(int, found.groups())
-        return Iteration(start_us, dur_us, prefills, decodes, tokens) if prefills or decodes else None
-    if found := _SGLANG.match(name):
-        mode, size, toks = found[1], int(found[2]), found[3]
-        if not size:
-            return None
-        if mode in _DECODES:
-            return Iteration(start_us, dur_us, 0, size, 0)
-        if mode in _PREFILLS:
-            return Iteration(start_us, dur_us, size, 0, None if toks is None else int(toks))
-        if mode == "MIXED":
-            return Iteration(start_us, dur_us, size, 0, None, mixed=True)
+    requests = requests_of(name)
+    if requests is None:
+        return None
+    return Iteration(
+        start_us, dur_us, requests.prefills, requests.decodes, requests.prefill_tokens, requests.mixed
+    )
+
+
+@lru_cache(1 << 12)
+def requests_of(name: str) -> Requests | None:
+    """Return the requests that the installed packages, or else the patterns here, read from a name."""
+    for read in (*_installed(), _of_vllm, _of_sglang):
+        requests = _ask(read, name)
+        if requests is not None:
+            return requests if requests.prefills or requests.decodes else None
     return None
+
+
+def _ask(read: IterationName, name: str) -> Requests | None:
+    try:
+        return read(name)
+    except Exception as error:
+        _warn(f"{GROUP}: {read!r} failed: {error!r}")
+        return None
+
+
+@cache
+def _warn(text: str) -> None:
+    log.warning("stepscope: %s", text)
+
+
+@cache
+def _installed() -> tuple[IterationName, ...]:
+    readers = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            readers.append(cast(IterationName, point.load()))
+        except Exception as error:
+            _warn(f"{GROUP}: {point.name} cannot be loaded: {error!r}")
+    return tuple(readers)
+
+
+def _of_vllm(name: str) -> Requests | None:
+    found = _VLLM.match(name)
+    if found is None:
+        return None
+    prefills, tokens, decodes = map(int, found.groups())
+    return Requests(prefills, decodes, tokens)
+
+
+def _of_sglang(name: str) -> Requests | None:
+    found = _SGLANG.match(name)
+    if found is None:
+        return None
+    mode, size, tokens = found[1], int(found[2]), found[3]
+    if mode in _DECODES:
+        return Requests(0, size, 0)
+    if mode in _PREFILLS:
+        return Requests(size, 0, None if tokens is None else int(tokens))
+    return Requests(size, 0, None, mixed=True) if mode == "MIXED" else None
 
 
 def is_collective(name: str) -> bool:
