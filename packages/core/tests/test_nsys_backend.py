@@ -149,7 +149,7 @@ def test_a_report_that_never_comes_is_failed_with_where_to_look(tmp_path: Path, 
     assert reports_of(tmp_path, 1) == ["report\nupdate 1\nend"]  # `stop` ends nsys with the first range
     assert reports_of(tmp_path, 3) == []
     assert "failed" in reasons(tmp_path, 3)
-    assert "nsys wrote no whole report" in reasons(tmp_path, 3)
+    assert "nsys wrote no complete report" in reasons(tmp_path, 3)
 
 
 def test_without_a_capture_range_it_says_which_option_to_add(tmp_path: Path, cudart: Path) -> None:

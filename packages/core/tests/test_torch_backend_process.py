@@ -176,7 +176,7 @@ def test_a_signal_handler_that_interrupts_a_stop_is_told_and_the_trace_is_kept(r
         print("ours" in write(backend.stop()))
         """
     )
-    assert "beneath this signal handler\nTrue\n" in done.stdout, done.stderr
+    assert "after the handler\nTrue\n" in done.stdout, done.stderr
 
 
 @both

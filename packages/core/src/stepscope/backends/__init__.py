@@ -1,6 +1,4 @@
-"""Profilers of this process, behind one Protocol. Found by name through the entry points
-`stepscope.backends`.
-"""
+"""Profilers of this process, behind one Protocol. The entry points `stepscope.backends` name them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The `nsys` backend: tells Nsight Systems, which already records this process, when to keep what it sees.
+"""The `nsys` backend: CUDA profiler ranges for an Nsight Systems that already records this process.
 
 nsys starts the process (`runtime_env` on Ray, `command` elsewhere) and waits. A window is a CUDA profiler
-range (`cudaProfilerStart` to `cudaProfilerStop`), and each range becomes a report. nsys writes it after the
-range, to where it was told, so the exporter waits until it is whole and moves it to the step.
+range (`cudaProfilerStart` to `cudaProfilerStop`), and nsys turns each range into a report. nsys writes the
+report after the range, at its own output path. The exporter waits until it is complete and moves it to the
+step.
 
-Never run beside a real nsys so far: its tests hold it against a stand-in that does what NVIDIA's User Guide
-says of `--capture-range=cudaProfilerApi`, and against the real nvtx package.
+No real nsys has run beside it so far. Its tests use the real nvtx package, and a stand-in that follows
+NVIDIA's User Guide on `--capture-range=cudaProfilerApi`.
 """
 
 from __future__ import annotations
@@ -31,43 +32,44 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 SESSION = "NSYS_PROFILING_SESSION_ID"
-"""What nsys sets for the processes that it records."""
+"""The environment variable that nsys sets for the processes that it records."""
 DOMAIN = "stepscope"
 _NOTHING = nullcontext()
 _SETTLED_S = 1.0
-"""A report that has not grown for so long, with nothing of nsys' own beside it, is whole."""
+"""A report is complete once it has not grown for this long and no file of nsys' own stands beside it."""
 _POLL_S = 0.2
-_AS_IF_TORCH_RECORDED = "Fix: run without torch.profiler beside nsys: CUPTI serves one of them"
+_FIX_CUPTI = "Fix: run without torch.profiler beside nsys: CUPTI serves one of them"
 
 
 def nsight_options(config: ProfileConfig) -> dict[str, str]:
-    """Options of `nsys profile` for a process that this backend is to record, long names without dashes."""
+    """Return the options of `nsys profile` that this backend needs, as long names without dashes."""
     return {
         "trace": ",".join(config.nsys.trace),
         "capture-range": "cudaProfilerApi",
-        "capture-range-end": "repeat",  # a window after a window; the process lives on
+        "capture-range-end": "repeat",  # many windows, and the process continues after each
         "kill": "none",
         **config.nsys.extra,
     }
 
 
 def runtime_env(config: ProfileConfig) -> dict[str, object]:
-    """What Ray starts an actor under nsys with: `Worker.options(runtime_env=runtime_env(config))`.
+    """Return the options that make Ray start an actor under nsys.
 
-    For the roles and ranks that are to be recorded, and no others: nsys costs from the process' start on. Ray
-    names the reports in the session's `logs/nsight` on the actor's node; they are moved from there.
+    Use it as `Worker.options(runtime_env=runtime_env(config))`, for the recorded roles and ranks alone: nsys
+    costs time from the start of the process. Ray puts the reports in the session's `logs/nsight` on the
+    actor's node, and the exporter moves them from there.
     """
     return {"nsight": {**nsight_options(config), "o": "'stepscope_%p'"}}
 
 
 def command(config: ProfileConfig, output: str = "stepscope_%p") -> list[str]:
-    """The words to put before a program that is not started by Ray: `nsys profile ... python train.py`."""
+    """Return the words to put before a program that Ray does not start: `nsys profile ... python train.py`."""
     options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
     return ["nsys", "profile", *options, f"--output={output}"]
 
 
 class NsysBackend:
-    """Switches the nsys that started this process on and off."""
+    """Switch for the nsys that started this process."""
 
     name = "nsys"
 
@@ -75,16 +77,16 @@ class NsysBackend:
         self._config = config.nsys
         self._window: Window | None = None
         self._output = Path()
-        """Where nsys writes, as seen when the window began."""
+        """The output path of nsys at the start of the window."""
         self._before: set[Path] = set()
-        """The reports that were there then."""
+        """The reports that existed at that time."""
         self._lacking: str | None = None
 
     def check(self) -> None:
-        """Raises `BackendError` when nsys does not record this process, or cannot be told when to."""
+        """Raise `BackendError` if nsys does not record this process, or does not obey profiler ranges."""
         if SESSION not in os.environ:
             raise BackendError(
-                f"tool is nsys, and nsys did not start this process ({SESSION} is not set). Fix: on Ray, "
+                f"tool is nsys, but nsys did not start this process ({SESSION} is not set). Fix: on Ray, "
                 "Worker.options(runtime_env=stepscope.backends.nsys.runtime_env(config)); elsewhere "
                 f"`{shlex.join(command(ProfileConfig(nsys=self._config)))} python train.py`"
             )
@@ -92,11 +94,11 @@ class NsysBackend:
         ranged = None if launched is None else option(launched.words, "capture-range", "c")
         if launched is not None and ranged != "cudaProfilerApi":
             raise BackendError(
-                f"nsys records this process with --capture-range={ranged or 'none'}, and so all the time. "
+                f"nsys records this process all the time, because it has --capture-range={ranged or 'none'}. "
                 "Fix: --capture-range=cudaProfilerApi --capture-range-end=repeat"
             )
         _profiler_api()
-        self._where()
+        self._output_path()
 
     def prepare(self) -> None:
         pass
@@ -104,8 +106,8 @@ class NsysBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        api, output = _profiler_api(), self._where()
-        self._window = window  # first: interrupted from here on, stop() ends what has begun
+        api, output = _profiler_api(), self._output_path()
+        self._window = window  # first: if an interrupt follows, stop() ends what has begun
         try:
             PROCESS_LOCK.acquire(f"the nsys range of step {window.step}", by=self)
             self._output, self._before = output, set(_reports(output))
@@ -120,7 +122,7 @@ class NsysBackend:
         pass
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """An NVTX start/end range, so that interleaved tasks do not close each other's."""
+        """Return an NVTX start/end range, because push/pop ranges of interleaved tasks close each other."""
         if self._window is None:
             return _NOTHING
         nvtx = _nvtx()
@@ -133,13 +135,13 @@ class NsysBackend:
         window = self._window
         if window is None or PROCESS_LOCK.holder is None:
             self._window = None
-            return []  # not started; or the child of a fork, where the range is the parent's
+            return []  # not started, or the child of a fork: the range belongs to the parent
         try:
             _synchronize()
             _call(_profiler_api().cudaProfilerStop, "cudaProfilerStop")
         except Exception:
             self._give_back()
-            raise  # and not after a Ctrl-C: a second call stops the range
+            raise  # a Ctrl-C keeps the window: a second call stops the range
         self._give_back()
         output, before = self._output, self._before
         lacking, self._lacking = self._lacking, None
@@ -160,46 +162,44 @@ class NsysBackend:
 
     def _give_back(self) -> None:
         PROCESS_LOCK.release(by=self)
-        self._window = None  # last: interrupted before, a second stop() does all of it
+        self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
 
     def _await_report(self, output: Path, before: set[Path]) -> Path:
-        """The report that was not there before the window, once nsys has written all of it."""
+        """Return the report that is new since the window began, once nsys has written all of it."""
         until = time.monotonic() + self._config.report_seconds
         sizes: dict[Path, tuple[int, float]] = {}
         while time.monotonic() < until:
             for path in sorted(set(_reports(output)) - before):
                 size = path.stat().st_size
-                seen, since = sizes.get(path, (-1, 0.0))
-                if size != seen:
+                last_size, since = sizes.get(path, (-1, 0.0))
+                if size != last_size:
                     sizes[path] = (size, time.monotonic())
                 elif size and time.monotonic() - since >= _SETTLED_S and not _unfinished(path):
                     return path
             time.sleep(_POLL_S)
         raise BackendError(
-            f"nsys wrote no whole report {output}*.nsys-rep within {self._config.report_seconds:g} s "
-            "(nsys.report_seconds). Fix: look there for .qdstrm files, which `nsys import` turns into one, "
-            "and at nsys' own output"
+            f"nsys wrote no complete report {output}*.nsys-rep within {self._config.report_seconds:g} s "
+            "(nsys.report_seconds). Fix: read the output of nsys; `nsys import` turns a .qdstrm file beside "
+            "that path into a report"
         )
 
-    def _where(self) -> Path:
-        """Where nsys writes, without the ending.
+    def _output_path(self) -> Path:
+        """Return the output path of nsys, without the suffix.
 
         Raises:
-            BackendError: nothing says.
+            BackendError: neither the configuration nor the command line of nsys contains the path.
         """
         if self._config.output is not None:
             return Path(self._config.output)
         launched = launched_with()
-        found = None if launched is None else option(launched.words, "output", "o")
-        if launched is None or found is None:
-            raise BackendError(
-                "it cannot be seen where nsys writes the reports of this process. Fix: set nsys.output"
-            )
-        return Path(launched.folder, found.removesuffix(".nsys-rep"))
+        output = None if launched is None else option(launched.words, "output", "o")
+        if launched is None or output is None:
+            raise BackendError("the output path of nsys for this process is unknown. Fix: set nsys.output")
+        return Path(launched.folder, output.removesuffix(".nsys-rep"))
 
 
 def _reports(output: Path) -> list[Path]:
-    """Reports of this process that are there now."""
+    """Return the reports of this process that exist now."""
     name = re.sub(r"%[a-zA-Z](\{[^}]*\})?", "*", output.name.replace("%p", str(os.getpid())))
     return sorted(output.parent.glob(f"{name}*.nsys-rep"))
 
@@ -231,11 +231,11 @@ class Launch(NamedTuple):
     words: list[str]
     """Its command line."""
     folder: str
-    """Where it runs: what a relative --output is relative to."""
+    """Its working directory, which a relative --output starts from."""
 
 
 def launched_with() -> Launch | None:
-    """The nsys above this process; None when it cannot be seen."""
+    """Return the nsys above this process, or None if /proc does not show one."""
     process = os.getpid()
     while process > 1:
         try:
@@ -250,7 +250,7 @@ def launched_with() -> Launch | None:
 
 
 def option(words: list[str], long: str, short: str) -> str | None:
-    """The value of an option of `nsys profile`, in any of the ways to write one."""
+    """Return the value of an option of `nsys profile`, in any of its spellings."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word in (f"--{long}", f"-{short}"):
             return following
@@ -261,7 +261,7 @@ def option(words: list[str], long: str, short: str) -> str | None:
 
 
 def _unfinished(report: Path) -> bool:
-    """Whether nsys is still turning its raw recording into this report."""
+    """Return whether nsys is still converting its raw recording into this report."""
     return report.with_suffix(".qdstrm").exists()
 
 
@@ -276,7 +276,7 @@ class _ProfilerApi(Protocol):
 
 
 def _profiler_api() -> _ProfilerApi:
-    """The CUDA runtime that this process uses: torch's, where torch has one."""
+    """Return the CUDA runtime that this process uses: torch's if torch has one."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is not None:
         api: _ProfilerApi = torch.cuda.cudart()
@@ -285,8 +285,8 @@ def _profiler_api() -> _ProfilerApi:
         library: Any = ctypes.CDLL("libcudart.so")
     except OSError as error:
         raise BackendError(
-            f"tool is nsys, and there is no CUDA runtime to mark ranges with ({error}). Fix: import a CUDA "
-            "build of torch before the capture, or put libcudart.so on LD_LIBRARY_PATH"
+            f"tool is nsys, but this process has no CUDA runtime to mark ranges with ({error}). Fix: import "
+            "a CUDA build of torch before the capture, or put libcudart.so on LD_LIBRARY_PATH"
         ) from error
     loaded: _ProfilerApi = library
     return loaded
@@ -296,11 +296,11 @@ def _call(function: Callable[[], object], name: str) -> None:
     answer = function()
     code = answer if isinstance(answer, int) else int(getattr(answer, "value", 0))  # ctypes, or torch's enum
     if code:
-        raise BackendError(f"{name} returned {code}. {_AS_IF_TORCH_RECORDED}")
+        raise BackendError(f"{name} returned {code}. {_FIX_CUPTI}")
 
 
 def _synchronize() -> None:
-    """Kernels of the window that still run are to be in its report."""
+    """Wait for the kernels of the window, so that its report contains them."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()

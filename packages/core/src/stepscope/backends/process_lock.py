@@ -1,7 +1,7 @@
 """One profiler session per process: Kineto, CUPTI and the Ascend profiler are process-wide.
 
-torch can tell whether the *calling thread* profiles, and a session of all threads it does not show even
-there, so whoever starts a profiler says so here.
+torch shows only a session of the *calling thread*, and hides sessions of all threads even there. Therefore
+each backend takes this lock before it starts a profiler.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ _KEY = "this process"
 
 
 class ProcessLock:
-    """Held from the start of a profiler session to its end. Never waits, so a signal handler may use it."""
+    """Lock from the start of a profiler session to its end. It never waits: a signal handler may use it."""
 
     def __init__(self) -> None:
-        # `dict.setdefault` is atomic, and says who came first. A lock beside a name could be interrupted
-        # between the two, and stay locked by nobody.
+        # `dict.setdefault` is atomic and returns the first holder. A lock with a name beside it could be
+        # interrupted between the two, and stay locked without a holder.
         self._held: dict[str, tuple[str, object]] = {}
 
     @property
     def holder(self) -> str | None:
-        """Who records this process now, in words; None when nobody of ours does."""
+        """The session that records this process now, in words; None if no backend holds the lock."""
         held = self._held.get(_KEY)
         return None if held is None else held[0]
 
     def acquire(self, holder: str, by: object = None) -> None:
-        """Takes the process for `holder`, such as "the torch trace of step 2".
+        """Take the process for `holder`, such as "the torch trace of step 2".
 
         Args:
-            by: Who may `release` it. An interrupted caller releases it without knowing whether it got it.
+            by: The object that may `release` it. An interrupted caller may release without knowing whether
+                it got the lock.
 
         Raises:
-            ProfilerBusyError: names who has it.
+            ProfilerBusyError: another session holds it; the message names that session.
         """
         wanted = (holder, by)
         held = self._held.setdefault(_KEY, wanted)
@@ -45,17 +46,17 @@ class ProcessLock:
             )
 
     def release(self, by: object = None) -> None:
-        """Gives the process back, from any thread. Nothing happens if it is free, or another's than `by`."""
+        """Give the process back, from any thread. Do nothing if `by` does not hold it."""
         held = self._held.get(_KEY)
         if held is not None and held[1] is by:
             self._held.pop(_KEY, None)
 
     def forget(self) -> None:
-        """In the child of a fork: the session is the parent's, and so is the lock."""
+        """Free the lock in the child of a fork: session and lock belong to the parent."""
         self._held.clear()
 
 
 PROCESS_LOCK = ProcessLock()
-"""The lock of this process. Every backend that owns a process-wide profiler acquires it in `start`."""
+"""The lock of this process. Every backend with a process-wide profiler acquires it in `start`."""
 
 os.register_at_fork(after_in_child=PROCESS_LOCK.forget)

@@ -1,4 +1,4 @@
-"""What a backend is, and how one is found."""
+"""The contract of a backend, and the lookup of one by name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None
     """None in continuous mode."""
     index: int
-    """0, 1, 2...: the how-manieth window of this (capture, stage) in this process."""
+    """0, 1, 2...: the number of the window within its capture and stage, in this process."""
 
 
 class SpanInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend may write into its own trace about a span."""
+    """Facts about a span that a backend may write into its own trace."""
 
     stage: str
     role: str
     span: int
     is_async: bool
-    """True inside `async def`: only start/end pairs with an id are right there, never push/pop."""
+    """True inside `async def`: use start/end pairs with an id there, never push/pop."""
 
 
 def _nothing() -> None:
@@ -42,22 +42,22 @@ def _nothing() -> None:
 class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """A recording that was stopped and is not yet a file.
 
-    `write(path)` writes it, whole, to the temporary path it is given: a file, or a folder (then `compress` is
-    False). It is called once, on any thread, at most once in a process at a time; it may hold the GIL and
-    take seconds. The exporter compresses (when `compress`), renames, and writes the sidecar. `discard()`
-    frees what `write` uses: when it will never be called, or has raised.
+    `write(path)` writes all of it to the given temporary path: a file, or a folder (then `compress` is
+    False). The exporter calls it once, on any thread, with no other `write` of the process beside it. It may
+    hold the GIL and take seconds. The exporter then compresses (if `compress`), renames, and writes the
+    sidecar. `discard()` frees what `write` uses. It is called if `write` raised or will never be called.
     """
 
     kind: str
     """As `Artifact.kind`."""
     suffix: str
-    """`.json`, `.pickle`: of what `write` writes. `.gz` is added by the exporter when it compresses."""
+    """The suffix of the file that `write` makes: `.json`, `.pickle`. The exporter adds `.gz`."""
     write: Callable[[Path], None]
     compress: bool
     discard: Callable[[], None] = _nothing
     truncated: str | None = None
     lacking: str | None = None
-    """What is not in it that was asked for, and why; the manifest then says `partial`."""
+    """The requested part that is missing from it, with the reason. The manifest then says `partial`."""
     ignored: dict[str, str] = {}
     options: dict[str, str | int | float | bool | None] = {}
     versions: dict[str, str] = {}
@@ -65,7 +65,7 @@ class PendingArtifact(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Records this process. One running instance per process; constructed with the run's `ProfileConfig`.
+    """Profiler of this process. One running instance per process; constructed with the run's `ProfileConfig`.
 
     States: idle -> start -> running -> stop -> idle. `prepare` may be called at any time while idle, any
     number of times.
@@ -74,40 +74,42 @@ class Backend(Protocol):
     name: str
 
     def check(self) -> None:
-        """Raises `BackendError` (with the fix) when this backend cannot work here. Starts nothing."""
+        """Raise `BackendError` (with the fix) if this backend cannot work here. Start nothing."""
         ...
 
     def prepare(self) -> None:
-        """Pays one-off costs (library loading, first-start initialisation) outside the step. Idempotent."""
+        """Pay one-off costs (library loading, first-start initialisation) outside the step. Idempotent."""
         ...
 
     def start(self, window: Window) -> None:
-        """Begins recording.
+        """Begin recording.
 
         Raises:
-            ProfilerBusyError: this backend was not stopped, or another profiler, the user's own included, has
-                this process.
+            ProfilerBusyError: this backend was not stopped, or another profiler (perhaps the user's own)
+                records this process.
             BackendError: it does not start. Nothing is left running.
             KeyboardInterrupt: and the like, at any moment. `stop()` then ends whatever has started.
         """
         ...
 
     def advance(self) -> None:
-        """One mini-batch is done; walks the schedule. A no-op without a schedule or when idle."""
+        """Walk the schedule at the end of a mini-batch. Do nothing without a schedule, or if idle."""
         ...
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """A marker in the trace around a span. Cheap; a null context where the backend has none. Never
-        raises.
+        """Return a marker for the trace around a span, or a null context if the backend has none.
+
+        Cheap; it never raises.
         """
         ...
 
     def stop(self) -> list[PendingArtifact]:
-        """Ends recording and returns fast. What was recorded by then is never lost, partial windows included.
-        Without a start it returns []. Works from any thread.
+        """End recording and return fast. Without a start, return []. Works from any thread.
+
+        The recording up to this moment is never lost, partial windows included.
 
         Raises:
-            BackendError: nothing was recorded, and why. The backend is idle.
+            BackendError: nothing was recorded, with the reason. The backend is idle.
         """
         ...
 
@@ -116,24 +118,25 @@ _METHODS = ("advance", "check", "prepare", "range", "start", "stop")
 
 
 def load_backend(name: str, config: ProfileConfig) -> Backend:
-    """The backend registered under `name`.
+    """Return the backend registered under `name`.
 
     Raises:
-        BackendError: none is registered (names those that are and what to install), or it is not a `Backend`.
+        BackendError: none is registered (the message names those that are, and what to install), or it lacks
+            methods of `Backend`.
     """
     from importlib.metadata import entry_points  # 20 ms, paid when a profiler is wanted
 
-    found = {point.name: point for point in entry_points(group="stepscope.backends")}
-    if name not in found:
+    registered = {point.name: point for point in entry_points(group="stepscope.backends")}
+    if name not in registered:
         raise BackendError(
-            f"no backend {name!r} is installed; installed: {', '.join(sorted(found)) or 'none'}. "
+            f"no backend {name!r} is installed; installed: {', '.join(sorted(registered)) or 'none'}. "
             "Fix: install the package that registers it under `stepscope.backends`, on this host too"
         )
-    made = cast(Callable[[ProfileConfig], Backend], found[name].load())(config)
-    lacking = [method for method in _METHODS if not callable(getattr(made, method, None))]
+    backend = cast(Callable[[ProfileConfig], Backend], registered[name].load())(config)
+    lacking = [method for method in _METHODS if not callable(getattr(backend, method, None))]
     if lacking:
         raise BackendError(
-            f"backend {name!r} ({type(made).__qualname__}) lacks {', '.join(lacking)}. "
+            f"backend {name!r} ({type(backend).__qualname__}) lacks {', '.join(lacking)}. "
             "Fix: install a version of it that fits this stepscope"
         )
-    return made
+    return backend

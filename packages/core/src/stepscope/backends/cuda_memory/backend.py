@@ -1,8 +1,10 @@
-"""The `cuda_memory` backend: the history of the CUDA caching allocator, one snapshot a window and one at the
-first out-of-memory error. Open the files at https://pytorch.org/memory_viz.
+"""The `cuda_memory` backend: the history of the CUDA caching allocator.
 
-Not run on a GPU so far: its tests hold it against the signatures of a real torch and check its refusal on a
-machine without CUDA; the contract's tests are skipped there.
+It takes one snapshot per window, and one at the first out-of-memory error. Open the files at
+https://pytorch.org/memory_viz.
+
+No GPU has run it so far. Its tests check the signatures of a real torch, and the refusal on a machine without
+CUDA. The conformance suite is skipped on such a machine.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from stepscope.errors import BackendError, ProfilerBusyError
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY
 
 _HISTORY = ProcessLock()
-"""The allocator has one history, whoever records it. Beside torch.profiler it may run."""
+"""The allocator has one history per process, which may run beside torch.profiler."""
 os.register_at_fork(after_in_child=_HISTORY.forget)
 
 _NOTHING = nullcontext()
 
 
 class CudaMemoryBackend:
-    """Records the allocations of all CUDA devices of this process."""
+    """Recorder of the allocations on all CUDA devices of this process."""
 
     name = "cuda_memory"
 
@@ -40,13 +42,13 @@ class CudaMemoryBackend:
         self._config = config.cuda_memory
         self._window: Window | None = None
         self._has_begun = False
-        """Whether the history of the window is recorded, or was about to be."""
+        """The history of the window is on, or was about to start."""
         self._ignored: dict[str, str] = {}
         self._at_oom: object | None = None
         self._ooms = 0
 
     def check(self) -> None:
-        """Raises `BackendError` when torch has no CUDA here, or no allocator history."""
+        """Raise `BackendError` if torch has no CUDA here, or no allocator history."""
         try:
             import torch
         except ImportError as error:
@@ -54,9 +56,9 @@ class CudaMemoryBackend:
                 f"the cuda_memory backend needs torch: {error}. Fix: pip install torch"
             ) from error
         if not torch.cuda.is_available():
-            found = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+            state = "was built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
             raise BackendError(
-                f"tool is cuda_memory, and torch {torch.__version__} {found}. Fix: tool: torch, or install a "
+                f"tool is cuda_memory, but torch {torch.__version__} {state}. Fix: tool: torch, or install a "
                 "CUDA build of torch on a machine with a GPU"
             )
         if not hasattr(torch.cuda.memory, "_record_memory_history"):
@@ -71,13 +73,13 @@ class CudaMemoryBackend:
         self.check()
         import torch
 
-        self._window, self._has_begun = window, False  # first: interrupted from here on, stop() undoes it
+        self._window, self._has_begun = window, False  # first: if an interrupt follows, stop() undoes it
         try:
             _HISTORY.acquire(f"the CUDA memory history of step {window.step}", by=self)
             oom.suspend()
             if torch._C._cuda_isHistoryEnabled():
                 raise ProfilerBusyError(
-                    "the CUDA memory history is recorded by other code. Fix: end that with "
+                    "the CUDA memory history is recorded by other code. Fix: end it with "
                     "torch.cuda.memory._record_memory_history(None) before the capture"
                 )
             options: Any = history_options(self._config)
@@ -100,10 +102,10 @@ class CudaMemoryBackend:
         return _NOTHING
 
     def stop(self) -> list[PendingArtifact]:
-        """The snapshot is taken here, since ending the history drops it; files are written later."""
+        """End the window and take its snapshot, since ending the history drops it. Files come later."""
         if self._window is None or _HISTORY.holder is None:
             self._window = None
-            return []  # not started; or the child of a fork, where the history is the parent's
+            return []  # not started, or the child of a fork: the history belongs to the parent
         oom.in_window(None)
         if not self._has_begun:
             self._give_back()
@@ -111,7 +113,7 @@ class CudaMemoryBackend:
         import torch
 
         try:
-            taken: list[tuple[str | None, object]] = [(None, torch.cuda.memory._snapshot())]
+            snapshots: list[tuple[str | None, object]] = [(None, torch.cuda.memory._snapshot())]
         except Exception as error:
             raise BackendError(f"the CUDA memory snapshot failed: {error}") from error
         finally:
@@ -120,27 +122,27 @@ class CudaMemoryBackend:
             self._give_back()
         at_oom, self._at_oom = self._at_oom, None
         if at_oom is not None:
-            taken.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
-        made = []
-        for truncated, snapshot in taken:
+            snapshots.append((f"taken at the first of {self._ooms} out-of-memory error(s)", at_oom))
+        artifacts = []
+        for truncated, snapshot in snapshots:
             if isinstance(snapshot, dict) and "segments" in snapshot:
-                made.append(self._summary(snapshot, truncated))
-            made.append(self._artifact(snapshot, truncated))
-        return made
+                artifacts.append(self._summary(snapshot, truncated))
+            artifacts.append(self._artifact(snapshot, truncated))
+        return artifacts
 
     def _give_back(self) -> None:
         oom.resume()
         _HISTORY.release(by=self)
-        self._window = None  # last: interrupted before, a second stop() does all of it
+        self._window = None  # last: after an earlier interrupt, a second stop() repeats everything
 
     def on_oom(self, snapshot: object) -> None:
-        """CUDA is out of memory. The first time tells most; later ones are counted."""
+        """Keep the snapshot of the first out-of-memory error of the window; count the later ones."""
         self._ooms += 1
         if self._at_oom is None:
             self._at_oom = snapshot
 
     def _summary(self, snapshot: dict[str, Any], truncated: str | None) -> PendingArtifact:
-        """For the report, which reads no pickles."""
+        """Return the summary of a snapshot for the report, which reads no pickles."""
         import torch
 
         kept = [snapshot]
@@ -186,7 +188,7 @@ class CudaMemoryBackend:
 
 
 def history_options(config: CudaMemoryConfig) -> dict[str, object]:
-    """What `torch.cuda.memory._record_memory_history` is called with."""
+    """Return the arguments for `torch.cuda.memory._record_memory_history`."""
     import torch
 
     options: dict[str, object] = {

@@ -1,7 +1,7 @@
-"""CUDA's out-of-memory errors, as they are about to be raised; the allocator's history in between captures.
+"""Observer of CUDA's out-of-memory errors, and the allocator's history between captures.
 
-torch calls an observer in the thread that asked for memory, before it raises, and has no way to detach one.
-So one is attached per process, which asks whoever is interested at that moment.
+torch calls an observer on the thread that asked for memory, before it raises, and cannot detach one. So this
+module attaches one observer per process, which calls the taker that is set at that moment.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 POLL_S = 0.5
-"""Between two looks whether this process uses CUDA by now. Attaching makes a context where there is none."""
+"""Interval between two checks for CUDA. Attaching earlier would create a CUDA context."""
 
 
 class Shortage(NamedTuple):
-    """What torch says when memory runs out."""
+    """Arguments that torch passes to its observer when memory runs out."""
 
     device: int
     asked_bytes: int
@@ -27,21 +27,21 @@ class Shortage(NamedTuple):
 
 _attached = False
 _window: Callable[[Any], None] | None = None
-"""Of the `cuda_memory` window that is open: it gets the snapshot first. Set by `in_window`."""
+"""Taker of the open `cuda_memory` window, which gets the snapshot first. Set by `in_window`."""
 _between: Callable[[Shortage, Callable[[], Any], bool], None] | None = None
-"""May take one otherwise. Set by `watch`."""
+"""Taker outside of windows. Set by `watch`."""
 _refused: Callable[[str], None] | None = None
-"""Is told why there is nothing to get. Set by `watch`."""
+"""Receiver of the reason why no snapshot can be taken. Set by `watch`."""
 _history: dict[str, object] | None = None
-"""Options of the history that is kept in between; None: none is. Set by `watch`."""
+"""Options of the history between windows; None: no history. Set by `watch`."""
 _running = False
-"""Whether that history is on."""
+"""True while that history is on."""
 _waiting: threading.Thread | None = None
 _lock = threading.Lock()
 
 
 def attach() -> str | None:
-    """Attaches the observer, once per process. Returns why that is not possible."""
+    """Attach the observer, once per process. Return the reason if that is not possible, else None."""
     global _attached
     import torch
 
@@ -52,13 +52,13 @@ def attach() -> str | None:
         try:
             call(_out_of_memory)
         except RuntimeError as error:  # cudaMallocAsync and pluggable allocators have none
-            return f"this allocator tells nobody of out-of-memory errors: {str(error).splitlines()[0]}"
+            return f"this allocator does not report out-of-memory errors: {str(error).splitlines()[0]}"
         _attached = True
     return None
 
 
 def in_window(taker: Callable[[Any], None] | None) -> None:
-    """While a window records, `taker` gets the snapshots; None when it is over."""
+    """Set the taker of snapshots for the window that records; None ends it."""
     global _window
     _window = taker
 
@@ -68,13 +68,13 @@ def watch(
     history: dict[str, object] | None,
     refused: Callable[[str], None],
 ) -> None:
-    """Calls `taker(shortage, take a snapshot, with history)` at each shortage outside windows, from now on.
+    """Call `taker(shortage, take a snapshot, with history)` at each shortage outside windows, from now on.
 
-    Where the process does not use CUDA yet, a thread waits for that.
+    If the process does not use CUDA yet, a thread waits until it does.
 
     Args:
-        refused: Called with the reason where that cannot be done, perhaps by that thread.
-        history: Options of `torch.cuda.memory._record_memory_history`, which then is on in between windows.
+        refused: Called with the reason if the observer cannot be attached, perhaps on that thread.
+        history: Options of `torch.cuda.memory._record_memory_history`, which then is on between windows.
     """
     global _between, _history, _refused, _waiting
     _between, _history, _refused = taker, history, refused
@@ -101,7 +101,7 @@ def uses_cuda() -> bool:
 
 
 def suspend() -> None:
-    """Ends the history in between: a window is about to record its own."""
+    """End the history between windows, because a window is about to record its own."""
     global _running
     if _running:
         import torch
@@ -111,7 +111,7 @@ def suspend() -> None:
 
 
 def resume() -> None:
-    """Begins it again, where one is wanted and nobody else records one."""
+    """Begin the history between windows again, if it is wanted and no other code records one."""
     global _running
     if _history is None or _running or not _attached:
         return
@@ -155,7 +155,7 @@ def _snapshot() -> object:
 
 
 def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
-    """Called by torch before it raises. Whatever happens here, the user's error must come through."""
+    """Pass a shortage to the taker. torch calls this before it raises; the user's error must come through."""
     window, between = _window, _between
     if window is None and between is None:
         return
@@ -164,12 +164,12 @@ def _out_of_memory(device: int, asked: int, limit: int, free: int) -> None:
             window(_snapshot())
         elif between is not None:
             between(Shortage(device, asked, limit, free), _snapshot, _running)
-    except BaseException:  # noqa: S110  # torch would raise ours in place of its own
+    except BaseException:  # noqa: S110  # torch would raise this one in place of its own
         pass
 
 
 def _in_child() -> None:
-    # CUDA does not survive a fork, and the thread is not here.
+    # CUDA does not survive a fork, and neither does the thread.
     global _waiting, _running, _window, _between, _history, _refused
     _waiting, _running, _window, _between, _history, _refused = None, False, None, None, None, None
 

@@ -1,6 +1,6 @@
-"""What is worth knowing of a snapshot of CUDA's allocator: how full it was at most, and of what.
+"""Summary of a snapshot of CUDA's allocator: the peak of each device, and the blocks alive at that time.
 
-The format is that of `torch.cuda.memory._snapshot` (its docstring): `segments`, each with its `blocks`, and
+The docstring of `torch.cuda.memory._snapshot` defines the format: `segments` with their `blocks`, and
 `device_traces`, a list of events for each device, oldest first. Memory counts as allocated from `alloc` to
 `free_requested`, as in `torch.cuda.memory_allocated`.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stepscope.files.cuda_memory import Block, DeviceMemory, MemorySummary
 
 LISTED = 2000
-"""Blocks of a device that are listed one by one."""
+"""The number of blocks per device that the summary lists one by one."""
 _CHANGES = {"alloc": 1, "free_requested": -1}
 _HELD = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -21,15 +21,15 @@ _HELD = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unma
 class _Peak(NamedTuple):
     bytes: int
     events: int
-    """How many events had happened when the most was allocated."""
+    """The number of events up to the peak."""
 
 
 def summarise(snapshot: Mapping[str, Any], max_entries: int) -> MemorySummary:
-    """Of each device that has segments or events. Needs no torch.
+    """Summarise a snapshot, for each device that has segments or events. Needs no torch.
 
     Args:
         snapshot: As `torch.cuda.memory._snapshot()` returns it.
-        max_entries: How many events the history could hold.
+        max_entries: The number of events that the history could hold.
 
     Raises:
         KeyError, TypeError: it is no such snapshot.
@@ -91,8 +91,9 @@ def _blocks(segments: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
 
 
 def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str, int]) -> _Peak:
-    """The first moment of the most. What there was before the first event follows from what is left at the
-    end.
+    """Return the first moment of the peak.
+
+    The value before the first event follows from the value at the end.
     """
     now = end - sum(changes.get(event["action"], 0) * event["size"] for event in trace)
     peak = _Peak(now, 0)
@@ -104,7 +105,7 @@ def _highest(trace: Sequence[Mapping[str, Any]], end: int, changes: Mapping[str,
 
 
 def _alive(trace: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The allocations that none of these events ended."""
+    """Return the allocations that none of these events ended."""
     alive: dict[int, Mapping[str, Any]] = {}
     for event in trace:
         if event["action"] == "alloc":

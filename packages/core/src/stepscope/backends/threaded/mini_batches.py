@@ -1,4 +1,4 @@
-"""Where a mini-batch stands in a `ScheduleConfig`. Pure; counts as `torch.profiler.schedule` does."""
+"""Phases of mini-batches under a `ScheduleConfig`. Pure; counts as `torch.profiler.schedule` does."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ Phase: TypeAlias = Literal["off", "warmup", "active"]
 
 
 class Place(NamedTuple):
-    """The phase of one mini-batch, and the cycle it belongs to (0, 1, 2...)."""
+    """The phase of one mini-batch, and its cycle (0, 1, 2...)."""
 
     phase: Phase
     cycle: int
 
 
 def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
-    """Where mini-batch number `mini_batch` (0, 1, 2...) of a window stands. Without a schedule all are
-    recorded.
-    """
+    """Return the phase and cycle of mini-batch 0, 1, 2... of a window. Without a schedule, all are active."""
     if schedule is None:
         return Place("active", 0)
     at = mini_batch - schedule.skip_first
@@ -31,21 +29,21 @@ def place(schedule: ScheduleConfig | None, mini_batch: int) -> Place:
 
 
 def first_active(schedule: ScheduleConfig) -> int:
-    """The number of the first mini-batch that is recorded."""
+    """Return the number of the first mini-batch that is recorded."""
     return schedule.skip_first + schedule.wait + schedule.warmup
 
 
 def cut_short(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Why a recording that ends at `mini_batch` is not whole. `at`: where the schedule is configured."""
+    """Explain why a recording that ends at `mini_batch` is incomplete. `at`: the key of the schedule."""
     length = schedule.wait + schedule.warmup + schedule.active
     done = (mini_batch - first_active(schedule)) % length
     return f"{at}: the window ended after {done} of {schedule.active} active mini-batches"
 
 
 def never_active(schedule: ScheduleConfig, mini_batch: int, at: str) -> str:
-    """Why a window that ends at `mini_batch` has recorded nothing."""
+    """Explain why a window that ends at `mini_batch` has recorded nothing."""
     return (
-        f"{at} records from mini-batch {first_active(schedule)} on (skip_first + wait + warmup), and "
+        f"{at} records from mini-batch {first_active(schedule)} on (skip_first + wait + warmup), but "
         f"stepscope.advance() was called {mini_batch} times. Fix: a shorter schedule, or call advance() "
         "after each mini-batch"
     )

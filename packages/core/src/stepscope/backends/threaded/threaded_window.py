@@ -1,7 +1,7 @@
-"""What backends share whose windows belong to a thread: one at a time, stopped from anywhere, never leaked.
+"""The life of a window that belongs to a thread: one at a time, stopped from any thread, never leaked.
 
-The profiler itself is in the window (`torch.window`); here is who may start it, how a stop reaches its
-thread, and what is left when that thread does not answer.
+The window itself holds the profiler (`torch.window`). This module guards its start, brings its stop to its
+thread, and keeps the window if that thread does not answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from stepscope.backends.threaded.window_thread import ANSWER_S, Task, WindowThre
 from stepscope.errors import BackendError, ProfilerBusyError
 
 BEGIN_S = 60
-"""How long a start waits for its thread, which may be ending the window before."""
+"""The longest wait of a start for its thread, which may be ending the previous window."""
 
 
 class ThreadWindow(Protocol):
-    """One stretch of recording. `begin`, `advance` and `end` are called on its thread alone."""
+    """One stretch of recording. `begin`, `advance` and `end` run on its thread alone."""
 
     name: str
     thread: WindowThread
@@ -35,7 +35,7 @@ WindowT = TypeVar("WindowT", bound=ThreadWindow)
 
 
 class Late:
-    """A window whose thread has not come to ending it yet."""
+    """A window whose thread has not ended it yet."""
 
     def __init__(self, window: ThreadWindow, task: Task) -> None:
         self._window = window
@@ -44,15 +44,15 @@ class Late:
         self.truncated = f"stopped by thread {self._caller}, ended when {window.thread.name} came to it"
 
     def wait(self, patience_s: float, fix: str = "") -> None:
-        """Until it has ended.
+        """Wait until the window has ended.
 
         Raises:
-            BackendError: it has not; `fix` is what would help.
+            BackendError: it has not ended in time; the message closes with `fix`.
         """
         try:
             ended = self._task.wait(patience_s)
         except KeyboardInterrupt:
-            raise BackendError(f"a Ctrl-C came while {self._window.name} was being stopped") from None
+            raise BackendError(f"Ctrl-C interrupted the stop of {self._window.name}") from None
         if not ended:
             raise BackendError(
                 f"stop() came from thread {self._caller}, but {self._window.name} belongs to "
@@ -61,7 +61,7 @@ class Late:
 
 
 class HeldWindow(Generic[WindowT]):
-    """The window of one backend, if it has one. Dropped with the backend while it records, it is ended."""
+    """The window of one backend, if it has one. A backend that is dropped while it records ends it."""
 
     def __init__(self, backend: str) -> None:
         self.window: WindowT | None = None
@@ -69,62 +69,65 @@ class HeldWindow(Generic[WindowT]):
         self._when_dropped: weakref.finalize[[ThreadWindow, str], HeldWindow[WindowT]] | None = None
 
     def refuse_second(self) -> None:
-        """Raises `ProfilerBusyError` while there is one."""
+        """Raise `ProfilerBusyError` while a window is open."""
         if self.window is not None:
             raise ProfilerBusyError(f"{self.window.name} was not stopped. Fix: stop() before start()")
 
-    def begin(self, made: WindowT) -> None:
-        """Starts `made` on its thread; what that raises leaves none."""
-        self.window = made
+    def begin(self, window: WindowT) -> None:
+        """Start `window` on its thread. If that raises, no window is held."""
+        self.window = window
         try:
-            begin_on_thread(made)
-            self._when_dropped = weakref.finalize(self, _dropped, made, self._backend)
-            self._when_dropped.atexit = False  # at exit the window is ended, and a stop() after that gets it
-            if self.window is not made:  # a signal's handler has stopped it
+            begin_on_thread(window)
+            self._when_dropped = weakref.finalize(self, _dropped, window, self._backend)
+            self._when_dropped.atexit = False  # the exit hook ends the window, and a later stop() gets it
+            if self.window is not window:  # a signal handler has stopped it
                 self._when_dropped.detach()
         except BaseException as error:
-            if not isinstance(error, Exception):  # a Ctrl-C: it has begun, or is in the line of its thread
-                end_on_thread(made)
-            self._let_go()
+            if not isinstance(error, Exception):  # a Ctrl-C: it has begun, or waits in its thread's queue
+                end_on_thread(window)
+            self._release()
             raise
 
     def advance(self) -> None:
-        """One mini-batch is done."""
+        """Advance the window by one mini-batch."""
         if self.window is not None:
             run_on(self.window.thread, self.window.advance)
 
     def end(self) -> tuple[WindowT, Late | None] | None:
-        """Ends the window. Waits up to 1 s for a thread that is in C code.
+        """End the window. Wait up to 1 s for a thread that is in C code.
 
         Returns:
-            The window, and what to wait for where its thread did not answer; None when there is no window.
+            The window, with a `Late` if its thread did not answer; None if there is no window.
 
         Raises:
-            BackendError: this is a signal handler that interrupted the start or stop of this very window,
-                which completes once the handler returns.
+            BackendError: the caller is a signal handler that interrupted the start or stop of this window.
+                That start or stop completes once the handler returns.
         """
         window = self.window
         if window is None:
             return None
         task = window.thread.submit(window.end)
         if not task.done and window.thread.is_current():
-            raise BackendError(f"{window.name} is being started or stopped, beneath this signal handler")
+            raise BackendError(
+                f"{window.name} cannot stop: this signal handler interrupted its start or stop, which goes "
+                "on after the handler"
+            )
         try:
             late = None if task.wait(ANSWER_S) else Late(window, task)
         except Exception:
-            self._let_go()
-            raise  # and not after a Ctrl-C: who ends it once more ends what still runs
-        self._let_go()
+            self._release()
+            raise  # a Ctrl-C keeps the window: a second end() ends what still runs
+        self._release()
         return window, late
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.window = None
         if self._when_dropped is not None:
             self._when_dropped.detach()
 
 
 class Cut(Protocol):
-    """What one window recorded; it may end early."""
+    """A recording of one window, which may have ended early."""
 
     truncated: str | None
 
@@ -133,34 +136,34 @@ CutT = TypeVar("CutT", bound=Cut)
 
 
 class Kept(Generic[CutT]):
-    """What a window recorded and nobody has taken, or why there is nothing."""
+    """Recordings of a window that wait to be taken, or the reason why there are none."""
 
     def __init__(self) -> None:
         self.recorded: deque[CutT] = deque()
         self.lost: str | None = None
 
     def take(self, name: str) -> list[CutT]:
-        """All of it, once. From any thread.
+        """Take all recordings, once. From any thread.
 
         Raises:
-            BackendError: there is nothing, and this is why.
+            BackendError: there is none; the message has the reason.
         """
-        taken = []
+        recordings = []
         while self.recorded:
-            taken.append(self.recorded.popleft())
+            recordings.append(self.recorded.popleft())
         lost, self.lost = self.lost, None
-        if lost is not None and not taken:
+        if lost is not None and not recordings:
             raise BackendError(f"{name} is lost: {lost}")
         if lost is not None:
-            taken[-1].truncated = taken[-1].truncated or lost
-        return taken
+            recordings[-1].truncated = recordings[-1].truncated or lost
+        return recordings
 
 
 def begin_on_thread(window: ThreadWindow) -> None:
-    """Starts `window` where it belongs.
+    """Start `window` on its thread.
 
     Raises:
-        BackendError: its thread does not come to it, and it will not start later either.
+        BackendError: its thread is busy. The window will not start later either.
     """
     task = run_on(window.thread, window.begin, begin_s=BEGIN_S)
     if not task.done:
@@ -169,7 +172,7 @@ def begin_on_thread(window: ThreadWindow) -> None:
 
 
 def end_on_thread(window: ThreadWindow) -> None:
-    """Ends `window` where it belongs, whether it has begun or not, and before a Ctrl-C goes up, too."""
+    """End `window` on its thread, begun or not. A Ctrl-C is raised after the window has ended."""
     try:
         run_on(window.thread, window.end)
     except KeyboardInterrupt:
@@ -178,7 +181,7 @@ def end_on_thread(window: ThreadWindow) -> None:
 
 
 def about(window: Window) -> dict[str, object]:
-    """What a recording says about itself, under the key `stepscope` of its metadata."""
+    """Return the metadata of a recording, for the key `stepscope` in its trace."""
     process = window.process
     return {
         "step": window.step,
@@ -192,14 +195,17 @@ def about(window: Window) -> dict[str, object]:
     }
 
 
-def title(what: str, window: Window) -> str:
-    """`the torch trace of update in step 7`."""
+def title(recording: str, window: Window) -> str:
+    """Return the name of a recording for messages: `the torch trace of update in step 7`."""
     stage = "" if window.stage is None else f" of {window.stage}"
-    return f"the {what}{stage} in step {window.step}"
+    return f"the {recording}{stage} in step {window.step}"
 
 
 def _dropped(window: ThreadWindow, backend: str) -> None:
-    """The backend was garbage-collected while it recorded. Any thread, at any moment: so nothing waits."""
+    """End the window of a backend that was garbage-collected while it recorded.
+
+    This may run on any thread at any moment, so it does not wait.
+    """
     window.thread.submit(window.end)
     warnings.warn(
         f"{backend} was dropped while recording: {window.name} is lost. Fix: call stop()",

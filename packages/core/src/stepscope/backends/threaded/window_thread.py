@@ -1,15 +1,14 @@
 """The thread that a profiler window belongs to.
 
-A torch.profiler session must be stopped by the thread that started it (any other segfaults), and by default
-it records that thread alone. So every window has a thread, and everything done to the window is a `Task`
-there:
+Only the thread that started a torch.profiler session may stop it (docs/torch-traps.md). So every window has a
+thread, and each operation on the window is a `Task` on that thread:
 
-* `MAIN`: a window opened by the main thread stays there, as in ordinary use of torch.profiler. Calls from
-  elsewhere (a watchdog) reach the main thread as a pending call, which the interpreter runs between two
-  bytecodes, within 5 ms or so while it runs Python. While it is blocked in C, or in a backward pass (whose
-  Python code is hooks and recomputation), the call waits for it.
-* `OWNER`: a daemon thread of ours, for windows opened by any other thread. Threads of a pool come and go, and
-  an event loop's thread is not there at exit; this one always answers.
+* `MAIN`: a window that the main thread opens stays there, as in ordinary use of torch.profiler. Another
+  thread (a watchdog) reaches the main thread through a pending call. The interpreter runs it between two
+  bytecodes, within about 5 ms while it runs Python. The call waits while the main thread is blocked in C, or
+  in a backward pass (whose Python code is hooks and recomputation).
+* `OWNER`: a daemon thread of stepscope, for windows that any other thread opens. Pool threads come and go,
+  and the thread of an event loop is gone at exit; this one always answers.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from queue import SimpleQueue
 from typing import Protocol
 
 ANSWER_S = 1.0
-"""How long a call from another thread waits for the main thread to come out of C code."""
+"""The longest wait of a call from another thread for a main thread in C code."""
 RETRY_S = 0.02
-"""How often it is looked whether the main thread has come out of a backward pass."""
+"""Interval between two checks for the end of a backward pass on the main thread."""
 
 
 class Task:
-    """One thing to do on a window's thread."""
+    """One operation on a window's thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._begun = threading.Event()
         self._done = threading.Event()
         self.error: BaseException | None = None
-        """What the work raised."""
+        """The exception that the work raised."""
 
     @property
     def done(self) -> bool:
@@ -58,14 +57,14 @@ class Task:
             self._done.set()
 
     def cancel(self) -> None:
-        """It does not run, unless it has begun."""
+        """Keep the task from running, unless it has begun."""
         self._work = None
 
     def wait(self, begin_s: float) -> bool:
-        """Waits `begin_s` for it to begin, and then until it ends. False: it has not begun.
+        """Wait `begin_s` for the task to begin, and then until it ends. False: it has not begun.
 
         Raises:
-            BaseException: what the work raised. A Ctrl-C that came to the main thread in it ends that, too.
+            BaseException: the exception of the work. A KeyboardInterrupt also interrupts the main thread.
         """
         if self._begun.wait(begin_s):
             self._done.wait()
@@ -77,10 +76,10 @@ class Task:
 
 
 class WindowThread(Protocol):
-    """Runs tasks one at a time, in the order they came."""
+    """A thread that runs tasks one at a time, in the order of their arrival."""
 
     all_threads: bool
-    """Whether a window here records every thread (it has to, when no recorded code runs here)."""
+    """True if a window here records every thread, because no recorded code runs on this one."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +87,7 @@ class WindowThread(Protocol):
     def is_current(self) -> bool: ...
 
     def submit(self, work: Callable[[], None]) -> Task:
-        """Returns at once; on the thread itself the task is then done, unless it interrupts another one."""
+        """Queue `work` and return at once. On the thread itself it runs first, unless another task runs."""
         ...
 
 
@@ -101,8 +100,8 @@ class MainThread:
         self._tasks: deque[Task] = deque()
         self._busy = False
         self._retries = False
-        """Whether a thread waits to try again."""
-        # Kept alive here: the interpreter holds a bare pointer to it.
+        """True while a thread waits to try again."""
+        # This attribute keeps it alive: the interpreter holds a bare pointer to it.
         self._pending_call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._on_pending_call)
 
     @property
@@ -118,23 +117,23 @@ class MainThread:
         if self.is_current():
             self._drain()
         else:
-            # -1 (32 calls are waiting) needs no answer: the next task on the main thread drains this one too.
+            # -1 (32 calls are waiting) needs no reaction: the next task on the main thread drains this one.
             ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
         return task
 
     def forget(self) -> None:
-        """In the child of a fork, perhaps in the middle of a task of the parent's."""
+        """Drop all tasks in the child of a fork, which may have begun inside of a task of the parent."""
         self._tasks, self._busy, self._retries = deque(), False, False
 
     def _on_pending_call(self, _: int | None) -> int:
         if not in_backward():
             self._drain()
         elif self._tasks and not self._retries:
-            # torch keeps its sessions per operator there: what is stopped now would be back afterwards.
+            # torch restores its sessions after each operator there: a stopped one would come back.
             self._retries = True
             try:
                 threading.Thread(target=self._retry, name="stepscope-retry", daemon=True).start()
-            except RuntimeError:  # no more threads: what is submitted next drains this too
+            except RuntimeError:  # no more threads: the next task drains this one too
                 self._retries = False
         return 0
 
@@ -144,8 +143,7 @@ class MainThread:
         ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
 
     def _drain(self) -> None:
-        # Signal handlers and pending calls interrupt tasks on this very thread: what they submit waits its
-        # turn.
+        # Signal handlers and pending calls interrupt tasks on this very thread: their own tasks wait.
         while self._tasks and not self._busy:
             self._busy = True
             try:
@@ -171,7 +169,7 @@ class OwnerThread:
     def submit(self, work: Callable[[], None]) -> Task:
         task = Task(work)
         self._tasks.put(task)
-        # Taken once and kept. Not `with`: a signal handler that comes in between must not wait for itself.
+        # Taken once and never released. Not `with`: a signal handler in between must not wait for itself.
         if self._started.acquire(blocking=False):
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
@@ -182,7 +180,7 @@ class OwnerThread:
             self._tasks.get().run()
 
     def forget(self) -> None:
-        """In the child of a fork, where the thread is not."""
+        """Reset in the child of a fork, which has no such thread."""
         self._tasks, self._thread, self._started = SimpleQueue(), None, threading.Lock()
 
 
@@ -193,26 +191,26 @@ os.register_at_fork(after_in_child=OWNER.forget)
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass of torch: in a hook, say."""
+    """Return whether this thread is in a backward pass of torch, for example in a hook."""
     torch = sys.modules.get("torch")
     number = getattr(getattr(torch, "_C", None), "_current_graph_task_id", None)
     return number is not None and number() != -1
 
 
 def thread_for_window(all_threads: bool) -> WindowThread:
-    """Where a window that the calling thread opens belongs."""
+    """Return the thread for a window that the calling thread opens."""
     return MAIN if MAIN.is_current() and not all_threads else OWNER
 
 
 def run_on(thread: WindowThread, work: Callable[[], None], begin_s: float = ANSWER_S) -> Task:
-    """Runs `work` on `thread`; waits at most `begin_s` for it to begin, and for its end.
+    """Run `work` on `thread`. Wait at most `begin_s` for its begin, and then for its end.
 
     Returns:
-        The task, not `done` when it has not begun: the thread does not answer, or it is this one, and this is
-        a signal handler that interrupted another task. It then runs later, unless it is cancelled.
+        The task. It is not `done` if it has not begun: the thread does not answer, or the caller is a signal
+        handler that interrupted another task of this thread. It then runs later, unless it is cancelled.
 
     Raises:
-        BaseException: what the work raised.
+        BaseException: the exception of the work.
     """
     task = thread.submit(work)
     if task.done or not thread.is_current():

@@ -1,12 +1,8 @@
-"""The `torch` backend: torch.profiler, made safe.
+"""The `torch` backend: torch.profiler, with a guard for each of its traps (docs/torch-traps.md).
 
-torch.profiler segfaults when it is nested, stopped twice, stopped by another thread, or left open at exit.
-Here each of these is an error or a safe no-op: a window belongs to one thread (`window_thread`), a process
-has one (`process_lock`), sessions of other code are seen (`foreign_sessions`), and what is open at exit is
-ended.
-
-A session that other code opens while a window is recording ends the window: it is kept up to there, marked as
-truncated, and the other session runs as if alone.
+A window belongs to one thread (`window_thread`), a process has one window (`process_lock`), and sessions of
+other code are watched (`foreign_sessions`). A session that other code opens during a window ends the window.
+The recording up to there is kept and marked as truncated, and the other session runs as if alone.
 """
 
 from __future__ import annotations
@@ -36,15 +32,15 @@ from stepscope.config import ProfileConfig, ScheduleConfig
 from stepscope.errors import BackendError, ProfilerBusyError
 
 _LITTLE_MB = 256
-"""A disk with less room than this is called full once torch could not write: traces are seldom larger."""
+"""If torch could not write, a disk with less room than this is called full: few traces are larger."""
 _NOTHING = nullcontext()
 
 
 class TorchBackend:
-    """Records this process with torch.profiler.
+    """Recorder of this process with torch.profiler.
 
-    A window started on the main thread records the main thread, or all threads with `torch.all_threads`.
-    Started on any other thread (a pool's, an event loop's) it records all threads.
+    A window that starts on the main thread records the main thread, or all threads with `torch.all_threads`.
+    A window that starts on any other thread (a pool's, an event loop's) records all threads.
     """
 
     name = "torch"
@@ -55,72 +51,74 @@ class TorchBackend:
         self._resolved: dict[bool, Options] = {}
 
     def check(self) -> None:
-        """Raises `BackendError`: torch is absent, or too old, or records none of the activities asked for."""
+        """Raise `BackendError` if torch is absent or too old, or records none of the requested activities."""
         self._options(self._config.torch.all_threads)
 
     def prepare(self) -> None:
-        """Pays for Kineto's first start (1.2 to 2.5 s) with an empty window, unless somebody profiles
-        already.
-        """
+        """Pay for Kineto's first start (1.2 to 2.5 s) with an empty window, unless a session runs already."""
         if torch_window.kineto_has_started:
             return
         window = self._make("the first start of torch.profiler", all_threads=False)
         try:
             begin_on_thread(window)
         except ProfilerBusyError:
-            pass  # Kineto has started, or is about to, on somebody else's account
+            pass  # Kineto has started, or is about to, in a session of other code
         finally:
             end_on_thread(window)
 
     def start(self, window: Window) -> None:
-        """Begins recording. Once `prepare` has run: 0.3 ms on the main thread, 0.5 ms on another, where it
-        waits up to 0.1 s if a window of all threads has just ended.
+        """Begin recording. After `prepare`, this takes 0.3 ms on the main thread and 0.5 ms on another.
+
+        A window of all threads that follows another one begins up to 0.1 s later.
         """
         self._held.refuse_second()
-        made = self._make(
+        recorder = self._make(
             title("torch trace", window),
             all_threads=self._config.torch.all_threads,
             schedule=self._config.torch.schedule,
             trace_id=_trace_id(window),
             about=about(window),
         )
-        self._held.begin(made)
+        self._held.begin(recorder)
 
     def advance(self) -> None:
         window = self._held.window
         if self._config.torch.schedule is None or window is None:
             return
         if in_backward():
-            window.advance_unheeded()
+            window.advance_in_backward()
         else:
             self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """A marker `<role>.<stage>`. None inside `async def`, where interleaved tasks share a thread."""
+        """Return a marker `<role>.<stage>`.
+
+        Inside `async def` it is a null context, because interleaved tasks share a thread.
+        """
         window = self._held.window
         if window is None or span.is_async or not window.records_here():
             return _NOTHING
         return window.options.marker(f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        """Ends the window: one artifact; with a schedule, one for each cycle.
+        """End the window: one artifact, or with a schedule one for each cycle.
 
-        On a thread that is not the window's it waits up to 1 s for the main thread to come out of C code.
-        Where it does not, the artifact is one whose `write` waits on, up to `budget.export_seconds`.
+        If the main thread owns the window and is in C code, another thread waits for it up to 1 s. After
+        that it returns an artifact whose `write` waits on, up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded, and why; or this is a signal handler that interrupted the
-                start or stop of this very window, which completes once the handler returns.
+            BackendError: nothing was recorded, with the reason. Or the caller is a signal handler that
+                interrupted the start or stop of this window, which completes once the handler returns.
         """
         ended = self._held.end()
         if ended is None:
             return []
         window, late = ended
-        artifacts = [self._artifact(window, one, partial(_write, one)) for one in window.take()]
+        artifacts = [self._artifact(window, part, partial(_write, part)) for part in window.take()]
         return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
     def _options(self, all_threads: bool) -> Options:
-        # Kept, since asking CUDA what it has takes time, and in discrete mode every stage has a window.
+        # Cached: a query of CUDA takes time, and in discrete mode every stage has a window.
         if all_threads not in self._resolved:
             self._resolved[all_threads] = resolve(self._config.torch, all_threads=all_threads)
         return self._resolved[all_threads]
@@ -155,7 +153,7 @@ class TorchBackend:
         )
 
     def _late_artifact(self, window: TorchWindow, late: Late) -> PendingArtifact:
-        """Of a window whose thread has not ended it yet."""
+        """Return the artifact of a window whose thread has not ended it yet."""
 
         def write(path: Path) -> None:
             late.wait(self._config.budget.export_seconds, ". Fix: torch.all_threads: true")
@@ -166,10 +164,10 @@ class TorchBackend:
 
 
 def _write(recorded: Recorded, path: Path) -> None:
-    """Writes the trace as JSON and frees what it was made from. Holds the GIL, for some 3 us an event."""
+    """Write the trace as JSON and free its profile. Holds the GIL, for about 3 us an event."""
     profile = recorded.profile
     if profile is None:
-        raise BackendError("this torch trace is written or discarded already")
+        raise BackendError("this torch trace was written or discarded already")
     try:
         profile.export_chrome_trace(str(path))
         _verify(path)
@@ -179,7 +177,7 @@ def _write(recorded: Recorded, path: Path) -> None:
 
 
 def _verify(path: Path) -> None:
-    """torch prints, and raises nothing, when it cannot write; what a full disk took of a trace it removes."""
+    """Raise `BackendError` if the trace is absent or ends early: torch itself only prints its failures."""
     size = path.stat().st_size if path.exists() else None
     if size is None:
         raise BackendError(f"torch wrote no trace{_full(path.parent)}. Its message is on stderr")
@@ -190,7 +188,7 @@ def _verify(path: Path) -> None:
 
 
 def _full(folder: Path) -> str:
-    """Return what is to be said of the room in `folder`, in which torch could not write."""
+    """Return the clause of an error about the free room in `folder`, in which torch could not write."""
     try:
         disk = os.statvfs(folder)
     except OSError as error:

@@ -1,9 +1,8 @@
-"""torch.profiler sessions that are not ours: the user's own, an engine's, a framework's.
+"""torch.profiler sessions of other code: the user's own, an engine's, a framework's.
 
-torch shows a running session to its own thread, and by a flag of `torch.autograd.profiler` to the others. It
-does not show a session that is warming up, and starting a second one beside it segfaults when the first one
-stops. So the ways into a session are watched: `torch.autograd.profiler.profile._prepare_trace`, and, for
-`emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses beside a session, what enables a profiler.
+torch does not show a session that is warming up (docs/torch-traps.md). So this module watches every entry
+into a session. These are `torch.autograd.profiler.profile._prepare_trace`, and the functions that enable a
+profiler for `emit_nvtx`, `emit_itt` and `profiler_legacy`, which torch refuses beside a session.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ if TYPE_CHECKING:
     from torch.autograd.profiler import profile
 
 _sessions: WeakSet[profile] = WeakSet()
-"""Sessions of others that were prepared. One writer: the method watched."""
+"""Prepared sessions of other code. One writer: the watched method."""
 _ours_on: int | None = None
-"""The thread that is preparing or starting a session of ours. One writer: `ours`."""
+"""The thread that is preparing or starting a session of stepscope. One writer: `ours`."""
 
 
 def watch(before_theirs: Callable[[], None]) -> None:
-    """Calls `before_theirs()` on the thread that is about to open a session which is not ours. What it
-    raises, the user's start raises.
+    """Call `before_theirs()` on a thread of other code that is about to open a session.
 
-    To be called once per process. Takes tens of ms: one pass over all objects, for sessions already open.
+    If it raises, the start of that session raises. Call `watch` once per process. It takes tens of ms: one
+    pass over all objects, for sessions that are open already.
     """
     from torch.autograd import profiler, profiler_legacy
     from torch.autograd.profiler import profile
@@ -57,12 +56,12 @@ def watch(before_theirs: Callable[[], None]) -> None:
     profile._prepare_trace = _prepare_trace  # type: ignore[method-assign]
     watch_enabling(profiler, "_enable_profiler")
     watch_enabling(profiler_legacy, "_enable_profiler_legacy")
-    _sessions.update(live for live in gc.get_objects() if type(live) is profile)
+    _sessions.update(session for session in gc.get_objects() if type(session) is profile)
 
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Around preparing, and starting, a session of ours. One at a time: the process lock is held."""
+    """Mark the sessions prepared or started inside as stepscope's. The caller holds the process lock."""
     global _ours_on
     _ours_on = threading.get_ident()
     try:
@@ -72,8 +71,8 @@ def ours() -> Iterator[None]:
 
 
 def busy() -> str | None:
-    """What of others profiles this process, or is about to; None when nothing does."""
-    if any(live.enabled and live.entered and live.kineto_results is None for live in list(_sessions)):
+    """Name the session of other code that is open, or about to start; None if there is none."""
+    if any(other.enabled and other.entered and other.kineto_results is None for other in list(_sessions)):
         return "a torch.profiler session that is not stepscope's is open (running or warming up)"
     if running(on_this_thread=True) or running(on_this_thread=False):
         return "a torch.profiler session that is not stepscope's is running, or was dropped without stop()"
@@ -81,10 +80,10 @@ def busy() -> str | None:
 
 
 def running(on_this_thread: bool) -> bool:
-    """Whether a session is running. Stopping one that is gone segfaults.
+    """Return whether a session is running. Stopping one that is gone segfaults.
 
     Args:
-        on_this_thread: One that records the calling thread; else any in this process.
+        on_this_thread: Ask for a session that records the calling thread; else for any in this process.
     """
     from torch._C._autograd import _profiler_enabled
     from torch.autograd import profiler
@@ -93,18 +92,17 @@ def running(on_this_thread: bool) -> bool:
 
 
 def clear_flag() -> None:
-    """After a start of ours that failed: torch sets its flag before it starts, and leaves it set."""
+    """Clear torch's flag after a failed start: torch sets it before it starts, and leaves it set."""
     from torch.autograd import profiler
 
     profiler._set_is_profiler_enabled(False)
 
 
 def forget() -> None:
-    """In the child of a fork, on its only thread: the session of ours that torch shows is the parent's, and
-    with `profile_memory` would take some 150 bytes for each allocation.
+    """Detach the session of the parent from the only thread of a forked child.
 
-    To stop it would be to touch Kineto, and CUPTI. The old profiler's end takes it off the thread and does no
-    more, whichever of both profilers began it.
+    With `profile_memory` it would take about 150 bytes for each allocation. A stop would touch Kineto and
+    CUPTI. The end of the legacy profiler detaches a session of either profiler and does no more.
     """
     from torch._C import _autograd
 

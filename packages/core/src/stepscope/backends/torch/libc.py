@@ -1,6 +1,4 @@
-"""Two things of the C library that Python has no name for. Where it lacks them (it is not glibc), nothing
-happens.
-"""
+"""Two functions of glibc that Python does not wrap. With another C library, nothing happens."""
 
 from __future__ import annotations
 
@@ -9,18 +7,16 @@ from functools import cache
 
 
 def give_memory_back() -> None:
-    """Returns freed memory to the system: glibc keeps most of what a large trace used (1.5 GB of 400k
-    events).
-    """
+    """Return freed memory to the system: glibc keeps most of it, 1.5 GB after a trace of 400k events."""
     trim = getattr(_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def leave_without_destructors() -> None:
-    """From now on exit() ends the process with its status before any destructor registered so far has run.
+    """Make exit() end the process with its status before any destructor registered so far runs.
 
-    Python has finalised by then, and what it printed is flushed.
+    Python has finalised and flushed its output by then.
     """
     library = _library()
     if hasattr(library, "on_exit"):

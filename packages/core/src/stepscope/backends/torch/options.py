@@ -1,4 +1,4 @@
-"""What of a `TorchConfig` this torch, on this machine, can do."""
+"""A `TorchConfig`, resolved for the installed torch and this machine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A config, resolved."""
+    """A resolved configuration."""
 
     make_profile: Callable[[str], Profile]
-    """A profile with this trace id, not started."""
+    """Returns a profile with the given trace id, not started."""
     marker: Callable[[str], AbstractContextManager[None]]
-    """A range of this name in the trace: 1 us, or 5 us with a torch that has no fast one."""
+    """Returns a range of the given name: 1 us, or 5 us with a torch that has no fast range."""
     ignored: dict[str, str]
     recorded: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
 
 
 def resolve(config: TorchConfig, *, all_threads: bool) -> Options:
-    """
+    """Resolve a configuration.
+
     Raises:
         BackendError: torch is not installed, or too old, or records none of the activities on this machine.
     """
@@ -44,7 +45,7 @@ def resolve(config: TorchConfig, *, all_threads: bool) -> Options:
     if memory and all_threads:
         memory = False
         ignored["torch.profile_memory"] = (
-            "torch has no memory events when it records all threads. Fix: torch.all_threads: false, and "
+            "torch has no memory events if it records all threads. Fix: torch.all_threads: false, and "
             "start the capture on the main thread"
         )
     switches = _switches(all_threads=all_threads, with_stack=config.with_stack)
@@ -83,21 +84,21 @@ def _marker() -> Callable[[str], AbstractContextManager[None]]:
 
     if not hasattr(_profiler, "_RecordFunctionFast"):
         return record_function
-    return lambda name: _profiler._RecordFunctionFast(name)  # watched, once there is a window
+    return lambda name: _profiler._RecordFunctionFast(name)  # looked up late: the first window patches it
 
 
 def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[str, str]]:
-    """Those of this machine by name, and why the others are ignored."""
+    """Return the activities of this machine by name, and for each other one the reason to ignore it."""
     import torch
 
     kinds = torch.profiler.ProfilerActivity
-    if kinds.__members__["CPU"] != kinds.CPU:  # SGLang sets torch_npu's in their place, when it is imported
+    if kinds.__members__["CPU"] != kinds.CPU:  # the import of SGLang replaces it by torch_npu's
         raise BackendError(
             "other code has replaced torch.profiler.ProfilerActivity.CPU (SGLang does so on NPUs), and torch "
-            "itself does not know the new one. Fix: tool: npu"
+            "does not know the new value. Fix: tool: npu"
         )
     supported: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch
-    # By torch's own names: torch_npu renames the activity that stands for it.
+    # By the names of torch: torch_npu renames its own activity.
     here = {name.lower(): kind for name, kind in kinds.__members__.items() if kind in supported}
     if not torch.cuda.is_available():
         here.pop("cuda", None)  # a CUDA build lists it on a machine without a GPU too
@@ -110,23 +111,23 @@ def _activities(config: TorchConfig) -> tuple[dict[str, ProfilerActivity], dict[
     }
     if len(ignored) == len(asked):
         raise BackendError(
-            f"torch.activities is {list(asked)}, and torch {torch.__version__} on this machine records "
+            f"torch.activities is {list(asked)}, but torch {torch.__version__} on this machine records "
             f"{known}. Fix: torch.activities: [{known}]"
         )
     return {name: here[name] for name in asked if name in here}, ignored
 
 
 def _switches(*, all_threads: bool, with_stack: bool) -> dict[str, bool]:
-    """torch's switches for what is not in its stable interface."""
+    """Return the switches of torch that are outside of its stable interface."""
     import torch
     from torch._C._profiler import _ExperimentalConfig
 
-    known = _ExperimentalConfig.__init__.__doc__ or ""  # pybind: the signature stands in the first line
+    known = _ExperimentalConfig.__init__.__doc__ or ""  # pybind puts the signature in the first line
     if all_threads and "profile_all_threads" not in known:
         raise BackendError(
-            f"torch {torch.__version__} cannot record all threads, which a capture that is not started on "
-            "the main thread needs. Fix: torch >= 2.7, or start the capture on the main thread"
+            f"torch {torch.__version__} cannot record all threads, which a capture outside of the main "
+            "thread needs. Fix: torch >= 2.7, or start the capture on the main thread"
         )
-    # trace_only: no Python objects for the events, which nobody reads here. stop() takes 0.65 of the time.
+    # trace_only makes no Python objects for events, since no code here reads them: stop() takes 0.65 as long.
     wanted = {"profile_all_threads": all_threads, "trace_only": not with_stack}
     return {name: True for name, want in wanted.items() if want and name in known}

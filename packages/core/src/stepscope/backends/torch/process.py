@@ -1,6 +1,4 @@
-"""What torch.profiler needs of the process around it: room for other sessions, an end before exit, quiet
-children.
-"""
+"""Hooks of torch.profiler in the process: sessions of other code, exit, and forked children."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _hooked = False
 
 
 def hook() -> None:
-    """Before the first session of this process. Imports torch."""
+    """Install the hooks before the first session of this process. Imports torch."""
     global _hooked
     with _hooking:
         if _hooked:
@@ -33,7 +31,7 @@ def hook() -> None:
 
 
 def _before_another_session() -> None:
-    """Other code opens a torch.profiler session on this thread: ours makes room, whole."""
+    """End the open window, because other code opens a torch.profiler session on this thread."""
     window = torch_window.current
     if window is None:
         return
@@ -44,33 +42,30 @@ def _before_another_session() -> None:
         task.cancel()
         raise ProfilerBusyError(
             f"torch.profiler cannot start on thread {thread}: {window.name} is being recorded on "
-            f"{window.thread.name}, which does not answer, and two sessions crash the process. "
+            f"{window.thread.name}, which does not answer, and two sessions would crash the process. "
             "Fix: torch.all_threads: true, or profile outside of captures"
         )
 
 
 def _at_exit() -> None:
-    """A window that is open when the interpreter exits is a segmentation fault. A stop() after this still
-    gets what it recorded.
-    """
+    """End an open window before the exit, where it would crash. A later stop() still gets its recording."""
     window = torch_window.current
     if window is not None:
         run_on(window.thread, window.end)
 
 
 def _in_child() -> None:
-    """After fork, in the child: the session is the parent's, and a profiler of the child's own may come."""
+    """Detach a forked child from the session of its parent, so that it may profile on its own."""
     import torch
 
     record_function_scopes.forget()
     window = torch_window.forget()
     if window is not None:
         foreign_sessions.forget()
-        # Its callbacks are set here too, on each thread of the child if it records all threads, and would
-        # record every operator for nobody.
+        # The child inherits its callbacks, on each thread if it records all threads. They would record every
+        # operator for nothing.
         torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # torch: not in its stub
         if window.options.recorded["with_stack"]:
             sys.setprofile(None)  # and every call
-    # A thread of Kineto's, which a fork does not copy, is waited for by one of its destructors: exit() would
-    # hang for ever.
+    # A destructor of Kineto waits for a thread that a fork does not copy: exit() would hang.
     libc.leave_without_destructors()

@@ -1,12 +1,10 @@
 """`record_function` scopes that are open when a torch.profiler session ends.
 
-torch writes the end of a scope into the session in which it began, and frees that session at its stop. Where
-another session runs by then (the next cycle of a schedule, the next capture), it writes into freed memory: a
-segmentation fault within some tens of sessions, at a place that has nothing to do with it. So a scope that
-began in a session ends with it, in its trace too, and its own end does nothing more.
+torch would write the end of such a scope into freed memory (docs/torch-traps.md). So a scope that began in a
+session ends with that session, in its trace too, and its own end then does nothing.
 
-Scopes of C++ (an operator, a backward pass) that are open while Python stops one session and starts the next
-cannot be seen from here. Those of operations of gloo that are waited for later need not begin: `unrecorded`.
+Python cannot see scopes of C++ (an operator, a backward pass) that are open while one session stops and the
+next one starts. `unrecorded` keeps those of asynchronous gloo operations from beginning.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _NOTED = "_stepscope_noted"
-"""In the dict of a scope that is, or was, in `_open`."""
+"""Marker attribute of a scope that is, or was, in `_open`."""
 _UNRECORDED = "_stepscope_unrecorded"
-"""On what `unrecorded` made."""
+"""Marker attribute of a function that `unrecorded` made."""
 _open: dict[int, Callable[[], None]] = {}
-"""How to end each. Whoever takes one out ends it."""
+"""Functions that end each scope. The code that takes one out calls it."""
 _ended = 0
-"""How often all were ended. One writer: `_end_all`."""
+"""The number of times that all scopes were ended. One writer: `_end_all`."""
 _never_ending: list[object] = []
-"""Scopes whose session ended in the moment of their beginning: dropped, they would end in the next one."""
+"""Scopes whose session ended while they began. Kept, because a dropped one would end in the next session."""
 _watching = threading.Lock()
 _watched = False
 
 
 class Mark(AbstractContextManager[None]):
-    """A scope of `_RecordFunctionFast`, which is written in C: ours, and those of compiled code."""
+    """A scope of `_RecordFunctionFast`, a class in C: stepscope's ranges, and those of compiled code."""
 
     __slots__ = ("_scope",)
 
@@ -62,9 +60,10 @@ class Mark(AbstractContextManager[None]):
 
 
 def watch() -> None:
-    """From now on each torch.profiler session of this process, whoever opened it, ends the scopes that are
-    open in it before it stops, or before the next one begins where it was dropped. Costs a scope some 0.5 us
-    of 15. Imports torch.
+    """Make every torch.profiler session of this process end its open scopes before it stops.
+
+    If a session was dropped, they end before the next one begins. Costs a scope about 0.5 us of 15. Imports
+    torch.
     """
     global _watched
     with _watching:
@@ -75,14 +74,16 @@ def watch() -> None:
 
 
 def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -> Callable[P, T]:
-    """`begin`, of whose operators no session has one: for what begins an asynchronous operation of gloo,
-    whose scope ends where it is waited for, or dropped, on whatever day that is. Imports torch.
+    """Return a `begin` whose operators no session records.
+
+    For a function that begins an asynchronous gloo operation: its scope ends when the operation is waited for
+    or dropped, perhaps in a later session. Imports torch.
 
     Args:
-        when: Asked with the arguments of a call, whether it is such a one. None: each is.
+        when: Called with the arguments of a call; true leaves that call unrecorded. None: every call.
 
     Returns:
-        `begin` itself where it is unrecorded already.
+        `begin` itself if it is unrecorded already.
     """
     from torch.autograd import _enable_record_function, profiler  # type: ignore[attr-defined]  # not typed
 
@@ -104,12 +105,12 @@ def unrecorded(begin: Callable[P, T], when: Callable[..., bool] | None = None) -
 
 
 def is_unrecorded(begin: Callable[..., object]) -> bool:
-    """Whether `unrecorded` made it."""
+    """Return whether `unrecorded` made this function."""
     return hasattr(begin, _UNRECORDED)
 
 
 def forget() -> None:
-    """In the child of a fork, where the scopes are the parent's."""
+    """Drop the scopes in the child of a fork: they belong to the parent."""
     _open.clear()
 
 
@@ -120,7 +121,7 @@ def _watch_scopes() -> None:
 
     enter, leave = record_function.__enter__, record_function.__exit__
 
-    @wraps(enter)  # TorchScript compiles both from the source that it finds
+    @wraps(enter)  # TorchScript compiles both methods from the source of the wrapped ones
     def entered(self: record_function) -> record_function:
         ended = _ended
         enter(self)  # type: ignore[no-untyped-call]  # torch
@@ -134,7 +135,7 @@ def _watch_scopes() -> None:
     @wraps(leave)
     def left(self: record_function, *raised: object) -> None:
         if vars(self).pop(_NOTED, False) and _open.pop(id(self), None) is None:
-            return  # it was ended with its session, or is this very moment
+            return  # its session ended it, or is ending it now
         leave(self, *raised)
 
     record_function.__enter__ = entered  # type: ignore[method-assign]
@@ -152,7 +153,7 @@ def _watch_scopes() -> None:
 
 
 def _watch_sessions() -> None:
-    """Where torch's Python hands over to C++: whatever comes before that, scopes may still open."""
+    """Patch the last Python functions before C++: until they run, scopes may still open."""
     from torch.autograd import profiler
 
     for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
@@ -176,5 +177,5 @@ def _end_all() -> None:
             _, end = _open.popitem()  # the innermost first
         except KeyError:
             return  # it ended on its own thread
-        with suppress(Exception):  # of a mode that takes operators over, say: the session has to stop
+        with suppress(Exception):  # an active dispatch mode may raise, and the session has to stop
             end()

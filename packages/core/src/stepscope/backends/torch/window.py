@@ -1,8 +1,8 @@
-"""One window of torch.profiler, from start to the results that wait to be written.
+"""One window of torch.profiler, from its start to the results that wait to be written.
 
-`begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so nothing here
-locks. Phases follow the schedule, off -> warmup -> active -> off and around again; without one, a window is
-active from start to end.
+`begin`, `advance` and `end` run on the window's thread (`window_thread`), one at a time, so this module needs
+no lock. Phases follow the schedule: off -> warmup -> active -> off, again and again. Without a schedule, a
+window is active from start to end.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from torch.profiler.profiler import _KinetoProfile as Profile
 
 current: TorchWindow | None = None
-"""The window that holds this process. One writer: this module."""
+"""The window that records this process. One writer: this module."""
 
 kineto_has_started = False
-"""Whether the seconds of the first start in this process are paid. One writer: this module."""
+"""True once this process has paid the seconds of the first start. One writer: this module."""
 _OPERATORS_END_S = 0.1
-"""From the stop of a session of all threads to the next start, and a tenth of it before the stop."""
+"""Pause from the stop of a session of all threads to the next start. A tenth of it precedes the stop."""
 _all_threads_stopped = 0.0
-"""When the last such session did, on the monotonic clock. One writer: this module."""
+"""Monotonic time of the last stop of such a session. One writer: this module."""
 _INTERRUPTED = "interrupted while it was being stopped"
 _parents: list[object] = []
-"""In the child of a fork: the parent's profile, kept because to destruct it would be to touch the session."""
+"""In the child of a fork: the parent's profile. Kept, because its destruction would touch the session."""
 
 
 @dataclass
 class Recorded:
-    """What one active phase recorded."""
+    """The recording of one active phase."""
 
     profile: Profile | None
-    """None once it was written or discarded."""
+    """None after it was written or discarded."""
     cycle: int
     truncated: str | None
 
     def drop(self) -> None:
-        """Frees it. Destructing 200k events takes some 0.1 s."""
+        """Free the profile. The destruction of 200k events takes about 0.1 s."""
         self.profile = None
         libc.give_memory_back()
 
 
 class TorchWindow:
-    """`about` goes into the trace, as its key `stepscope`."""
+    """A window of torch.profiler. `about` goes into its trace, under the key `stepscope`."""
 
     def __init__(
         self,
@@ -75,31 +75,31 @@ class TorchWindow:
         self.phase: Phase = "off"
         self.over = False
         self.only_thread = None if thread.all_threads else threading.main_thread().ident
-        """The one thread that is recorded; None: all are."""
+        """The one thread that is recorded; None: all threads."""
         self._schedule = schedule
         self._trace_id = trace_id
         self._about = about
         self._profile: Profile | None = None
         self._mini_batch = 0
         self._cycle = 0
-        self._unheeded: str | None = None
+        self._backward_call: str | None = None
         self._kept: Kept[Recorded] = Kept()
 
     def records_here(self) -> bool:
-        """Whether the calling thread is being recorded at this moment."""
+        """Return whether the window records the calling thread now."""
         if self.phase != "active":
             return False
         return self.only_thread is None or self.only_thread == threading.get_ident()
 
     def take(self) -> list[Recorded]:
-        """What is recorded and was not taken yet; see `Kept.take`. From any thread."""
+        """Take the recordings that wait; see `Kept.take`. From any thread."""
         return self._kept.take(self.name)
 
     def begin(self) -> None:
-        """Starts recording, or what the schedule has at mini-batch 0.
+        """Enter the phase of mini-batch 0: recording, if there is no schedule.
 
         Raises:
-            ProfilerBusyError: somebody else's session, or a window of ours, has this process.
+            ProfilerBusyError: a session of other code, or another window, records this process.
             BackendError: torch does not start. Nothing is left running.
         """
         global current
@@ -117,7 +117,7 @@ class TorchWindow:
             raise
 
     def advance(self) -> None:
-        """One mini-batch is done."""
+        """Go to the phase of the next mini-batch."""
         if self.over:
             return
         self._mini_batch += 1
@@ -131,28 +131,24 @@ class TorchWindow:
             self._kept.lost = f"after {self._mini_batch} mini-batches: {error}"
             self.end()
 
-    def advance_unheeded(self) -> None:
-        """One mini-batch is done, inside of a backward pass: the next call outside of it walks the schedule.
-        From any thread.
+    def advance_in_backward(self) -> None:
+        """Count a mini-batch inside of a backward pass. From any thread.
 
-        torch puts its sessions back as they were when the operator is over, and writes the end of those under
-        way into memory of the session in which they began.
+        No session can stop there (docs/torch-traps.md), so the next call outside of it walks the schedule.
         """
         self._mini_batch += 1
-        self._unheeded = (
-            "advance() was called inside of a backward pass, where no session can be stopped. Fix: call it "
-            "in the loop, after backward()"
+        self._backward_call = (
+            "advance() was called inside of a backward pass, where no session can stop. Fix: call it in the "
+            "loop, after backward()"
         )
 
     def end(self, truncated: str | None = None) -> None:
-        """Ends recording for good. What was recorded by now is kept. Interrupted by a Ctrl-C, a second call
-        goes on from there.
-        """
+        """End recording for good and keep the recording so far. After a Ctrl-C, a second call continues."""
         try:
             if self.phase == "active":
-                self._record(truncated or self._unheeded or self._cut_short())
+                self._record(truncated or self._backward_call or self._cut_short())
             elif not self.over:
-                self._kept.lost = self._kept.lost or truncated or self._unheeded or self._never_active()
+                self._kept.lost = self._kept.lost or truncated or self._backward_call or self._never_active()
                 self._go_to("off")
         finally:
             self.over = self.phase == "off"
@@ -200,10 +196,10 @@ class TorchWindow:
         return _stop_all_threads(profile) if self.only_thread is None else _stop(profile)
 
     def _prepare(self) -> Profile:
-        others = foreign_sessions.busy()
-        if others is not None:
+        foreign = foreign_sessions.busy()
+        if foreign is not None:
             raise ProfilerBusyError(
-                f"{self.name} cannot start: {others}; a second one would crash this process. "
+                f"{self.name} cannot start: {foreign}; a second one would crash this process. "
                 "Fix: end that session before the capture, or capture other steps"
             )
         profile = self.options.make_profile(f"{self._trace_id}_{self._cycle}")
@@ -212,18 +208,18 @@ class TorchWindow:
         return profile
 
     def _record(self, truncated: str | None) -> None:
-        """Stops the profile and keeps it. After a Ctrl-C it is still active, and a second call stops it."""
+        """Stop the profile and keep it. After a Ctrl-C it is still active, and a second call stops it."""
         profile = self._profile
         try:
             if profile is not None and foreign_sessions.running(self.only_thread is not None):
                 self._kept.lost = _INTERRUPTED
                 trouble = self._stop(profile)
                 self._kept.recorded.append(
-                    Recorded(profile, self._cycle, truncated or trouble or self._unheeded)
+                    Recorded(profile, self._cycle, truncated or trouble or self._backward_call)
                 )
                 self._kept.lost = None
             elif self._kept.lost == _INTERRUPTED:
-                foreign_sessions.clear_flag()  # torch had not come to it
+                foreign_sessions.clear_flag()  # the interrupt came before torch cleared it
             else:
                 self._kept.lost = "its torch.profiler session was ended from outside stepscope"
         except Exception as error:
@@ -233,12 +229,12 @@ class TorchWindow:
     def _cancel_warmup(self) -> None:
         try:
             if self._profile is not None:
-                self._start(self._profile)  # torch has no other way out of a warm-up
+                self._start(self._profile)  # torch leaves a warm-up in no other way
         finally:
             self._abandon()
 
     def _abandon(self, interrupted: bool = False) -> None:
-        """Drops the profile, whether or not its start succeeded, or was interrupted by a Ctrl-C."""
+        """Drop the profile, whether its start succeeded, failed, or was interrupted by a Ctrl-C."""
         self.phase = "off"
         profile, self._profile = self._profile, None
         runs = interrupted and foreign_sessions.running(
@@ -250,7 +246,7 @@ class TorchWindow:
             foreign_sessions.clear_flag()
 
     def _cut_short(self) -> str | None:
-        """Why the recording under way is not whole: its mini-batches are not all there."""
+        """Explain why the recording lacks mini-batches of its schedule; None without a schedule."""
         if self._schedule is None:
             return None
         return cut_short(self._schedule, self._mini_batch, "torch.schedule")
@@ -262,7 +258,7 @@ class TorchWindow:
 
 
 def forget() -> TorchWindow | None:
-    """In the child of a fork, where the session is the parent's: the window of it, if there is one."""
+    """Drop the parent's window in the child of a fork, and return it if there is one."""
     global current
     window, current = current, None
     if window is not None:
@@ -274,20 +270,21 @@ def forget() -> TorchWindow | None:
 
 
 def _started(profile: Profile) -> bool:
-    """Whether torch has enabled it: a start may also fail after that, and then it has to be stopped."""
+    """Return whether torch has enabled it. A start may fail after that, and then the session must stop."""
     session = profile.profiler
     return session is not None and session.profiling_start_time_ns != 0
 
 
 def _stop_all_threads(profile: Profile) -> str | None:
-    """As `_stop`. Other threads are in the middle of operators, and one that begins while torch takes the
-    session down, or ends in the next one, writes into freed memory (see `record_function_scopes`). So no more
-    are recorded for a moment before, and no session begins for a moment after.
+    """Stop a session of all threads, with a pause before and after, because operators run on other threads.
+
+    An operator that begins while torch ends the session, or ends in the next session, writes into freed
+    memory (docs/torch-traps.md).
     """
     global _all_threads_stopped
     from torch.profiler import ProfilerActivity
 
-    with suppress(Exception):  # of a torch without it, or that refuses: the session is stopped all the same
+    with suppress(Exception):  # a torch may lack it or refuse; the session stops all the same
         profile.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
         time.sleep(_OPERATORS_END_S / 10)
     try:
@@ -297,15 +294,15 @@ def _stop_all_threads(profile: Profile) -> str | None:
 
 
 def _stop(profile: Profile) -> str | None:
-    """Stops it, also when the device no longer answers; then says so."""
+    """Stop the profile. Return the trouble if the device no longer answers, else None."""
     try:
         profile.stop_trace()
     except Exception as error:
         session = profile.profiler
         if session is None or session.kineto_results is not None:
             raise
-        # torch synchronises the device before it stops, and a broken device raises there for ever. Left
-        # running, the profiler would crash the process at exit.
+        # torch synchronises the device before it stops, and a broken device raises there each time. A
+        # profiler that is left running would crash the process at exit.
         session.use_device = None
         profile.stop_trace()
         return f"the device did not synchronize: {error}"
