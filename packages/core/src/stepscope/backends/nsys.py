@@ -63,7 +63,7 @@ def runtime_env(config: ProfileConfig) -> dict[str, object]:
 
 
 def command(config: ProfileConfig, output: str = "stepscope_%p") -> list[str]:
-    """Return the words to put before a program that Ray does not start: `nsys profile ... python train.py`."""
+    """Return the words before a program that Ray does not start: `nsys profile ... python train.py`."""
     options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
     return ["nsys", "profile", *options, f"--output={output}"]
 
