@@ -672,7 +672,7 @@ def test_when_we_fail_the_function_runs_once_and_its_result_and_error_stand(
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     with capture(1, config=config):
         assert slot.active is not None
-        monkeypatch.setattr(slot.active.log, "windows", Broken(place))
+        monkeypatch.setattr(slot.active.log, "observer", Broken(place))
         guard.take()
         before = scopes.current.get()
         assert run[kind]() == 7

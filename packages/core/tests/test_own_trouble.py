@@ -307,7 +307,7 @@ def test_hostile_requests_are_data(tmp_path: Path) -> None:
 def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -> None:
     with capture(1, config=config) as cap:
         session = slot.active
-        assert session is not None
+        assert isinstance(session, Session)
         session.ledger.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
     manifest = msgspec.json.decode(
         (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest

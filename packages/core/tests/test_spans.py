@@ -22,10 +22,12 @@ from stepscope.files.spans import End, Header, Line, Open, Span
 from stepscope.files.values import MAX_TEXT
 from stepscope.recording.process.clock import read_anchor
 from stepscope.recording.process.identity import identify
-from stepscope.recording.spans import log as spans
-from stepscope.recording.spans import scopes
-from stepscope.recording.spans.log import PlacedSpan, SpanLog
-from stepscope.recording.spans.scopes import Carrier, Place, Scope, attach, carrier
+from stepscope.recording.spans import api, scopes
+from stepscope.recording.spans import span as spans
+from stepscope.recording.spans.carrier import Carrier, attach, carrier
+from stepscope.recording.spans.log import SpanLog
+from stepscope.recording.spans.scopes import Place, Scope
+from stepscope.recording.spans.span import PlacedSpan
 from stepscope.testing.fake_clock import START_NS, FakeClock
 from stepscope.timeline.readers.spans import read_spans
 
@@ -368,7 +370,7 @@ def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_k
     mine = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
     mine.open()
     mine.start(read_anchor())
-    with scopes.trajectory("t9"):
+    with api.trajectory("t9"):
         early = carrier()
     with mine.new("collect"), attach(early), mine.new("score"):
         pass
@@ -521,6 +523,6 @@ def test_one_span_that_cannot_be_written_costs_no_other(log: SpanLog) -> None:
 
 def test_a_step_that_is_no_int_is_recorded_as_one_or_not_at_all() -> None:
     numpy = pytest.importorskip("numpy")
-    with scopes.trajectory("t", step=numpy.int64(4)) as four, scopes.turn("x"):  # type: ignore[arg-type]
+    with api.trajectory("t", step=numpy.int64(4)) as four, api.turn("x"):  # type: ignore[arg-type]
         assert type(four.step) is int
         assert scopes.inherited(scopes.current.get()) == (None, 4, None, "t", None)

@@ -435,9 +435,9 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
 def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBackend) -> None:
     config = configure(budget={"seconds": 60})
     with capture(2, config=config) as cap:
-        session = slot.active
-        assert session is not None
-        session.truncate("other code started torch.profiler")
+        active = slot.active
+        assert isinstance(active, session.Session)
+        active.truncate("other code started torch.profiler")
     cap.result.wait()
     found = outcome(config, "fake trace")
     assert (found.state, found.reason) == ("partial", "other code started torch.profiler")

@@ -18,8 +18,9 @@ from stepscope.recording.after.hooks import (
     on_report,
     redact,
 )
+from stepscope.recording.spans.api import span, trajectory, turn
+from stepscope.recording.spans.carrier import attach, carrier
 from stepscope.recording.spans.decorator import profile_step
-from stepscope.recording.spans.scopes import attach, carrier, span, trajectory, turn
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig

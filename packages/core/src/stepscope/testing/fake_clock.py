@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from stepscope.recording.process import clock
-from stepscope.recording.spans import log
+from stepscope.recording.spans import log, span
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,12 +49,12 @@ class FakeClock:
         return self.now_ns
 
     def __enter__(self) -> Self:
-        vars(log)["monotonic_ns"] = self.monotonic_ns
+        vars(log)["monotonic_ns"] = vars(span)["monotonic_ns"] = self.monotonic_ns
         vars(clock)["time"] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        vars(log)["monotonic_ns"] = time.monotonic_ns
+        vars(log)["monotonic_ns"] = vars(span)["monotonic_ns"] = time.monotonic_ns
         vars(clock)["time"] = time

@@ -27,7 +27,7 @@ from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
-from stepscope.recording.spans.log import describe
+from stepscope.recording.process.failures import describe
 
 if TYPE_CHECKING:
     from stepscope.recording.capture.result import CaptureResult

@@ -17,7 +17,7 @@ from stepscope.files.mirror import record_of, uncopied
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after.command import Command, of_our_own
 from stepscope.recording.process import failures
-from stepscope.recording.spans.log import describe
+from stepscope.recording.process.failures import describe
 
 if TYPE_CHECKING:
     from stepscope.recording.capture.result import CaptureResult

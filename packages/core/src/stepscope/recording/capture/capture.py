@@ -25,13 +25,13 @@ from stepscope.recording.capture import baseline, configure, omissions
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.output import exporter
 from stepscope.recording.process import failures, identity, shutdown
+from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
 from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.profiler_windows import in_event_loop
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.log import describe
 
 if TYPE_CHECKING:
     import asyncio
@@ -773,7 +773,7 @@ def _after_fork_in_child() -> None:
 
 def _after_fork_in_parent() -> None:
     session = slot.active
-    if session is not None:
+    if isinstance(session, Session):
         session.forks += 1
 
 

@@ -17,9 +17,9 @@ from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.participants import Others
 from stepscope.recording.fanout.worker_side import PrepareAnswer, PrepareRequest, prepare_worker
 from stepscope.recording.process import identity
+from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
 from stepscope.recording.spans import wrapping
-from stepscope.recording.spans.log import describe
 
 STARTING_S = 300.0
 """How long a worker or an engine may take to answer before the run: it may still be loading its model."""

@@ -46,9 +46,9 @@ from stepscope.recording.capture import omissions
 from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
+from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
 from stepscope.recording.session import selection
-from stepscope.recording.spans.log import describe
 
 _LATE: Pending = "late"
 ROLE = "rollout"

@@ -23,12 +23,12 @@ from stepscope.recording.capture import capture
 from stepscope.recording.fanout import fetch
 from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
+from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.selection import decide_process, may_record, missing_ranks
 from stepscope.recording.session.session import Session, library_loaded
 from stepscope.recording.spans import slot, wrapping
-from stepscope.recording.spans.log import describe
 
 
 class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         fetch.release(request.capture_id)
     _stopped.add(request.capture_id)  # before the look: a start under way looks after it is active
     session = slot.active
-    if session is None or session.capture_id != request.capture_id:
+    if not isinstance(session, Session) or session.capture_id != request.capture_id:
         return StopAnswer(process=None)
     _stopped.discard(request.capture_id)
     session.close(ending=request.ending, discard=request.discard)

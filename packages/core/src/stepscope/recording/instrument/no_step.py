@@ -20,7 +20,7 @@ from stepscope.config import ProfileConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.unreached import Unreached, write_unreached
 from stepscope.recording.process import failures
-from stepscope.recording.spans.log import describe
+from stepscope.recording.process.failures import describe
 
 MAIN = "STEPSCOPE_RUN_PID"
 """Set by `stepscope run`: the program's process id. If that is Python, it says so to its children."""

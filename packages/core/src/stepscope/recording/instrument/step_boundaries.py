@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 from stepscope.recording.capture import capture, prepare
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures
+from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import slot, wrapping
-from stepscope.recording.spans.log import describe
 
 
 class Boundary(NamedTuple):

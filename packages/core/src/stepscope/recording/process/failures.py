@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import threading
 
+from stepscope.errors import StepscopeError
+
 _lock = threading.RLock()  # a signal handler may note something in the middle of a note
 _noted: dict[str, tuple[str, int]] = {}
 """Place -> (first failure, how often). One writer: `note`."""
@@ -49,6 +51,18 @@ def note(where: str, error: BaseException) -> None:
         warn("stepscope: %s failed and is switched off there; the run goes on. %s", where, first)
     if _raises():
         raise error
+
+
+def describe(error: BaseException) -> str:
+    """Return `ExceptionType: message`, whatever the exception's own `__str__` does.
+
+    The text has at most 200 characters, or 2000 for an error of stepscope's own, which ends with the fix.
+    """
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text[: 2000 if isinstance(error, StepscopeError) else 200]
 
 
 def take() -> dict[str, str]:

@@ -23,9 +23,10 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
 from stepscope.recording.process import failures
+from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget
+from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.log import describe
 
 MOST_RECORDS = 100
 """Of one process: a loop that seeks its batch size by running out of memory is not written down forever."""
@@ -108,7 +109,7 @@ class _Watch:
         what = f"{shortage.asked_bytes} bytes asked, {shortage.free_bytes} free on device {shortage.device}"
         kept = f"no snapshot: {why}" if why else f"oom/{file.name}"
         failures.warn("stepscope: CUDA out of memory: %s; %s", what, kept)
-        if session is not None:
+        if isinstance(session, Session):
             item = Expectation(name=ITEM, kind="memory", state="ok", reason=f"{what}; {kept}")
             session.ledger.expect(item)
             session.ledger.write()

@@ -26,9 +26,9 @@ from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import clock, failures
 from stepscope.recording.session import selection
-from stepscope.recording.spans import log as spans
 from stepscope.recording.spans import scopes
-from stepscope.recording.spans.log import PlacedSpan, Placing, Span, SpanLog, describe
+from stepscope.recording.spans.log import SpanLog
+from stepscope.recording.spans.span import PlacedSpan, Span, SpanSink, record
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -101,11 +101,11 @@ class Windows:
         except BackendError as error:
             # The user's own profiler, say, which ends: the next window may do better.
             self.running = None
-            self._ledger.fail(name, describe(error), kind="trace")
-            self._warn_once(f"lacks the {name}: {describe(error)}")
+            self._ledger.fail(name, failures.describe(error), kind="trace")
+            self._warn_once(f"lacks the {name}: {failures.describe(error)}")
             return False
         except Exception as error:
-            self.running, self._off = None, describe(error)
+            self.running, self._off = None, failures.describe(error)
             self._ledger.fail(name, self._off, kind="trace")
             failures.note(f"starting the {self._backend.name} profiler", error)
             return False
@@ -141,12 +141,12 @@ class Windows:
             except BackendError as error:
                 # An outcome: nothing was recorded, and this is why. The next window may do better.
                 if discard is None:
-                    self._ledger.fail(name, describe(error), kind="trace")
+                    self._ledger.fail(name, failures.describe(error), kind="trace")
                 else:
                     self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
                 return
             except Exception as error:
-                self._off = describe(error)
+                self._off = failures.describe(error)
                 self._ledger.fail(name, self._off, kind="trace")
                 failures.note(f"stopping the {self._backend.name} profiler", error)
                 return
@@ -189,7 +189,7 @@ class Windows:
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
-        **place: Unpack[Placing],
+        **place: Unpack[scopes.Placing],
     ) -> MarkedSpan:
         """A span to enter, once."""
         return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
@@ -337,7 +337,7 @@ class MarkedSpan(PlacedSpan):
 
     def __init__(
         self,
-        log: SpanLog,
+        log: SpanSink,
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
@@ -345,7 +345,7 @@ class MarkedSpan(PlacedSpan):
         windows: Windows,
         is_async: bool,
         opens: bool = False,
-        **place: Unpack[Placing],
+        **place: Unpack[scopes.Placing],
     ) -> None:
         super().__init__(log, stage, role, attrs, **place)
         self._windows = windows
@@ -386,7 +386,7 @@ class MarkedSpan(PlacedSpan):
 
     def _say_profiling(self, began_ns: int) -> None:
         """Records that the profiler was started or stopped since `began_ns`, beside this span."""
-        spans.record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
+        record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:
         if self._marker is not None:

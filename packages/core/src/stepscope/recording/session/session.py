@@ -31,11 +31,13 @@ from stepscope.files.values import AttrValue, settled
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import clock, failures
+from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
 from stepscope.recording.session.profiler_windows import Windows
-from stepscope.recording.spans import log as spans
-from stepscope.recording.spans import redaction
-from stepscope.recording.spans.log import PlacedSpan, Placing, Span, SpanLog, describe, span_cost_ns
+from stepscope.recording.spans import redaction, span
+from stepscope.recording.spans.log import SpanLog, span_cost_ns
+from stepscope.recording.spans.scopes import Placing
+from stepscope.recording.spans.span import PlacedSpan, Span
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,7 +171,7 @@ class Session:
             self.ledger.fail(f"{self.config.tool} trace", full, kind="trace")
             failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
-            self._windows = self.log.windows = self._make_windows()
+            self._windows = self.log.observer = self._make_windows()
         self.ledger.write()
 
     def _no_profiler(self) -> str | None:
@@ -357,7 +359,11 @@ class Session:
     # What the recorded code calls, besides `log.new` and `log.begin`.
 
     def placed_span(
-        self, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None, **place: Unpack[Placing]
+        self,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
     ) -> Span:
         """A span that says more of its place: step, policy_version, trajectory, turn."""
         attrs = settled(attrs) if attrs else None
@@ -369,7 +375,7 @@ class Session:
         """A trajectory is consumed by this step."""
         attrs = {"begun": begun, "begun_version": policy_version}
         known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
-        spans.mark(self.log, CONSUME, known, trajectory=trajectory)
+        span.mark(self.log, CONSUME, known, trajectory=trajectory)
 
     def advance(self) -> None:
         """One mini-batch is done: walks the profiler's schedule."""

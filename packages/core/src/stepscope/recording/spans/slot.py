@@ -1,15 +1,59 @@
-"""The process-wide slot: the session that records this process now, or None.
+"""Process-wide slot for the session that records this process.
 
-Profilers are process-wide, so the slot is too. `recording.capture` is its only writer. Everyone else reads it
-through the module (`slot.active`), never by importing the name: cloudpickle copies a global by value and a
-copy would never switch on.
+Profilers are process-wide, so the slot is too. `recording.session.activation` is its only writer. All others
+read it through the module (`slot.active`) and never import the name: cloudpickle copies a global by value,
+and a copy would never switch on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from stepscope.recording.spans.scopes import Placing, Scope
 
 if TYPE_CHECKING:
-    from stepscope.recording.session.session import Session
+    from collections.abc import Mapping
 
-active: Session | None = None
+    from typing_extensions import Unpack
+
+    from stepscope.files.values import AttrValue
+
+
+class SpanFactory(Protocol):
+    """A span log, as code that opens spans needs it. The generated wrappers also call its `begin`."""
+
+    def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
+        """Return a span to enter once."""
+        ...
+
+
+class ActiveSession(Protocol):
+    """A session, as the recorded code needs it."""
+
+    @property
+    def log(self) -> SpanFactory: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def placed_span(
+        self,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> Scope:
+        """Return a span with a place of its own: step, policy_version, trajectory, turn."""
+        ...
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """Record that this step consumes a trajectory."""
+        ...
+
+    def advance(self) -> None:
+        """Move the profiler's schedule forward by one mini-batch."""
+        ...
+
+
+active: ActiveSession | None = None
+"""None while nothing is recorded."""

@@ -1,0 +1,80 @@
+"""Spans that a user opens: `span`, `trajectory` and `turn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepscope.files.values import AttrValue, settled, whole
+from stepscope.recording.spans import slot
+from stepscope.recording.spans.scopes import OFF, Place, Scope
+
+
+def trajectory(
+    trajectory_id: str,
+    /,
+    *,
+    step: int | None = None,
+    policy_version: int | None = None,
+    attrs: Mapping[str, AttrValue] | None = None,
+) -> Scope:
+    """Time one agent rollout: a span of stage `trajectory`. All spans inside carry its id.
+
+    Use it with `with` or `async with`. Without a capture only the id is kept, so that a capture that opens
+    meanwhile still names the spans it records.
+
+    Args:
+        trajectory_id: Unique within the run.
+        step: The step that consumes it, if another than the one being captured (async RL).
+        policy_version: Of the weights it was begun with.
+        attrs: Further attributes of the span.
+    """
+    session = slot.active
+    step, policy_version = whole(step), whole(policy_version)
+    if session is None:
+        return Place(step=step, policy_version=policy_version, trajectory=str(trajectory_id))
+    return session.placed_span(
+        "trajectory",
+        "agent_loop",
+        attrs,
+        step=step,
+        policy_version=policy_version,
+        trajectory=str(trajectory_id),
+    )
+
+
+def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
+    """Time one model or tool call round inside a trajectory: a span of stage `turn`.
+
+    Use it with `with` or `async with`.
+    """
+    session = slot.active
+    if session is None:
+        return Place(turn=whole(index))
+    return session.placed_span("turn", "agent_loop", attrs, turn=whole(index))
+
+
+def span(
+    stage: str,
+    *,
+    role: str | None = None,
+    step: int | None = None,
+    policy_version: int | None = None,
+    attrs: Mapping[str, AttrValue] | None = None,
+) -> Scope:
+    """Time a stretch of code while a capture is on.
+
+    Use it with `with` or `async with`; `.set(key=value)` adds attributes.
+
+    Args:
+        stage: The work that is timed.
+        role: Who does it; the enclosing span's role, or the process', by default.
+        step: The step that owns the work, if another than the one being captured.
+        policy_version: Of the weights in use.
+        attrs: str, int, float, bool or None values.
+    """
+    session = slot.active
+    if session is None:
+        return OFF
+    if step is None and policy_version is None:
+        return session.log.new(stage, role, settled(attrs) if attrs else None)
+    return session.placed_span(stage, role, attrs, step=whole(step), policy_version=whole(policy_version))

@@ -1,0 +1,177 @@
+"""Carriers: the place of the running code, sent to another process or thread and attached there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypedDict
+
+from stepscope.files.values import MAX_TEXT
+from stepscope.recording.spans.scopes import MAX_DEPTH, Place, Scope, current, inherited
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self  # typing.Self is 3.11+
+
+    from stepscope.files.spans import SpanLink
+
+
+class Carrier(TypedDict, total=False):
+    """A place in one process' spans, as JSON-able data. Send it along and `attach` it on the other side."""
+
+    process: str
+    """The process of `span`. Where no span is recorded, the process that made this: `host_pid123`."""
+    span: int
+    captured: int
+    """The captured step whose files hold `span`."""
+    step: int
+    """The step that owns the work."""
+    policy_version: int
+    trajectory: str
+    turn: int
+
+
+def carrier() -> Carrier | None:
+    """Return the place of this code, to be sent to another process or thread; None outside all scopes."""
+    scope = current.get()
+    if scope is None:
+        return None
+    place = inherited(scope)
+    data = Carrier()
+    link = link_of(scope)
+    step = place.step
+    if link is not None:
+        data["process"], data["span"] = link.process, link.span
+        if link.step is not None:
+            data["captured"] = link.step
+            step = link.step if step is None else step
+    if step is not None:
+        data["step"] = step
+    if place.policy_version is not None:
+        data["policy_version"] = place.policy_version
+    if place.trajectory is not None:
+        data["trajectory"] = place.trajectory
+    if place.turn is not None:
+        data["turn"] = place.turn
+    if data and link is None:
+        data["process"] = f"{os.uname().nodename}_pid{os.getpid()}"
+    return data or None
+
+
+def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
+    """Return a context manager (`with` and `async with`) that puts spans below the carrier's span.
+
+    None is allowed and changes nothing, so a caller need not ask whether a capture is on. Unknown keys are
+    ignored: the other side may be newer.
+
+    A method that `profile_step` times may attach a carrier in its body. The method's own span then hangs
+    below the carrier's span too, if it is a top span and the same task or thread attaches.
+    """
+    if carried is None:
+        return Place()
+    process, span, trajectory = carried.get("process"), _int(carried.get("span")), carried.get("trajectory")
+    link = None
+    process = process if isinstance(process, str) and len(process) <= MAX_TEXT else None
+    if process is not None and span is not None:
+        # For import time: a carrier names a span only during a capture, and recording loads this anyway.
+        from stepscope.files.spans import SpanLink
+
+        link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
+    kind = Place if process is None else Attached
+    return kind(
+        step=_int(carried.get("step")),
+        policy_version=_int(carried.get("policy_version")),
+        trajectory=trajectory if isinstance(trajectory, str) else None,
+        turn=_int(carried.get("turn")),
+        link=link,
+        process=process,
+    )
+
+
+def link_of(scope: Scope | None) -> SpanLink | None:
+    """Return the nearest recorded span at or above `scope`, named for other processes and other steps."""
+    while scope is not None:
+        link = scope.reference()
+        if link is not None:
+            return link
+        scope = scope.parent
+    return None
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+class Caller(Place):
+    """The caller of a method that a top span times. It stands above that span once the method attaches it."""
+
+    __slots__ = ()
+
+    def matches(self, place: Place) -> bool:
+        return (self.link, self.trajectory, self.turn) == (place.link, place.trajectory, place.turn)
+
+    def clear(self) -> None:
+        self.link = self.step = self.policy_version = self.trajectory = self.turn = None
+
+
+class Attached(Place):
+    """The place of a carrier.
+
+    A decorated method begins its span before its body attaches the carrier. If that span is a top span, it
+    hangs below the carrier's span too, and what is attached hangs below the method's span.
+    """
+
+    __slots__ = ("_caller",)
+
+    _caller: Caller | None
+
+    def __enter__(self) -> Self:
+        if self.token is not None:
+            return self._again()
+        super().__enter__()
+        self._caller = None
+        top = self.parent
+        for _ in range(MAX_DEPTH):
+            if top is None or isinstance(top, Attached) or top.parent is None:
+                break
+            top = top.parent
+        if isinstance(top, Caller):
+            if top.matches(self):
+                self._caller = top
+            else:
+                top.clear()  # one call that works for several callers hangs below none of them
+            self._forget_resolved()
+        elif top is not None and self.process is not None and top.awaits_place(self.process):
+            self._caller = top.parent = Caller(
+                step=self.step,
+                policy_version=self.policy_version,
+                trajectory=self.trajectory,
+                turn=self.turn,
+                link=self.link,
+            )
+            self._forget_resolved()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._caller is not None:
+            self._forget_resolved()  # once more: the writing thread may have been in the middle of a line
+        super().__exit__(kind, error, trace)
+
+    def reference(self) -> SpanLink | None:
+        # Below the method's own span, as long as that one hangs below the caller's.
+        return None if self._caller is not None and self._caller.link is not None else self.link
+
+    def _forget_resolved(self) -> None:
+        """Have the places of this scope and all above it resolved anew.
+
+        An `open` line may be on disk with the old place; the line of the end then states the new one.
+        """
+        scope: Scope | None = self
+        for _ in range(MAX_DEPTH):
+            if scope is None:
+                break
+            scope.resolved = None
+            scope = scope.parent
