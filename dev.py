@@ -41,6 +41,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+EXTRAS = {"core": "[cli]"}
 MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
 VERSION = re.compile(r'(?m)^(version = "|.*"stepscope[a-z-]*==)([^"]+)(")')
 
@@ -134,7 +135,9 @@ class Environment:
         self.stamp.write_text(self.fingerprint())
 
     def fill(self) -> None:
-        editable = [word for name in PACKAGES for word in ("--editable", f"packages/{name}")]
+        editable = [
+            word for name in PACKAGES for word in ("--editable", f"packages/{name}{EXTRAS.get(name, '')}")
+        ]
         groups = [word for name in self.groups for word in ("--group", name)]
         self.pip("packages", "--progress-bar=raw", *groups, *editable)
         if self.bare:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -55,6 +56,16 @@ def defined_in(source: Path, module: str) -> set[str]:
     targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
     return defined | {alias.asname or alias.name for alias in imported} | set(map(ast.unparse, targets))
+
+
+def test_the_sdk_requires_four_packages_and_the_command_three_more() -> None:
+    table = project(CORE)
+    assert names(table["dependencies"]) == {"msgspec", "pyyaml", "wrapt", "isal"}
+    assert names(table["optional-dependencies"]["cli"]) == {"typer", "rich", "stringzilla"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
 
 
 @pytest.mark.parametrize("package", [path for path in PACKAGES if path != CORE], ids=lambda path: path.name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.tree import CORE
+from tests.tree import CORE, imports
 
 HEAVY = {
     "torch",
@@ -74,3 +75,80 @@ def test_the_core_runs_where_torch_and_ray_are_not_installed() -> None:
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     ).stdout
     assert output == "3\n"
+
+
+WITHOUT_CLI = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Refusal(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {"typer", "rich", "stringzilla", "click"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refusal())
+"""
+"""Makes an interpreter one in which the extra `cli` is not installed."""
+
+
+def without_cli(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_CLI + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_step_is_captured_and_reported_without_the_extra_of_the_command(tmp_path: Path) -> None:
+    outcome = without_cli(
+        """
+import stepscope
+from stepscope.report import report_step
+from stepscope.timeline import load_step
+
+stepscope.configure(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
+with stepscope.capture(1) as capture, stepscope.span("tool"):
+    pass
+stepscope.flush()
+print(report_step(load_step(capture.result.path)).breakdown)
+""",
+        str(tmp_path),
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "tool" in outcome.stdout
+
+
+def test_figures_and_copies_after_a_capture_need_no_extra_of_the_command(tmp_path: Path) -> None:
+    url = (tmp_path / "copy").as_uri()
+    outcome = without_cli(
+        """
+from stepscope.mirror import program
+from stepscope.testing.steps import StepFolder
+from stepscope.writers import publish
+
+folder = StepFolder(sys.argv[1], step=2, run_id="run1")
+driver = folder.process("trainer", owner=True)
+driver.span("rollout", 0, 8_000_000)
+driver.close(10_000_000)
+folder.write()
+print(publish.main(sys.argv[1], "2", "run1", ""), program.main(sys.argv[1], "2", sys.argv[2], "no"))
+""",
+        str(tmp_path / "run"),
+        url,
+    )
+    assert outcome.stdout == "0 0\n", outcome.stderr
+    assert list((tmp_path / "copy" / "step_000002").glob("scalars_*.json"))
+
+
+def test_the_command_without_its_extra_names_it_in_one_line() -> None:
+    outcome = without_cli("from stepscope.cli import main; main()", "ls")
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    needs, fix = outcome.stderr.splitlines()[0].split(". ")
+    assert needs == "error: the stepscope command needs typer, which is not installed"
+    assert fix == "Fix: pip install 'stepscope[cli]'"
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_only_the_command_and_what_it_prints_import_its_extra() -> None:
+    extra = {"typer", "rich"}
+    importers = {found.module for found in imports(CORE) if found.target.partition(".")[0] in extra}
+    allowed = ("stepscope.cli.", "stepscope.report.terminal.")
+    assert not [module for module in importers if not module.startswith(allowed)]

@@ -10,11 +10,11 @@ import pytest
 
 from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settle
 from stepscope import ProfileConfig, capture, span
-from stepscope.cli.app import run
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.mirror import uncopied
+from stepscope.mirror import program
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
 from stepscope.testing.steps import StepFolder
@@ -70,7 +70,7 @@ def test_a_step_that_another_process_records_now_is_left_alone(tmp_path: Path, u
     folder.process("trainer", 0, host=HOST, pid=os.getpid(), owner=True)  # never closed, and alive
     folder.write()
     a_step(tmp_path / "run", step=2)
-    assert run(["mirror", str(tmp_path / "run"), "--to", url, "--step", "2", "--and-earlier"]) == 0
+    assert program.main(str(tmp_path / "run"), "2", url, "yes") == 0
     assert [path.name for path in (tmp_path / "store").glob("step*")] == ["step_000002"]
 
 

@@ -71,13 +71,8 @@ def options(
     _with_traceback = traceback or os.environ.get("STEPSCOPE_RAISE") == "1"
 
 
-def main() -> None:
-    """The console script."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Output that nobody reads (`| head`) ends it."""
+    """Run the command and return its exit code. Output that nobody reads (`| head`) ends it."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the encoding lacks
@@ -106,7 +101,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Says what is wrong, and returns the exit code for it."""
+    """Print what is wrong and return the exit code for it."""
     if isinstance(error, CommandError):
         screen.say(f"error: {error}")
         return error.code
@@ -114,6 +109,7 @@ def _explain(error: Exception) -> int:
         screen.say(f"error: {error}")
         return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR
     screen.say(
-        f"error: {type(error).__name__}: {error}\nNobody expected this; `stepscope --traceback` shows where."
+        f"error: {type(error).__name__}: {error}\nThis is a bug in stepscope. "
+        "Run again with `--traceback` and report it."
     )
     return Exit.ERROR

@@ -73,8 +73,8 @@ class Command:
             )
 
 
-def of_our_own(*arguments: str) -> list[str]:
-    """The command line of `stepscope <arguments>`, by this Python and of this installation.
+def of_our_own(module: str, *arguments: str) -> list[str]:
+    """Return the command line that calls `main(*arguments)` of `module`, of this Python and installation.
 
     It yields the processor to the training. The working directory is not searched for modules: it is the
     training's, and holds what the training likes.
@@ -82,6 +82,7 @@ def of_our_own(*arguments: str) -> list[str]:
     home = Path(__file__).parents[2]
     program = (
         "import os, sys; sys.path[:] = [at for at in sys.path if at]; "
-        f"sys.path.append({str(home)!r}); os.nice(10); from stepscope.cli import main; main()"
+        f"sys.path.append({str(home)!r}); os.nice(10); "
+        f"from {module} import main; sys.exit(main(*sys.argv[1:]))"
     )
     return [sys.executable, "-c", program, *arguments]

@@ -56,26 +56,30 @@ class Chores:
         self._files_until = time.monotonic() + session.config.budget.export_seconds
         self._chores = [chore for chore in self._all() if session.ledger.state(chore.name) == "pending"]
         # Once more at the end, for the manifest that says that the first time went well.
-        self._last = self._mirror("--quiet")
+        self._last = self._mirror(earlier=False)
 
     def _all(self) -> list[Chore]:
         """In this order: what the command writes is mirrored, and so is what all of them say."""
         session, finish = self._session, self._session.config.finish
-        step = ("--step", str(session.step))
         writers = ",".join(finish.report_to)
         figures = of_our_own(
-            "publish", session.config.save_path, *step, "--run", session.run_id, "--to", writers
+            "stepscope.writers.publish",
+            session.config.save_path,
+            str(session.step),
+            session.run_id,
+            writers,
         )
         return [
             Chore(COMMAND, self._program(finish.command or ""), lambda reason: reason),
             Chore(SCALARS, self._program(figures), self._figures),
-            Chore(MIRROR, self._mirror("--quiet", "--and-earlier"), self._mirrored),
+            Chore(MIRROR, self._mirror(earlier=True), self._mirrored),
         ]
 
-    def _mirror(self, *options: str) -> Command:
+    def _mirror(self, *, earlier: bool) -> Command:
         config, step = self._session.config, str(self._session.step)
-        to = ("--to", config.finish.mirror or "")
-        return self._program(of_our_own("mirror", config.save_path, *to, "--step", step, *options))
+        scope = "yes" if earlier else "no"
+        url = config.finish.mirror or ""
+        return self._program(of_our_own("stepscope.mirror.program", config.save_path, step, url, scope))
 
     def _program(self, what: str | Sequence[str]) -> Command:
         session = self._session

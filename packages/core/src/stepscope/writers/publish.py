@@ -1,0 +1,78 @@
+"""Publication of one step's figures. Also the program that runs after a capture, without the extra `cli`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from stepscope.errors import StepscopeError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.scalars import StepScalars, write_scalars
+from stepscope.report import report_step, to_scalars
+from stepscope.timeline import load_step
+from stepscope.writers.installed import load_writer
+from stepscope.writers.protocol import ReportedStep, ReportWriter
+
+
+def main(save_path: str, step: str, run_id: str, writers: str) -> int:
+    """Publish one step of a run and return the exit code. `writers` has commas between the names."""
+    os.umask(0o077)  # files of writers in the run's folder are as private as the others there
+    run = RunLayout(Path(save_path))
+    try:
+        figures = publish_step(run, run.step(int(step)), run_id, load_writers(writers.split(",")))
+    except StepscopeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for line in outcomes(figures):
+        sys.stderr.write(f"{line}\n")
+    return 3 if any(figures.written.values()) else 0
+
+
+def load_writers(names: Iterable[str]) -> dict[str, ReportWriter]:
+    """Return the writers with these names.
+
+    Raises:
+        ConfigError: There is no such writer, or a package that it needs is not installed.
+    """
+    return {name.strip(): load_writer(name.strip()) for name in names if name.strip()}
+
+
+def publish_step(
+    run: RunLayout, step: StepLayout, run_id: str | None, writers: Mapping[str, ReportWriter]
+) -> StepScalars:
+    """Compute a step's figures, store them in its folder and give them to `writers`.
+
+    Raises:
+        RecordError: The step cannot be read.
+    """
+    timeline = load_step(step.root, run_id=run_id)
+    report = report_step(timeline)
+    values = to_scalars(report)
+    reported = ReportedStep(run=run, report=report, timeline=timeline, scalars=values)
+    figures = StepScalars(
+        run_id=report.run_id,
+        step=report.step,
+        opened_ns=report.opened_ns,
+        values=values,
+        written={name: _write(writer, reported) for name, writer in writers.items()},
+    )
+    write_scalars(step, figures)
+    return figures
+
+
+def outcomes(figures: StepScalars) -> list[str]:
+    """Return a line for each writer: how many figures it took, or its error."""
+    return [
+        f"{writer}: {failure or f'{len(figures.values)} figures'}"
+        for writer, failure in figures.written.items()
+    ]
+
+
+def _write(writer: ReportWriter, reported: ReportedStep) -> str | None:
+    try:
+        writer(reported)
+    except Exception as error:  # a store that is away must not keep the figures from the others
+        return f"{type(error).__name__}: {error}"[:500]
+    return None
