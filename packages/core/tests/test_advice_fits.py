@@ -15,7 +15,7 @@ from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report import Advice, find_phaseless
-from stepscope.report.terminal.engine import say_phaseless
+from stepscope.report.blocks.engines import say_phaseless
 from stepscope.testing.steps import OPENED_NS, FakeProcess
 from stepscope.timeline import load_step
 

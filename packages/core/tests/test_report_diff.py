@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.report import StepReport, report_step
+from stepscope.report.formatting import signed
 from stepscope.report.tables.diff import Diff, diff
-from stepscope.report.terminal.diff import render_diff, signed
+from stepscope.report.terminal.diff import render_diff
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

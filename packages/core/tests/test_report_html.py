@@ -13,8 +13,10 @@ from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
 from stepscope.report import StepReport, report_step
-from stepscope.report.html import RunStep, StepFile, render_run, render_step
+from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag, text
+from stepscope.report.html.run import RunStep, render_run
+from stepscope.report.html.step import render_step
 from stepscope.report.html.timecharts import ticks
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packages.core.tests.pictures import rl_step
 from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.report import Idle, find_idle
-from stepscope.report.terminal.sections import say_collectives
+from stepscope.report.blocks.idle import say_collectives
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from stepscope.files.manifest.records import OwnCost
 from stepscope.report import StepReport, break_down, find_long_tail, report_step, time_stages
-from stepscope.report.formatting import duration, middle, moment, percents, plain
-from stepscope.report.html import render_step
-from stepscope.report.terminal.health import worst_first
-from stepscope.report.terminal.layout import LISTED
-from stepscope.report.terminal.sections import say_left_out, trajectories
+from stepscope.report.blocks.breakdown import say_left_out
+from stepscope.report.blocks.health import worst_first
+from stepscope.report.blocks.long_tail import trajectories
+from stepscope.report.formatting import LISTED, duration, middle, moment, percents, plain
+from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.report.blocks.health import clock, clock_notes
 from stepscope.report.tables.breakdown import break_down
 from stepscope.report.tables.health import check_health
-from stepscope.report.terminal.health import clock, clock_notes
 from stepscope.testing.known import Clock, Known, KnownStep, some_clocks
 from stepscope.testing.steps import OPENED_NS
 from stepscope.timeline import Timeline, load_step, merge_step

@@ -19,7 +19,7 @@ from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording.capture import baseline
 from stepscope.recording.capture import capture as capture_module
 from stepscope.report import StepReport, report_step, to_scalars
-from stepscope.report.html import render_step
+from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step

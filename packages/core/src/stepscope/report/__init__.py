@@ -1,7 +1,8 @@
 """Tables of a step's time: pure functions of a timeline, and the tables as text."""
 
 from stepscope.report.scalars import to_scalars
-from stepscope.report.step import StepReport, report_step
+from stepscope.report.step import report_step
+from stepscope.report.step_report import StepReport
 from stepscope.report.table import Table
 from stepscope.report.tables.advice import Advice, Evidence, advise
 from stepscope.report.tables.baseline import Baseline, find_baseline

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 
 _UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us"))
+LISTED = 12
+"""Lines of a list that are printed; the number of the others follows, and `--json` has them all."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 def duration(ns: int | None) -> str:
-    """Three digits and a unit: `1.23 s`, `456 ms`, `78.9 us`, `5 ns`, `0`; `-` where it is not known."""
+    """Return three digits and a unit: `1.23 s`, `456 ms`, `5 ns`, `0`; `-` for what is not known."""
     if ns is None:
         return "-"
     for size, unit in _UNITS:
@@ -24,7 +26,7 @@ def duration(ns: int | None) -> str:
 
 
 def percents(parts: Sequence[int], total: int) -> list[str]:
-    """Each part's percentage with one decimal, rounded half to even.
+    """Return each part's percentage with one decimal, rounded half to even.
 
     Parts that make up the whole total are rounded by largest remainder instead: these add up to 100.0.
     """
@@ -41,18 +43,18 @@ def percents(parts: Sequence[int], total: int) -> list[str]:
 
 
 def tenths(part: int, total: int) -> int:
-    """Tenths of a percent, rounded half to even, exactly. `total` is above 0."""
+    """Return tenths of a percent, rounded half to even, exactly. `total` is above 0."""
     whole, rest = divmod(part * 1000, total)
     return whole + (2 * rest > total or (2 * rest == total and whole % 2 == 1))
 
 
 def middle(values: Iterable[int]) -> int:
-    """The median, of an even number of values the mean of the middle two."""
+    """Return the median, of an even number of values the mean of the middle two."""
     return round(statistics.median(values))
 
 
 def moment(unix_ns: int) -> str:
-    """`2025-06-15 15:06:40 UTC`."""
+    """Return `2025-06-15 15:06:40 UTC`."""
     try:
         return f"{_EPOCH + timedelta(microseconds=unix_ns // 1000):%Y-%m-%d %H:%M:%S} UTC"
     except OverflowError:  # beyond the year 9999: a damaged file
@@ -60,7 +62,7 @@ def moment(unix_ns: int) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` on one line and without control characters: names come from files, and terminals obey these."""
+    """Return `text` on one line and without control characters, which terminals obey."""
     return visible(re.sub(r"[\t\r\n]+", " ", text))
 
 
@@ -75,20 +77,38 @@ def visible(text: str) -> str:
 
 
 def turn(trajectory: str | None, index: int | None) -> str:
-    """`math-17 turn 3`."""
+    """Return `math-17 turn 3`."""
     return (trajectory or "") + ("" if index is None else f" turn {index}")
 
 
 def count(number: int, noun: str) -> str:
-    """`1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
+    """Return `1 span`, `2,345 spans`, `3 processes`, `4 trajectories`."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("s") else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def size(number: int) -> str:
-    """`812 B`, `4.5 kB`, `1.2 GB`: powers of 1000."""
+    """Return `812 B`, `4.5 kB`, `1.2 GB`: powers of 1000."""
     value, units = float(number), iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while value >= 999.5 and unit != "TB":
         value, unit = value / 1000, next(units)
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def both(a: str, b: str) -> str:
+    """Return `a` if it is the same on both sides, else `a > b`."""
+    return a if a == b else f"{a} > {b}"
+
+
+def signed(ns: int) -> str:
+    """Return `+1.20 s`, `-3.00 ms`, `0`."""
+    return f"+{duration(ns)}" if ns > 0 else duration(ns)
+
+
+def percentage(part: int, whole: int) -> str:
+    """Return `+12.3`, `-4.0`, `0.0`; `-` of nothing."""
+    if whole <= 0:
+        return "-"
+    rounded = tenths(part, whole)
+    return f"{rounded / 10:+.1f}" if rounded else "0.0"

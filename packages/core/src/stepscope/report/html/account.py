@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from stepscope.report.blocks.breakdown import (
+    BESIDE,
+    gap_table,
+    overlap_table,
+    say_left_out,
+    say_outside,
+    waiting,
+)
+from stepscope.report.charts.gantt import draw_gantt
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.markup import EMPTY, Html, join, tag
+from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import percent, section, table
+from stepscope.report.html.timecharts import gantt
+from stepscope.report.section import Page
 from stepscope.report.tables.breakdown import Breakdown, Line
-from stepscope.report.terminal.diff import BESIDE
-from stepscope.report.terminal.sections import GAP_COLUMNS, gap_rows, say_left_out, say_outside, waiting
 
 LINES = 24
 """Stages with a bar of their own; the smallest of more are one bar."""
 
 
+def draw_account(breakdown: Breakdown, page: Page) -> Iterable[Html]:
+    """Return the account as a waterfall, and the chart of who ran what, when."""
+    chart = draw_gantt(page.timeline, page.report.stages)
+    return waterfall(breakdown, page.colours), gantt(chart, page.colours)
+
+
 def waterfall(breakdown: Breakdown, colours: Colours) -> Html:
-    """Each line of the account begins where the one above it ends."""
+    """Return the account, each line of which begins where the one above it ends."""
     whole_ns = breakdown.window_ns
     shares = percents([line.wall_ns for line in breakdown.lines], whole_ns)
     stages = [line for line in breakdown.lines if line.kind == "stage"]
@@ -61,8 +76,8 @@ def _row(line: Line, share: str, at_ns: int, total_ns: int, colours: Colours) ->
     else:
         kind, name = line.kind, join(tag("i", class_=f"swatch {line.kind}"), tag("span", line.kind))
         times = ("", "")
-    said = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
-    bar = _bar(kind, at_ns, line.wall_ns, total_ns, said)
+    hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}, {share} %".strip()
+    bar = _bar(kind, at_ns, line.wall_ns, total_ns, hover)
     return (name, bar, share, duration(line.wall_ns), *times)
 
 
@@ -73,9 +88,9 @@ def _folded(number: int, at_ns: int, wall_ns: int, total_ns: int) -> Sequence[st
     return (name, bar, share, duration(wall_ns), "", "")
 
 
-def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, said: str) -> Html:
+def _bar(kind: str, at_ns: int, wall_ns: int, total_ns: int, hover: str) -> Html:
     place = f"left:{percent(at_ns, total_ns)};width:{percent(wall_ns, total_ns)}"
-    return tag("div", tag("i", class_=f"m {kind}", style=place, data_t=said), class_="fall")
+    return tag("div", tag("i", class_=f"m {kind}", style=place, data_t=hover), class_="fall")
 
 
 def _note(breakdown: Breakdown) -> str:
@@ -93,22 +108,16 @@ def _note(breakdown: Breakdown) -> str:
 
 
 def _gaps(breakdown: Breakdown) -> Iterator[Html]:
-    rows = gap_rows(breakdown)
-    if rows:
+    gaps = gap_table(breakdown)
+    if gaps is not None:
         ns, number = sum(gap.wall_ns for gap in breakdown.gaps), sum(gap.count for gap in breakdown.gaps)
         title = f"Unaccounted: {duration(ns)} in {count(number, 'gap')}"
-        yield tag("details", tag("summary", title), table(GAP_COLUMNS, rows))
+        yield tag("details", tag("summary", title), table(gaps.columns, gaps.rows))
 
 
 def _overlaps(breakdown: Breakdown) -> Iterator[Html]:
-    """The stages that an instant was split among."""
-    if not breakdown.overlaps:
-        yield EMPTY
-        return
-    shares = percents([overlap.wall_ns for overlap in breakdown.overlaps], breakdown.window_ns)
-    rows = [
-        (duration(overlap.wall_ns), share, " + ".join(" ".join(label) for label in overlap.stages))
-        for overlap, share in zip(breakdown.overlaps, shares, strict=True)
-    ]
-    title = f"At the same time, split equally above: {count(len(rows), 'combination')}"
-    yield tag("details", tag("summary", title), table((">wall", ">%", "stages"), rows[:LINES]))
+    """Yield the stages that an instant was split among."""
+    if breakdown.overlaps:
+        overlaps = overlap_table(breakdown, LINES - 1)
+        title = f"At the same time, split equally above: {count(len(breakdown.overlaps), 'combination')}"
+        yield tag("details", tag("summary", title), table(overlaps.columns, overlaps.rows))

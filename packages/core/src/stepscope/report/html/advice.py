@@ -1,28 +1,27 @@
-"""What to do about a step, at the top of its page."""
+"""Advice at the top of a step's page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.formatting import duration, percents
+from stepscope.report.blocks.advice import savings
 from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import section
+from stepscope.report.section import Page
 from stepscope.report.tables.advice import Advice
 
 
-def todo(advice: Sequence[Advice], total_ns: int) -> Iterator[Html]:
-    """Nothing where no rule speaks."""
+def draw_advice(advice: Sequence[Advice], page: Page) -> Iterator[Html]:
+    """Yield the advice. Nothing if no rule speaks."""
     if advice:
-        items = [_item(each, total_ns) for each in advice]
+        items = [_item(item, page.report.breakdown.window_ns) for item in advice]
         note = "Savings are upper bounds and do not add up."
         yield section("todo", "What to do", tag("ul", *items, class_="todo"), note=note)
 
 
-def _item(each: Advice, total_ns: int) -> Html:
-    saves = EMPTY
-    if each.saves_ns:
-        (share,) = percents([min(each.saves_ns, total_ns)], total_ns)
-        saves = tag("b", f"{duration(each.saves_ns)}, {share} %", class_="saves")
-    what = tag("b", each.what, class_="bad" if each.kind == "alarm" else None)
-    because = tag("div", "; ".join(each.because), class_="note")
-    return tag("li", saves, what, because, tag("div", each.do), class_=each.kind)
+def _item(advice: Advice, total_ns: int) -> Html:
+    saves = savings(advice, total_ns)
+    what = tag("b", advice.what, class_="bad" if advice.kind == "alarm" else None)
+    because = tag("div", "; ".join(advice.because), class_="note")
+    bound = tag("b", saves, class_="saves") if saves else EMPTY
+    return tag("li", bound, what, because, tag("div", advice.do), class_=advice.kind)

@@ -1,27 +1,27 @@
-"""Engines on the page: what each replica did, and its load over the step's time."""
+"""Engines on the page: the times of each replica, and its load over the step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.report.blocks.engines import (
+    REQUESTS_NOTE,
+    engine_note,
+    engine_times,
+    iterations_of,
+    name_engine,
+    request_table,
+    say_phaseless,
+    shares_of,
+)
 from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
 from stepscope.report.html.timecharts import axis
-from stepscope.report.tables.engine import Engine, Load, Phaseless
-from stepscope.report.terminal.engine import (
-    REQUEST_COLUMNS,
-    REQUESTS_NOTE,
-    engine_note,
-    engine_times,
-    iterations_of,
-    name_engine,
-    request_cells,
-    say_phaseless,
-    shares_of,
-)
+from stepscope.report.section import Page
+from stepscope.report.tables.engine import Engine, Load
 
 CHARTS = 16
 """Replicas whose load is drawn."""
@@ -39,26 +39,27 @@ _PHASES = (
 _TIMES = ("replica", "by", "time", ">iterations", ">recorded", *(f">{name}" for name, _ in _PHASES))
 
 
-def engines(
-    rows: Sequence[Engine], phaseless: Sequence[Phaseless], window_ns: int, colours: Colours
-) -> Iterator[Html]:
-    unsaid = tag("p", f"{say_phaseless(phaseless)}.", class_="note") if phaseless else EMPTY
+def draw_engines(rows: Sequence[Engine], page: Page) -> Iterator[Html]:
+    """Yield the engines, and the names of those without phases."""
+    phaseless = page.report.phaseless
+    unnamed = tag("p", f"{say_phaseless(phaseless)}.", class_="note") if phaseless else EMPTY
     if rows:
-        yield _engines(rows, unsaid, window_ns, colours)
+        yield _engines(rows, unnamed, page.report.breakdown.window_ns, page.colours)
     elif phaseless:
-        yield section("engines", "Engines", unsaid)
+        yield section("engines", "Engines", unnamed)
 
 
-def _engines(rows: Sequence[Engine], unsaid: Html, window_ns: int, colours: Colours) -> Html:
+def _engines(rows: Sequence[Engine], unnamed: Html, window_ns: int, colours: Colours) -> Html:
     chart, height = _chart([row for row in rows if row.load], window_ns, colours)
     named = [(name, _colour(name, css, colours)) for name, css in _PHASES]
     phases = tag(
         "p", *(tag("span", tag("i", class_=f"swatch {css}"), name) for name, css in named), class_="legend"
     )
     times = table(_TIMES, [_times(name_engine(row, rows), row, named) for row in rows], "engine-table")
-    requests = table(REQUEST_COLUMNS, list(map(request_cells, rows)), "engine-requests")
+    asked = request_table(rows)
+    requests = table(asked.columns, asked.rows, "engine-requests")
     note = f"{height} {engine_note(rows)} {REQUESTS_NOTE}".lstrip()
-    return section("engines", "Engines", chart, phases, times, requests, unsaid, note=note)
+    return section("engines", "Engines", chart, phases, times, requests, unnamed, note=note)
 
 
 def _chart(rows: Sequence[Engine], window_ns: int, colours: Colours) -> tuple[Html, str]:
@@ -109,14 +110,14 @@ def _load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
     width_ns = row.load[1].start_ns - row.load[0].start_ns if len(row.load) > 1 else row.window_ns
     for load in row.load:
         below = 0.0
-        said = f"{load.decoding:g} in decode, {load.prefilling:g} in prefill, {load.waiting:g} waiting"
+        hover = f"{load.decoding:g} in decode, {load.prefilling:g} in prefill, {load.waiting:g} waiting"
         for part, level in zip(_PARTS, _levels(load), strict=True):
             if level:
                 place = (
                     f"left:{percent(load.start_ns, window_ns)};width:{percent(1.05 * width_ns, window_ns)};"
                     f"bottom:{percent(below, top)};height:{percent(level, top)}"
                 )
-                bars.append(tag("i", class_=f"m {colours.of(('rollout', part))}", style=place, data_t=said))
+                bars.append(tag("i", class_=f"m {colours.of(('rollout', part))}", style=place, data_t=hover))
                 below += level
     track = tag("div", tag("div", *bars, class_="zoom"), class_="track curve")
     return tag(

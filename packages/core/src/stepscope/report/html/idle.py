@@ -6,19 +6,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
+from stepscope.report.blocks.idle import say_causes, say_collectives
+from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import percent, section, table
+from stepscope.report.section import Page
 from stepscope.report.tables.idle import Idle, IdleKind
-from stepscope.report.terminal.sections import say_causes, say_collectives, say_profiled, starred
 
 DRAWN = 128
 """Processes of a role with a row of their own; of more every k-th has one, and the most idle."""
 _KINDS: tuple[IdleKind, ...] = get_args(IdleKind)
 
 
-def idle(rows: Sequence[Idle], window_ns: int) -> Iterator[Html]:
+def draw_idle(rows: Sequence[Idle], page: Page) -> Iterator[Html]:
+    """Yield a bar for each process, from busy to idle by cause."""
+    window_ns = page.report.breakdown.window_ns
     if not rows or not window_ns:
         return
     kinds = ("busy", *_KINDS)
@@ -44,9 +48,9 @@ def _shown(rows: Sequence[Idle]) -> Iterator[Idle]:
     roles: dict[str, list[Idle]] = defaultdict(list)
     for row in rows:
         roles[row.role].append(row)
-    for mine in roles.values():
-        most = max(range(len(mine)), key=lambda at: mine[at].idle_ns)
-        yield from (mine[at] for at in pick(len(mine), DRAWN, [most]))
+    for group in roles.values():
+        most = max(range(len(group)), key=lambda at: group[at].idle_ns)
+        yield from (group[at] for at in pick(len(group), DRAWN, [most]))
 
 
 def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]:
@@ -57,8 +61,8 @@ def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]
     for kind in ("busy", *_KINDS):
         if parts[kind]:
             place = f"left:{percent(at_ns, window_ns)};width:{percent(parts[kind], window_ns)}"
-            said = f"{row.process}: {kind} {duration(parts[kind])}"
-            bars.append(tag("i", class_=f"m {_class(kind)}", style=place, data_t=said))
+            hover = f"{row.process}: {kind} {duration(parts[kind])}"
+            bars.append(tag("i", class_=f"m {_class(kind)}", style=place, data_t=hover))
             at_ns += parts[kind]
     (share,) = percents([row.idle_ns], window_ns)
     cells = (

@@ -1,60 +1,48 @@
-"""What the traces say, on the page: operators and kernels, devices, memory."""
+"""Operators and kernels, devices and memory of the traces, on the page."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from stepscope.report.formatting import count, duration, percents, size
-from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import listing, percent, section, table
-from stepscope.report.tables.cuda_memory import CudaMemory
-from stepscope.report.tables.devices import DeviceRow, OperatorRow, TraceTables
-from stepscope.report.terminal.memory import (
-    COLUMNS,
-    HELD,
-    HOLDERS,
-    NOTE,
-    holder_cells,
-    memory_cells,
-    name_of,
-    say_memory,
+from stepscope.report.blocks.traces import (
+    DEVICE_NOTE,
+    memory_table,
+    no_device_list,
+    operators_by_role,
+    short,
+    trouble_lists,
 )
-from stepscope.report.terminal.sections import say_no_device, short
+from stepscope.report.formatting import count, duration, percents
+from stepscope.report.html.markup import Html, tag
+from stepscope.report.html.page import draw, percent, section, table
+from stepscope.report.section import Page
+from stepscope.report.tables.devices import DeviceRow, OperatorRow, TraceTables
 
 
-def kernels(found: TraceTables) -> Iterator[Html]:
-    """Nothing where there is no trace."""
-    if found.traces or found.problems or found.unread:
-        yield section("kernels", "Operators and kernels", *_operators(found), note=_note(found))
-        yield from _device_parts(found)
+def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
+    """Yield operators, devices and memory. Nothing without a trace."""
+    del page
+    if traces is not None and (traces.traces or traces.problems or traces.unread):
+        yield section("kernels", "Operators and kernels", *_operators(traces), note=_note(traces))
+        yield from _devices_and_memory(traces)
 
 
-def _note(found: TraceTables) -> str:
-    events = sum(row.events for row in found.traces)
+def _note(traces: TraceTables) -> str:
+    events = sum(row.events for row in traces.traces)
     return (
-        f"From {count(len(found.traces), 'trace')} with {events:,} events. Sums over calls and processes. "
+        f"From {count(len(traces.traces), 'trace')} with {events:,} events. Sums over calls and processes. "
         "own time: without the operators below. mark: named by a decorator or record_function; its own time "
         "is between operators, in Python or waiting."
     )
 
 
-def _operators(found: TraceTables) -> Iterator[Html]:
-    roles: dict[str, list[OperatorRow]] = defaultdict(list)
-    for row in found.operators:
-        roles[row.role].append(row)
-    for role, rows in roles.items():
-        on_device = [row for row in rows if row.kind not in ("cpu", "mark")]
-        ordered = [*on_device, *(row for row in rows if row.kind in ("cpu", "mark"))]
+def _operators(traces: TraceTables) -> Iterator[Html]:
+    columns = ("name", "kind", "own time", ">own time", ">total", ">count", ">mean", ">max", ">processes")
+    for role, rows in operators_by_role(traces).items():
         longest_ns = max((row.self_ns for row in rows), default=0)
-        columns = ("name", "kind", "own time", ">own time", ">total", ">count", ">mean", ">max", ">processes")
         yield tag("h3", role)
-        yield table(columns, [_operator(row, longest_ns) for row in ordered], "")
-    if found.problems:
-        lines = [f"{problem.file}: {problem.what}" for problem in found.problems]
-        yield listing("Trouble with traces", lines, "bad")
-    if found.unread:
-        yield listing("Not looked into", found.unread)
+        yield table(columns, [_operator(row, longest_ns) for row in rows], "")
+    yield from map(draw, trouble_lists(traces))
 
 
 def _operator(row: OperatorRow, longest_ns: int) -> tuple[str | Html, ...]:
@@ -72,18 +60,18 @@ def _operator(row: OperatorRow, longest_ns: int) -> tuple[str | Html, ...]:
     )
 
 
-def _device_parts(found: TraceTables) -> Iterator[Html]:
+def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
     parts: list[Html] = []
-    if found.devices:
-        parts.append(_devices(found.devices))
-    if found.without_device:
-        said = [say_no_device(row) for row in found.without_device]
-        parts.append(listing("No device activity in a trace", said))
-    if found.memory:
-        parts += [tag("h3", "Most memory, as torch's allocators counted"), _memory(found)]
+    if traces.devices:
+        parts.append(_devices(traces.devices))
+    if traces.without_device:
+        parts.append(draw(no_device_list(traces.without_device)))
+    if traces.memory:
+        memory = memory_table(traces.memory)
+        title = tag("h3", "Most memory, as torch's allocators counted")
+        parts += [title, table(memory.columns, memory.rows)]
     if parts:
-        note = "All streams together. Exposed: communication that no computation hides. %: of recorded."
-        yield section("devices", "Devices", *parts, note=note if found.devices else "")
+        yield section("devices", "Devices", *parts, note=DEVICE_NOTE if traces.devices else "")
 
 
 def _devices(rows: Sequence[DeviceRow]) -> Html:
@@ -108,27 +96,3 @@ def _device(row: DeviceRow) -> tuple[str | Html, ...]:
         duration(row.busy_ns), percents([row.busy_ns], row.recorded_ns)[0], duration(row.compute_ns),
         duration(row.communication_ns), duration(row.exposed_ns), duration(row.memory_ns),
     )  # fmt: skip
-
-
-def cuda_memory(rows: Sequence[CudaMemory]) -> Iterator[Html]:
-    """Nothing where no snapshot was taken."""
-    if not rows:
-        return
-    parts = [table(COLUMNS, [memory_cells(row) for row in rows], "cuda-memory-table")]
-    for row in rows[:HELD]:
-        said = say_memory(row)
-        parts.append(tag("h3", f"Held then: {name_of(row)}"))
-        parts += [tag("p", said, class_="said bad" if row.oom else "note")] if said else []
-        parts.append(table(HOLDERS, holder_cells(row)))
-    yield section("cuda-memory", "CUDA memory at its highest", *parts, note=NOTE)
-
-
-def _memory(found: TraceTables) -> Html:
-    rows = [
-        (
-            row.process, row.device, size(row.allocated_bytes), size(row.reserved_bytes),
-            "-" if row.capacity_bytes is None else size(row.capacity_bytes), duration(row.at_ns),
-        )
-        for row in found.memory
-    ]  # fmt: skip
-    return table(("process", "device", ">allocated", ">reserved", ">of", ">at"), rows)

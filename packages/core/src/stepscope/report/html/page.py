@@ -1,13 +1,14 @@
-"""What all pages share: the frame, sections, tables, and the rule that nothing is asked of anybody."""
+"""Parts that all pages share: the frame, which loads nothing, sections, tables and lists."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
+from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
 from stepscope.report.html.markup import EMPTY, Html, join, tag, text
 
 ROWS = 24
@@ -20,7 +21,7 @@ def _resource(name: str) -> str:
 
 
 def page(title: str, *body: Html) -> str:
-    """A whole document. Its policy lets only the page's own script run, and nothing be loaded."""
+    """Return a whole document. Its policy lets only the page's own script run, and nothing be loaded."""
     script = _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -39,32 +40,52 @@ def page(title: str, *body: Html) -> str:
 
 
 def section(name: str, title: str, *body: Html, note: str = "") -> Html:
-    """A titled part of a page. `name` is its anchor."""
+    """Return a titled part of a page. `name` is its anchor."""
     explained = tag("p", note, class_="note") if note else EMPTY
     return tag("section", tag("h2", title), *body, explained, id=name)
 
 
+def draw_section(name: str, title: str, blocks: Iterable[Block]) -> Iterator[Html]:
+    """Yield a section of tables and lists. Nothing without a block."""
+    if parts := [draw(block, title) for block in blocks]:
+        yield section(name.replace("_", "-"), title, *parts)
+
+
+def draw(block: Block, heading: str = "") -> Html:
+    """Return a block as a page shows it. A title that is the heading above it is left out."""
+    if isinstance(block, Paragraph):
+        return tag("p", block.text, class_="said")
+    if isinstance(block, Listing):
+        return listing(block.title, block.lines, "bad" if block.bad else "")
+    title = EMPTY if block.title == heading else tag("h3", block.title)
+    if isinstance(block, TextTable):
+        note = tag("p", block.note, class_="note") if block.note else EMPTY
+        return join(title, table(block.columns, block.rows), note)
+    items = (tag("li", tag("b", r.text), *(tag("div", line) for line in r.details)) for r in block.remarks)
+    return join(title, tag("ul", *items))
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: str = "") -> Html:
-    """A table. A column whose name starts with `>` is of numbers."""
+    """Return a table. A column whose name starts with `>` is of numbers."""
     classes = ["n" if column.startswith(">") else None for column in columns]
     head = tag("tr", *(tag("th", c.lstrip(">"), class_=k) for c, k in zip(columns, classes, strict=True)))
     lines = [
         tag("tr", *(tag("td", cell, class_=k) for cell, k in zip(row, classes, strict=True))) for row in rows
     ]
-    made = tag("table", tag("thead", head), tag("tbody", *lines), id=name or None)
+    grid = tag("table", tag("thead", head), tag("tbody", *lines), id=name or None)
     if len(lines) <= ROWS:
-        return tag("div", made, class_="wide")
+        return tag("div", grid, class_="wide")
     cut = tag("p", f"Printed are the first {ROWS} of {len(lines):,} rows.", class_="note printed")
-    return join(tag("div", made, class_="wide scroll"), cut)
+    return join(tag("div", grid, class_="wide scroll"), cut)
 
 
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
-    """A titled list. Of many lines the rest is folded away, and a printed page only counts it."""
+    """Return a titled list. Of many lines the rest is folded away, and a printed page only counts it."""
     seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
-    made = join(tag("h3", title), _bullets(seen, kind))
+    start = join(tag("h3", title), _bullets(seen, kind))
     if not rest:
-        return made
-    return join(made, tag("details", tag("summary", f"and {len(rest):,} more"), _bullets(rest, kind)))
+        return start
+    return join(start, tag("details", tag("summary", f"and {len(rest):,} more"), _bullets(rest, kind)))
 
 
 def _bullets(lines: Sequence[str], kind: str) -> Html:
@@ -72,5 +93,5 @@ def _bullets(lines: Sequence[str], kind: str) -> Html:
 
 
 def percent(part: float, whole: float) -> str:
-    """A CSS length, to a thousandth of a pixel on a laptop's screen."""
+    """Return a CSS length, to a thousandth of a pixel on a laptop's screen."""
     return f"{100 * part / whole:.6g}%" if whole else "0%"

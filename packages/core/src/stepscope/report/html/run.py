@@ -10,14 +10,14 @@ from urllib.parse import quote
 import msgspec
 
 from stepscope.report.accounting import Label
-from stepscope.report.formatting import count, duration, middle, percents
+from stepscope.report.blocks.breakdown import BESIDE
+from stepscope.report.formatting import both, count, duration, middle, percentage, percents, signed
 from stepscope.report.html.account import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import listing, page, percent, section, table
-from stepscope.report.step import StepReport
+from stepscope.report.step_report import StepReport
 from stepscope.report.tables.diff import Change, diff
-from stepscope.report.terminal.diff import BESIDE, both, percentage, signed
 
 OTHERS = ("profiler", "unaccounted")
 """Lines of the account that are no stages."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.report.accounting import Label
-from stepscope.report.charts.gantt import draw_gantt
-from stepscope.report.charts.lanes import pack_trajectories
-from stepscope.report.formatting import count, duration, moment, percents
-from stepscope.report.html import account, advice, completeness, engine, heat, idle, kernels, tail, timecharts
+from stepscope.report.blocks.baseline import say_beside, say_usual
+from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete
+from stepscope.report.formatting import count, duration, moment, percentage, percents
 from stepscope.report.html.colours import Colours
-from stepscope.report.html.completeness import StepFile
+from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import page
-from stepscope.report.step import StepReport
+from stepscope.report.html.page import draw_section, page
+from stepscope.report.section import Page
+from stepscope.report.sections import SECTIONS
+from stepscope.report.step_report import StepReport
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.stages import Stage
-from stepscope.report.terminal.baseline import say_beside, say_usual
-from stepscope.report.terminal.diff import percentage
-from stepscope.report.terminal.health import doubts, say_again, say_ended, say_incomplete
 from stepscope.timeline import Timeline
 
 __all__ = ["StepFile", "render_step"]
@@ -35,31 +33,12 @@ def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile
 
 def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) -> Iterator[Html]:
     waiting = [(stage.role, stage.stage) for stage in report.stages if stage.waits]
-    colours = Colours(_by_sight(report.stages), waiting)
+    page = Page(timeline, report, Colours(_by_sight(report.stages), waiting), files)
     yield _head(timeline, report)
-    yield from advice.todo(report.advice, report.breakdown.window_ns)
-    yield account.waterfall(report.breakdown, colours)
-    yield timecharts.gantt(draw_gantt(timeline, report.stages), colours)
-    found = report.long_tail
-    if found is not None:
-        lanes = pack_trajectories(timeline, [slow.trajectory for slow in found.worst])
-        if lanes is not None:
-            yield timecharts.lanes(lanes, timeline.window.wall_ns, colours)
-        yield tail.tail(found, colours)
-    if report.staleness is not None:
-        yield tail.staleness(report.staleness)
-    yield from engine.engines(report.engines, report.phaseless, report.breakdown.window_ns, colours)
-    yield from idle.idle(report.idle, report.breakdown.window_ns)
-    yield from heat.heat(report.stages, colours)
-    if report.stages:
-        yield heat.calls(report.stages, colours)
-    if report.traces is not None:
-        yield from kernels.kernels(report.traces)
-    yield from kernels.cuda_memory(report.cuda_memory)
-    yield completeness.health(report.health)
-    yield completeness.processes(report.health.processes)
-    if files:
-        yield completeness.files(files)
+    for section in sorted(SECTIONS, key=lambda section: section.page):
+        yield from section.html_of(page)
+    for added in report.added:
+        yield from draw_section(added.name, added.title, added.blocks())
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:

@@ -1,53 +1,40 @@
-"""The long tail as pictures: how times are spread, and what the slowest trajectories waited for."""
+"""The long tail as pictures: the spread of times, and the waits of the slowest trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from stepscope.report.formatting import duration, turn
+from stepscope.report.blocks.long_tail import name_extreme, slow_cells, tail_sentences, waits
+from stepscope.report.charts.lanes import pack_trajectories
+from stepscope.report.formatting import duration
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import EMPTY, Html, join, tag
 from stepscope.report.html.page import percent, section, table
-from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
-from stepscope.report.tables.staleness import Staleness
-from stepscope.report.terminal.sections import (
-    name_slow,
-    say_bubble,
-    say_held,
-    say_others,
-    say_slowed,
-    say_staleness,
-    stale_cells,
-)
+from stepscope.report.html.timecharts import lanes
+from stepscope.report.section import Page
+from stepscope.report.tables.long_tail import LongTail, SlowTrajectory, Spread
 
 
-def tail(found: LongTail, colours: Colours) -> Html:
-    """Percentiles of each stage inside trajectories, and the ten slowest, each divided."""
+def draw_long_tail(tail: LongTail | None, page: Page) -> Iterator[Html]:
+    """Yield the lanes of trajectories, and the long tail. Nothing without a trajectory."""
+    if tail is None:
+        return
+    packed = pack_trajectories(page.timeline, [slow.trajectory for slow in tail.worst])
+    if packed is not None:
+        yield lanes(packed, page.timeline.window.wall_ns, page.colours)
+    yield _spreads(tail, page.colours)
+
+
+def _spreads(tail: LongTail, colours: Colours) -> Html:
+    """Return percentiles of each stage inside trajectories, and the ten slowest, each divided."""
     columns = ("stage", ">calls", "p50, p90, p99, max", ">p50", ">p90", ">p99", ">max", "max is")
-    spreads = table(columns, [_spread(spread, colours) for spread in found.spreads], "spreads")
-    return section("tail", "Long tail", _held(found), spreads, *_slowest(found.worst, colours))
+    spreads = table(columns, [_spread(spread, colours) for spread in tail.spreads], "spreads")
+    return section("tail", "Long tail", _tail_text(tail), spreads, *_slowest(tail.worst, colours))
 
 
-def staleness(found: Staleness) -> Html:
-    """Draw how far behind the consumed trajectories were."""
-    lags = (("steps", found.steps), ("policy versions", found.versions))
-    rows = [
-        (name, *(f"{n:,}" for n in (lag.known, lag.p50, lag.p90, lag.max)))
-        for name, lag in lags
-        if lag is not None
-    ]
-    shown = table(("behind by", ">trajectories", ">p50", ">p90", ">max"), rows, "staleness-table")
-    worst: list[Html] = []
-    if found.worst:
-        columns = ("trajectory", "begun under", "policy versions", ">steps behind", ">versions behind")
-        stalest = table(columns, [stale_cells(row) for row in found.worst], "stalest")
-        worst = [tag("h3", "Stalest trajectories"), stalest]
-    return section("staleness", "Staleness", tag("p", say_staleness(found), class_="said"), shown, *worst)
-
-
-def _held(found: LongTail) -> Html:
-    said = " ".join(filter(None, (say_held(found), say_bubble(found), say_others(found), say_slowed(found))))
-    return tag("p", said, class_="said") if said else EMPTY
+def _tail_text(tail: LongTail) -> Html:
+    sentences = tail_sentences(tail)
+    return tag("p", " ".join(sentences), class_="said") if sentences else EMPTY
 
 
 def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
@@ -70,7 +57,7 @@ def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
         f"{spread.calls:,}",
         tag("div", body, *marks, class_="spread"),
         *(duration(ns) for _, ns in points),
-        _whose(spread.max),
+        name_extreme(spread.max),
     )
 
 
@@ -85,11 +72,9 @@ def _slowest(worst: Sequence[SlowTrajectory], colours: Colours) -> list[Html]:
 
 def _slow(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> tuple[str | Html, ...]:
     return (
-        name_slow(slow),
-        duration(slow.wall_ns) + (" (open)" if slow.open else ""),
-        duration(slow.start_ns),
+        *slow_cells(slow),
         _waits(slow, longest_ns, colours),
-        ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4]),
+        waits(slow),
     )
 
 
@@ -98,11 +83,7 @@ def _waits(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> Html:
     for wait in slow.waits:
         label = (wait.role, wait.stage)
         place = f"left:{percent(at_ns, longest_ns)};width:{percent(wait.wall_ns, longest_ns)}"
-        said = f"{' '.join(label)} {duration(wait.wall_ns)}"
-        bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=said))
+        hover = f"{' '.join(label)} {duration(wait.wall_ns)}"
+        bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=hover))
         at_ns += wait.wall_ns
     return tag("div", *bars, class_="fall")
-
-
-def _whose(extreme: Extreme) -> str:
-    return turn(extreme.trajectory, extreme.turn)

@@ -8,13 +8,12 @@ from itertools import pairwise
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope.report.formatting import count, duration, plain, tenths
-from stepscope.report.step import StepReport
+from stepscope.report.blocks.breakdown import BESIDE
+from stepscope.report.formatting import LISTED, both, count, duration, percentage, plain, signed
+from stepscope.report.step_report import StepReport
 from stepscope.report.tables.diff import Change, Diff, Side, diff
-from stepscope.report.terminal.layout import LISTED, table
+from stepscope.report.terminal.layout import table
 
-BESIDE = "+ opening, closing"
-"""The line below the account: what the capture took before the step and after it."""
 CHANGES = 4
 """The largest changes of a step against the one before it that are listed."""
 
@@ -107,21 +106,3 @@ def _rest(changes: Sequence[Change], total_ns: int) -> tuple[str, ...]:
         "", count(len(changes), "smaller change"), duration(a_ns), duration(b_ns), signed(b_ns - a_ns),
         percentage(b_ns - a_ns, total_ns), "", "",
     )  # fmt: skip
-
-
-def both(a: str, b: str) -> str:
-    """`a` where it is the same on both sides, else `a > b`."""
-    return a if a == b else f"{a} > {b}"
-
-
-def signed(ns: int) -> str:
-    """`+1.20 s`, `-3.00 ms`, `0`."""
-    return f"+{duration(ns)}" if ns > 0 else duration(ns)
-
-
-def percentage(part: int, whole: int) -> str:
-    """`+12.3`, `-4.0`, `0.0`; `-` of nothing."""
-    if whole <= 0:
-        return "-"
-    rounded = tenths(part, whole)
-    return f"{rounded / 10:+.1f}" if rounded else "0.0"

@@ -1,23 +1,24 @@
-"""Engines as tables for a terminal, and their cells for the page."""
+"""Engines as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-
 from stepscope.files.manifest.records import OpenedBy
-from stepscope.report.formatting import count, duration, percents
+from stepscope.report.blocks.block import Block, Listing, TextTable
+from stepscope.report.blocks.profiled import PROFILED, starred
+from stepscope.report.formatting import LISTED, duration, percents
+from stepscope.report.step_report import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
-from stepscope.report.terminal.layout import LISTED, listing, table
-from stepscope.report.terminal.sections import PROFILED, starred
 
 
-def engines(rows: Sequence[Engine], phaseless: Sequence[Phaseless]) -> Iterator[RenderableType]:
+def engine_blocks(rows: Sequence[Engine], report: StepReport) -> Iterator[Block]:
+    """Yield the times and the requests of each replica, and the engines without phases."""
     if rows:
-        yield _engines(rows)
-    if phaseless:
-        yield listing("No engine phases", [say_phaseless(phaseless)])
+        yield _times(rows)
+        yield request_table(rows)
+    if report.phaseless:
+        yield Listing("No engine phases", (say_phaseless(report.phaseless),))
 
 
 _NAME_PHASES: dict[tuple[OpenedBy, bool], str] = {
@@ -39,7 +40,7 @@ _NAME_PHASES: dict[tuple[OpenedBy, bool], str] = {
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
-    """Of engines whose stages nobody named, and how to name them."""
+    """Name the engines whose phases are not known, and say how to name these."""
     names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
@@ -64,28 +65,27 @@ REQUEST_COLUMNS = (
 )  # fmt: skip
 
 
-def _engines(rows: Sequence[Engine]) -> RenderableType:
-    shown = rows[: 2 * LISTED]
+def _times(rows: Sequence[Engine]) -> TextTable:
     columns = (
         "replica", ">iterations", ">recorded", ">prefill", ">decode", ">mixed", ">held up", ">paused",
         ">writing", ">idle",
     )  # fmt: skip
-    cells = [
+    cells = tuple(
         (
             name_engine(row, rows),
             iterations_of(row),
             duration(row.recorded_ns),
             *(part or "-" for part in shares_of(row)),
         )
-        for row in shown
-    ]
-    note = engine_note(rows)
-    if len(rows) > len(shown):
-        note = f"{count(len(rows) - len(shown), 'replica')} more in --json. {note}"
-    return Group(
-        table("Engines", columns, cells, note),
-        table("Requests of engines", REQUEST_COLUMNS, map(request_cells, shown), REQUESTS_NOTE),
+        for row in rows
     )
+    return TextTable("Engines", columns, cells, engine_note(rows), noun="replica")
+
+
+def request_table(rows: Sequence[Engine]) -> TextTable:
+    """Return the requests and tokens of each replica."""
+    cells = tuple(map(_request_cells, rows))
+    return TextTable("Requests of engines", REQUEST_COLUMNS, cells, REQUESTS_NOTE, noun="replica")
 
 
 def name_engine(row: Engine, rows: Sequence[Engine]) -> str:
@@ -118,12 +118,11 @@ def engine_times(row: Engine) -> tuple[int | None, ...]:
 def shares_of(row: Engine) -> list[str]:
     """Return the percentages of `engine_times`; empty for what is not known."""
     times = engine_times(row)
-    found = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
-    return ["" if ns is None else next(found) for ns in times]
+    shares = iter(percents([ns for ns in times if ns is not None], row.recorded_ns))
+    return ["" if ns is None else next(shares) for ns in times]
 
 
-def request_cells(row: Engine) -> tuple[str, ...]:
-    """Return the cells of a row in `REQUEST_COLUMNS`."""
+def _request_cells(row: Engine) -> tuple[str, ...]:
     cached = "-"
     if row.cached_tokens is not None and row.prompt_tokens:
         cached = f"{percents([row.cached_tokens], row.prompt_tokens)[0]} %"

@@ -1,55 +1,54 @@
-"""Reasons to doubt a step's report, as tables for a terminal."""
+"""Reasons to doubt a step's report, as tables and lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import RenderableType
-from rich.text import Text
-
-from stepscope.report.formatting import count, duration, plain, turn
+from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
+from stepscope.report.blocks.profiled import say_profiled, starred
+from stepscope.report.formatting import LISTED, count, duration, plain, turn
+from stepscope.report.step_report import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
-from stepscope.report.terminal.layout import LISTED, listing, table
-from stepscope.report.terminal.sections import say_profiled, starred
 
+NOT_COMPLETE = "Not complete"
 UNCALLED = "Instrumented, and no call recorded: not called in this step, or in a process outside this capture"
 
 
-def trust(health: Health) -> Iterator[RenderableType]:
-    """Yield the reasons to doubt the numbers above."""
+def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
+    """Yield the processes, and the reasons to doubt the numbers above."""
+    del report
     yield _processes(health.processes)
     if health.complete and not health.errors:
-        yield Text(f"\n{say_complete(health)}")
-    found = list(doubts(health))
-    if found:
-        yield listing("Not complete", found)
-    if health.open_spans:
-        yield listing("Never ended", [say_span(row) for row in health.open_spans])
-    if health.errors:
-        yield listing("Errors", [f"{say_span(row)}: {row.error}" for row in health.errors])
-    if health.other_steps:
-        yield listing(
-            "Work of other steps, recorded in this one", [say_other(step) for step in health.other_steps]
-        )
-    if notes := clock_notes(health):
-        yield listing("Collectives that align no clock", notes)
-    if health.warnings:
-        yield listing("Warnings", health.warnings)
-    if health.notes:
-        yield listing("Notes", health.notes)
-    if health.uncalled:
-        yield listing(UNCALLED, health.uncalled)
-    if health.skipped:
-        yield listing("Not recorded, on purpose", health.skipped)
+        yield Paragraph(say_complete(health))
+    yield from health_lists(health)
+
+
+def health_lists(health: Health) -> Iterator[Listing]:
+    """Yield what is missing, open, failed or foreign, each with its reason."""
+    lists: tuple[tuple[str, Iterable[str]], ...] = (
+        (NOT_COMPLETE, doubts(health)),
+        ("Never ended", map(say_span, health.open_spans)),
+        ("Errors", (f"{say_span(row)}: {row.error}" for row in health.errors)),
+        ("Work of other steps, recorded in this one", map(say_other, health.other_steps)),
+        ("Collectives that align no clock", clock_notes(health)),
+        ("Warnings", health.warnings),
+        ("Notes", health.notes),
+        (UNCALLED, health.uncalled),
+        ("Not recorded, on purpose", health.skipped),
+    )
+    for title, lines in lists:
+        if listed := tuple(lines):
+            yield Listing(title, listed, bad=title == NOT_COMPLETE)
 
 
 OPEN_CLOSE = "open, close: the capture took this before and after the step. export: in the background."
-FIRST = "First those that something is wrong with, then the least sure clock, and who took longest to record."
+FIRST = "First the processes with trouble, then the least sure clock and the one that took longest to record."
 
 
 def worst_first(processes: Sequence[ProcessRow], shown: int) -> tuple[Sequence[ProcessRow], str]:
-    """In an order in which the first `shown` ones say most, and what is to be said of that. As they are where
-    all are shown.
+    """Return the processes so that the first `shown` ones say most, and a note on that order.
+
+    Processes that are all shown stay in their order, without a note.
     """
     if len(processes) <= shown:
         return processes, ""
@@ -68,40 +67,39 @@ def _profiling_ns(process: ProcessRow) -> int:
     return 0 if process.cost is None else process.cost.start_ns + process.cost.stop_ns
 
 
-def _processes(processes: Sequence[ProcessRow]) -> RenderableType:
-    ordered, first = worst_first(processes, 2 * LISTED)
-    rows = [
-        (
-            starred(process.name, process.profiled), process.host, f"{process.spans:,}", clock(process),
-            *(("-",) * 4 if process.cost is None else map(duration, (
-                process.cost.start_ns, process.cost.stop_ns, process.cost.export_ns, process.cost.spans_ns,
-            ))),
-        )
-        for process in ordered[:2 * LISTED]
-    ]  # fmt: skip
-    note = OPEN_CLOSE
-    if len(processes) > len(rows):
-        note = f"{count(len(processes) - len(rows), 'process')} more in --json. {first} {note}"
-    note = f"{note} {say_profiled(*(process.profiled for process in processes))}".rstrip()
+def _processes(processes: Sequence[ProcessRow]) -> TextTable:
+    ordered, order = worst_first(processes, 2 * LISTED)
     columns = ("process", "host", ">spans", "clock", ">open", ">close", ">export", ">in spans")
-    return table("Processes", columns, rows, note)
+    note = " ".join(filter(None, (order, OPEN_CLOSE, say_profiled(*(row.profiled for row in processes)))))
+    return TextTable("Processes", columns, tuple(map(_process, ordered)), note, noun="process")
+
+
+def _process(row: ProcessRow) -> tuple[str, ...]:
+    return starred(row.name, row.profiled), row.host, f"{row.spans:,}", clock(row), *cost_cells(row)
+
+
+def cost_cells(row: ProcessRow) -> tuple[str, ...]:
+    """Return the cost of opening, closing, exporting, and of spans."""
+    cost = row.cost
+    times = (None,) * 4 if cost is None else (cost.start_ns, cost.stop_ns, cost.export_ns, cost.spans_ns)
+    return tuple(map(duration, times))
 
 
 def clock(process: ProcessRow) -> str:
     """Describe how its times got onto the owner's clock, with the uncertainty."""
-    found = process.clock
-    if found.uncertainty_ns is None:
+    alignment = process.clock
+    if alignment.uncertainty_ns is None:
         return "unaligned"
-    how: str = found.alignment
-    if found.alignment in ("measured", "collectives"):
-        how = f"moved {duration(-found.offset_ns)}"
-        how += f" by {count(found.matched, 'collective')}" if found.matched else ""
-        how += f", drift {found.drift_ppm:+.1f} ppm" if abs(found.drift_ppm or 0) >= 0.05 else ""
-    return f"{how}, +-{duration(found.uncertainty_ns)}{', was set' if found.jumped else ''}"
+    how: str = alignment.alignment
+    if alignment.alignment in ("measured", "collectives"):
+        how = f"moved {duration(-alignment.offset_ns)}"
+        how += f" by {count(alignment.matched, 'collective')}" if alignment.matched else ""
+        how += f", drift {alignment.drift_ppm:+.1f} ppm" if abs(alignment.drift_ppm or 0) >= 0.05 else ""
+    return f"{how}, +-{duration(alignment.uncertainty_ns)}{', was set' if alignment.jumped else ''}"
 
 
 def clock_notes(health: Health) -> list[str]:
-    """Why collectives say nothing of some clock, though there were some: a line for each reason."""
+    """Return a line for each reason why collectives align no clock of some process."""
     notes: dict[str, list[str]] = {}
     for process in health.processes:
         if process.clock.note is not None:
@@ -110,14 +108,14 @@ def clock_notes(health: Health) -> list[str]:
 
 
 def say_complete(health: Health) -> str:
-    """Of a complete step."""
+    """Return the sentence on a complete step."""
     until = "" if health.user_error is None else ", up to where the capture ended"
     but = f"; {count(len(health.warnings), 'warning')} below" if health.warnings else ""
     return f"Complete: nothing is missing, dropped or broken{until}{but}."
 
 
 def say_again(health: Health) -> str:
-    """Of a step that was tried again. Empty of others."""
+    """Return the sentence on a step that was tried again. Empty for others."""
     return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
 
 
@@ -129,7 +127,7 @@ def say_ended(health: Health) -> str:
 
 
 def say_incomplete(health: Health) -> str:
-    """The first reason why the step is not complete, and how many more there are. Empty where it is."""
+    """Return the first reason why the step is not complete, and the number of others. Empty if it is."""
     reasons = [] if health.complete else list(doubts(health))
     if not reasons:
         return ""
@@ -138,7 +136,7 @@ def say_incomplete(health: Health) -> str:
 
 
 def doubts(health: Health) -> Iterator[str]:
-    """Why the step is not complete, a line for each reason. None where it is."""
+    """Yield a line for each reason why the step is not complete."""
     reasons = list(_reasons(health))
     if not (reasons or health.complete):
         reasons.append("the process that opened the capture left nothing")
@@ -162,15 +160,15 @@ def _reasons(health: Health) -> Iterator[str]:
 
 
 def say_span(row: SpanRow) -> str:
-    """`actor 0: actor update_policy, began at 1.20 s, 3.40 s`."""
+    """Return `actor 0: actor update_policy, began at 1.20 s, 3.40 s`."""
     began = "" if row.start_ns is None else f", began at {duration(row.start_ns)}"
     whose = "" if row.trajectory is None else f", {turn(row.trajectory, row.turn)}"
     return f"{row.process}: {row.role} {row.stage}{whose}{began}, {duration(row.wall_ns)}"
 
 
 def say_other(other: OtherStep) -> str:
-    """`step 1: 3 spans, 1.20 s in sum, policy version 4`."""
+    """Return `step 1: 3 spans, 1.20 s in sum, policy version 4`."""
     versions = ", ".join(map(str, other.policy_versions))
-    said = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
-    said += f", policy version {versions}" if versions else ""
-    return said + (f"; {other.under_way} went on when the capture closed" if other.under_way else "")
+    line = f"step {other.step}: {count(other.spans, 'span')}, {duration(other.total_ns)} in sum"
+    line += f", policy version {versions}" if versions else ""
+    return line + (f"; {other.under_way} went on when the capture closed" if other.under_way else "")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from stepscope.report.formatting import count, duration
+from stepscope.report.formatting import count, duration, percentage, signed
 from stepscope.report.tables.baseline import ENOUGH, Baseline
-from stepscope.report.terminal.diff import percentage, signed
 
 RUNS = 4
 """Stretches of step numbers that are named."""

@@ -1,0 +1,1 @@
+"""Tables, lists and sentences of each section, as the terminal and the page draw them."""

@@ -1,0 +1,31 @@
+"""Advice as remarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.report.blocks.block import Block, Remark, Remarks
+from stepscope.report.formatting import duration, percents
+from stepscope.report.step_report import StepReport
+from stepscope.report.tables.advice import Advice
+
+
+def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:
+    """Yield what could be done, the most urgent first. Nothing if no rule speaks."""
+    if advice:
+        total_ns = report.breakdown.window_ns
+        yield Remarks("What to do", tuple(_remark(item, total_ns) for item in advice))
+
+
+def _remark(advice: Advice, total_ns: int) -> Remark:
+    mark = "!" if advice.kind == "alarm" else "-"
+    saves = f" (at most {savings(advice, total_ns)} of the step)" if advice.saves_ns else ""
+    return Remark(f"{mark} {advice.what}{saves}", ("; ".join(advice.because), f"Try: {advice.do}"))
+
+
+def savings(advice: Advice, total_ns: int) -> str:
+    """Return `1.20 s, 12.0 %`. Empty if the advice names no savings."""
+    if not advice.saves_ns:
+        return ""
+    (share,) = percents([min(advice.saves_ns, total_ns)], total_ns)
+    return f"{duration(advice.saves_ns)}, {share} %"

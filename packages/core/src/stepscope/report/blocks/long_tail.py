@@ -1,0 +1,118 @@
+"""The long tail as tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stepscope.report.blocks.block import Block, TextTable
+from stepscope.report.blocks.profiled import starred
+from stepscope.report.formatting import LISTED, count, duration, percents, turn
+from stepscope.report.step_report import StepReport
+from stepscope.report.tables.long_tail import Extreme, LongTail, SlowTrajectory, Spread
+
+
+def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Block]:
+    """Yield the spread of each stage inside trajectories, and the slowest ones."""
+    del report
+    if tail is None:
+        return
+    columns = ("role", "stage", ">calls", ">p50", ">p90", ">p99", ">max", "p99 is", "max is")
+    yield TextTable("Long tail", columns, tuple(map(_spread, tail.spreads)), "\n".join(tail_sentences(tail)))
+    if tail.worst:
+        rows = tuple((*slow_cells(slow), waits(slow)) for slow in tail.worst)
+        yield TextTable("Slowest trajectories", ("trajectory", ">took", ">began at", "of that"), rows)
+
+
+def _spread(spread: Spread) -> tuple[str, ...]:
+    times = (spread.p50_ns, spread.p90_ns, spread.p99.ns, spread.max.ns)
+    named = (name_extreme(spread.p99), name_extreme(spread.max))
+    return spread.role, spread.stage, f"{spread.calls:,}", *map(duration, times), *named
+
+
+def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
+    """Return the name, the duration and the beginning of a slow trajectory."""
+    took = duration(slow.wall_ns) + (" (open)" if slow.open else "")
+    return name_slow(slow), took, duration(slow.start_ns)
+
+
+def waits(slow: SlowTrajectory) -> str:
+    """Return the stages that took most of it."""
+    return ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
+
+
+def name_extreme(extreme: Extreme) -> str:
+    """Return the trajectory and the turn that had this extreme."""
+    return turn(extreme.trajectory, extreme.turn)
+
+
+def name_slow(slow: SlowTrajectory) -> str:
+    """Return `t7`, or `t7*, for step 9`: `*` if a profiler slowed those that served it, and not all."""
+    name = starred(slow.trajectory, bool(slow.profiled))
+    return name + ("" if slow.consumed_by is None else f", for step {slow.consumed_by}")
+
+
+def tail_sentences(tail: LongTail) -> list[str]:
+    """Return what the table of spreads does not say."""
+    sentences = (_say_held(tail), _say_bubble(tail), _say_others(tail), _say_slowed(tail))
+    return [sentence for sentence in sentences if sentence]
+
+
+def _say_held(tail: LongTail) -> str:
+    """Return how long the others waited for the last ones."""
+    if tail.held_ns is None or tail.rollout_ns is None:
+        return ""
+    (share,) = percents([tail.held_ns], tail.rollout_ns)
+    more = (f", {duration(hold.held_ns)} for the last {hold.trajectories:,}" for hold in tail.holds[1:])
+    return (
+        f"The others waited {duration(tail.held_ns)} for the last {tail.last:,} of {tail.trajectories:,} "
+        f"trajectories: {share} % of the {duration(tail.rollout_ns)} from the first start to the last end"
+        f"{''.join(more)}.{_say_stalled(tail)}"
+    )
+
+
+def _say_stalled(tail: LongTail) -> str:
+    if not tail.stalled_ns:
+        return ""
+    return f" For {duration(tail.stalled_ns)} of that an engine served nothing, because its profiler wrote."
+
+
+def _say_bubble(tail: LongTail) -> str:
+    """Return what the replicas did meanwhile."""
+    bubble = tail.bubble
+    if bubble is None or not bubble.replicas:
+        return ""
+    (share,) = percents([bubble.idle_ns], bubble.tail_ns * bubble.replicas)
+    replicas = count(bubble.replicas, "replica")
+    idle = f"{replicas} did nothing for {duration(bubble.idle_ns)} in sum ({share} %)"
+    return (
+        f"Meanwhile {trajectories(bubble.in_flight)} ran at once, {bubble.in_flight_before:g} before, and "
+        f"{idle if bubble.idle_ns else f'{replicas} had work all the time'}."
+    )
+
+
+def _say_others(tail: LongTail) -> str:
+    """Count the trajectories that are in the times of stages, and that the others did not wait for."""
+    late = tail.late
+    until = (
+        "" if late is None else f", the last for this step, {late.last}, for {duration(late.until_ns)} more"
+    )
+    others = (
+        (tail.under_way, f"under way when the capture opened: how long they took is not known{until}"),
+        (tail.of_other_steps, "for other steps to consume: nobody waited for them"),
+        (tail.open, "never seen to end"),
+    )
+    parts = [f"{number:,} {what}" for number, what in others if number]
+    return f"Further trajectories: {'; '.join(parts)}." if parts else ""
+
+
+def _say_slowed(tail: LongTail) -> str:
+    """Name the processes whose trajectories a profiler slowed. Empty if none, or all alike."""
+    if not tail.profiled:
+        return ""
+    names = ", ".join(tail.profiled[:LISTED]) + (" ..." if len(tail.profiled) > LISTED else "")
+    return f"*: served by {names}. A profiler recorded these processes and slowed them, and not the others."
+
+
+def trajectories(number: float) -> str:
+    """Return `1 trajectory`, `2.5 trajectories`."""
+    return f"{number:g} {'trajectory' if number == 1 else 'trajectories'}"

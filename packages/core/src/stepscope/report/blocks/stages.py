@@ -1,0 +1,89 @@
+"""Calls of stages as tables, and the busy time of each process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from stepscope.report.blocks.block import Block, TextTable
+from stepscope.report.blocks.profiled import say_profiled, starred
+from stepscope.report.formatting import duration, middle
+from stepscope.report.step_report import StepReport
+from stepscope.report.tables.stages import Stage
+
+SIDE_BY_SIDE = 8
+"""Processes that have a column each; more are summed up."""
+CALLS_NOTE = "The total is a sum over calls: of concurrent ones it exceeds the step."
+
+
+def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
+    """Yield the calls of each stage, and for each role of several processes when these were busy."""
+    del report
+    if stages:
+        columns, cells = call_columns(stages)
+        rows = tuple((stage.role, stage.stage, *cells(stage)) for stage in stages)
+        yield TextTable("Calls", ("role", "stage", *columns), rows, CALLS_NOTE)
+    for role, group in roles_of_several(stages).items():
+        yield _busy_table(role, group)
+
+
+class _CallCells:
+    """The cells of one stage. `open` and `errors` are shown only if some stage has them."""
+
+    def __init__(self, extra: Sequence[str]) -> None:
+        self._extra = extra
+
+    def __call__(self, stage: Stage) -> tuple[str, ...]:
+        times = (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns)
+        counts = (str(getattr(stage, name) or "") for name in self._extra)
+        return f"{stage.calls:,}", *counts, *map(duration, times)
+
+
+def call_columns(stages: Sequence[Stage]) -> tuple[tuple[str, ...], _CallCells]:
+    """Return the columns behind a stage's name, and the function that makes their cells."""
+    extra = [name for name in ("open", "errors") if any(getattr(stage, name) for stage in stages)]
+    columns = (">calls", *(f">{name}" for name in extra), ">total", ">mean", ">p50", ">max")
+    return columns, _CallCells(extra)
+
+
+def roles_of_several(stages: Sequence[Stage]) -> Mapping[str, Sequence[Stage]]:
+    """Return the stages that several processes have, by role."""
+    roles: dict[str, list[Stage]] = defaultdict(list)
+    for stage in stages:
+        if len(stage.processes) > 1:
+            roles[stage.role].append(stage)
+    return roles
+
+
+def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
+    names = dict.fromkeys(share.process for stage in stages for share in stage.processes)
+    profiled = {share.process for stage in stages for share in stage.processes if share.profiled}
+    title, note = f"Busy time by process: {role}", say_profiled(bool(profiled))
+    if len(names) <= SIDE_BY_SIDE:
+        heads = (f">{starred(name, name in profiled)}" for name in names)
+        rows = tuple(_side_by_side(stage, names) for stage in stages)
+        return TextTable(title, ("stage", *heads, ">max/median"), rows, note)
+    columns = ("stage", ">processes", ">min", ">median", ">max", ">max/median", "slowest")
+    return TextTable(title, columns, tuple(map(_summed, stages)), note)
+
+
+def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
+    busy = {share.process: share.busy_ns for share in stage.processes}
+    return stage.stage, *(duration(busy.get(name)) for name in names), ratio(stage.imbalance)
+
+
+def _summed(stage: Stage) -> tuple[str, ...]:
+    busy = sorted(share.busy_ns for share in stage.processes)
+    spread = (busy[0], middle(busy), busy[-1])
+    return stage.stage, str(len(busy)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
+
+
+def slowest(stage: Stage) -> str:
+    """Return the name of the busiest process."""
+    profiled = any(share.profiled for share in stage.processes if share.process == stage.slowest)
+    return starred(stage.slowest or "", profiled)
+
+
+def ratio(value: float | None) -> str:
+    """Return `1.23`, or `-` for what is not known."""
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,116 @@
+"""Operators, devices and memory of the traces as tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from stepscope.report.blocks.block import Block, Listing, TextTable
+from stepscope.report.formatting import duration, percents, size
+from stepscope.report.step_report import StepReport
+from stepscope.report.tables.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
+
+SHOWN = 10
+"""Operators of a role that are printed."""
+NAME = 60
+"""Characters of a kernel's name; in full they fill screens."""
+DEVICE_NOTE = "All streams together. Exposed: communication that no computation hides. %: of recorded."
+
+
+def trace_blocks(traces: TraceTables | None, report: StepReport) -> Iterator[Block]:
+    """Yield the tables of the profilers' traces."""
+    del report
+    if traces is None:
+        return
+    for role, rows in operators_by_role(traces).items():
+        yield _operators(role, rows)
+    if traces.devices:
+        yield _devices(traces.devices)
+    if traces.without_device:
+        yield no_device_list(traces.without_device)
+    if traces.memory:
+        yield memory_table(traces.memory)
+    yield from trouble_lists(traces)
+
+
+def operators_by_role(traces: TraceTables) -> Mapping[str, Sequence[OperatorRow]]:
+    """Return the operators of each role: those of devices, then those of the host."""
+    roles: dict[str, list[OperatorRow]] = defaultdict(list)
+    for row in traces.operators:
+        roles[row.role].append(row)
+    return {role: [*on_device(rows), *on_host(rows)] for role, rows in roles.items()}
+
+
+def on_device(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    """Return the operators that ran on a device."""
+    return [row for row in rows if row.kind not in ("cpu", "mark")]
+
+
+def on_host(rows: Sequence[OperatorRow]) -> list[OperatorRow]:
+    """Return the operators and marks of the host."""
+    return [row for row in rows if row.kind in ("cpu", "mark")]
+
+
+def _operators(role: str, rows: Sequence[OperatorRow]) -> TextTable:
+    columns = ("name", "kind", ">count", ">own time", ">total", ">mean", ">max")
+    shown = (*on_device(rows)[:SHOWN], *on_host(rows)[:SHOWN])
+    note = "Sums over calls and processes. mark: named by a decorator; its own time is Python, or waiting."
+    marks = any(row.kind == "mark" for row in rows)
+    cells = tuple(map(_operator, shown))
+    return TextTable(f"Operators and kernels: {role}", columns, cells, note if marks else "")
+
+
+def _operator(row: OperatorRow) -> tuple[str, ...]:
+    times = (row.self_ns, row.total_ns, row.mean_ns, row.max_ns)
+    return short(row.name), row.kind, f"{row.count:,}", *map(duration, times)
+
+
+def _devices(rows: Sequence[DeviceRow]) -> TextTable:
+    columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
+    return TextTable("Devices", columns, tuple(map(_device, rows)), DEVICE_NOTE, noun="device")
+
+
+def _device(row: DeviceRow) -> tuple[str, ...]:
+    parts = (
+        f"{duration(ns)} {percents([ns], row.recorded_ns)[0]} %"
+        for ns in (row.busy_ns, row.compute_ns, row.exposed_ns, row.memory_ns)
+    )
+    return row.process, row.device, duration(row.recorded_ns), *parts
+
+
+def no_device_list(rows: Sequence[NoDevice]) -> Listing:
+    """Return the processes whose trace has no device, with the likely cause."""
+    return Listing("No device activity in a trace", tuple(map(_say_no_device, rows)))
+
+
+def _say_no_device(row: NoDevice) -> str:
+    """Return `actor 0 and 3 more: the configuration records the CPU alone. Fix: ...`."""
+    more = "" if len(row.processes) == 1 else f" and {len(row.processes) - 1:,} more"
+    return f"{row.processes[0]}{more}: {row.cause}" + (f". Fix: {row.fix}" if row.fix else "")
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
+    """Return the most memory that each allocator gave out."""
+    columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
+    note = "As torch's allocators counted. at: of the most allocated."
+    return TextTable("Most memory", columns, tuple(map(_memory, rows)), note, noun="row")
+
+
+def _memory(row: MemoryRow) -> tuple[str, ...]:
+    capacity = "-" if row.capacity_bytes is None else size(row.capacity_bytes)
+    held = (size(row.allocated_bytes), size(row.reserved_bytes))
+    return row.process, row.device, *held, capacity, duration(row.at_ns)
+
+
+def trouble_lists(traces: TraceTables) -> Iterator[Listing]:
+    """Yield the traces that could not be read, and those that were not."""
+    if traces.problems:
+        lines = tuple(f"{problem.file}: {problem.what}" for problem in traces.problems)
+        yield Listing("Trouble with traces", lines, bad=True)
+    if traces.unread:
+        yield Listing("Not looked into", tuple(traces.unread))
+
+
+def short(name: str, most: int = NAME) -> str:
+    """Return a kernel's name without the middle of a long one."""
+    return name if len(name) <= most else f"{name[: most - 20]}...{name[-17:]}"

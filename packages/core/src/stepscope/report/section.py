@@ -1,0 +1,89 @@
+"""One section of a report: a value computed from a step, and its drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from stepscope.report.blocks.block import Block
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.files import StepFile
+from stepscope.report.html.markup import Html
+from stepscope.report.html.page import draw_section
+from stepscope.report.step_report import StepReport
+from stepscope.timeline import Timeline, TraceActivity, Traces
+
+Value = TypeVar("Value")
+
+
+class Sources:
+    """The sources of a step's sections: its timeline, its traces, and other sections."""
+
+    def __init__(self, timeline: Timeline, traces: Traces | None) -> None:
+        self.timeline = timeline
+        self.traces = traces
+        """None: they were not read."""
+        self._values: dict[str, object] = {}
+
+    @property
+    def activities(self) -> Sequence[TraceActivity]:
+        """The contents of the traces. Empty if they were not read."""
+        return () if self.traces is None else self.traces.activities
+
+    def value_of(self, section: Section[Value]) -> Value:
+        """Return the value of a section, computed once."""
+        if section.name not in self._values:
+            self._values[section.name] = section.compute(self)
+        return cast(Value, self._values[section.name])
+
+
+class Page(NamedTuple):
+    """The page that a section is drawn on."""
+
+    timeline: Timeline
+    report: StepReport
+    colours: Colours
+    files: Sequence[StepFile]
+    """Files of the step that the page links to."""
+
+
+def _no_blocks(value: object, report: StepReport) -> Iterable[Block]:
+    del value, report
+    return ()
+
+
+class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
+    """One section of a report.
+
+    Attributes:
+        name: The field of `StepReport` and of `--json`, and the anchor on the page.
+        title: The heading, in the docs too. Empty for a value that other sections draw.
+        compute: Returns the value. A pure function of the step.
+        terminal: Returns the value as tables and lists of text, for the terminal. The report is for
+            figures of other sections.
+        html: Returns the value as markup with charts. None: the page shows the tables of `terminal`.
+        page: Rank on the page, where charts over time (0) come before the other sections. Sections of one
+            rank stand as in the list.
+    """
+
+    name: str
+    title: str = ""
+    compute: Callable[[Sources], Value]
+    terminal: Callable[[Value, StepReport], Iterable[Block]] = _no_blocks
+    html: Callable[[Value, Page], Iterable[Html]] | None = None
+    page: int = 3
+
+    def blocks_of(self, report: StepReport) -> Iterable[Block]:
+        """Return the tables and lists of this section in a report."""
+        return self.terminal(cast(Value, self._value_in(report)), report)
+
+    def html_of(self, page: Page) -> Iterable[Html]:
+        """Return the markup of this section on a page."""
+        if self.html is not None:
+            return self.html(cast(Value, self._value_in(page.report)), page)
+        return draw_section(self.name, self.title, self.blocks_of(page.report))
+
+    def _value_in(self, report: StepReport) -> Any:
+        return getattr(report, self.name)

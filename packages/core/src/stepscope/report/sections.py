@@ -1,0 +1,171 @@
+"""The sections of a report, in order. Terminal, page, JSON and docs walk this list.
+
+A section of another package comes through the entry points `stepscope.report_sections`: see `added`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stepscope.report.blocks.advice import advice_blocks
+from stepscope.report.blocks.breakdown import breakdown_blocks
+from stepscope.report.blocks.cuda_memory import cuda_memory_blocks
+from stepscope.report.blocks.engines import engine_blocks
+from stepscope.report.blocks.health import health_blocks
+from stepscope.report.blocks.idle import idle_blocks
+from stepscope.report.blocks.long_tail import long_tail_blocks
+from stepscope.report.blocks.stages import stage_blocks
+from stepscope.report.blocks.staleness import staleness_blocks
+from stepscope.report.blocks.traces import trace_blocks
+from stepscope.report.html.account import draw_account
+from stepscope.report.html.advice import draw_advice
+from stepscope.report.html.completeness import draw_health
+from stepscope.report.html.engine import draw_engines
+from stepscope.report.html.heat import draw_stages
+from stepscope.report.html.idle import draw_idle
+from stepscope.report.html.kernels import draw_traces
+from stepscope.report.html.tail import draw_long_tail
+from stepscope.report.section import Section, Sources
+from stepscope.report.table import Table
+from stepscope.report.tables.advice import Advice, Evidence, advise
+from stepscope.report.tables.baseline import find_baseline
+from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.cuda_memory import find_holders
+from stepscope.report.tables.devices import TraceTables, tabulate_traces
+from stepscope.report.tables.engine import Engine, Phaseless, find_phaseless, view_engines
+from stepscope.report.tables.health import check_health, find_cut
+from stepscope.report.tables.idle import find_idle
+from stepscope.report.tables.long_tail import find_long_tail
+from stepscope.report.tables.profiling import find_profiling
+from stepscope.report.tables.stages import time_stages
+from stepscope.report.tables.staleness import find_staleness
+from stepscope.report.tables.waiting import find_vain_waits
+
+
+def _traces(sources: Sources) -> TraceTables | None:
+    traces = sources.traces
+    return None if traces is None else tabulate_traces(traces, sources.timeline.window.start_ns)
+
+
+def _advice(sources: Sources) -> tuple[Advice, ...]:
+    timeline = sources.timeline
+    return advise(
+        Evidence(
+            breakdown=sources.value_of(BREAKDOWN),
+            baseline=sources.value_of(BASELINE),
+            stages=sources.value_of(STAGES),
+            long_tail=sources.value_of(LONG_TAIL),
+            idle=sources.value_of(IDLE),
+            vain_waits=sources.value_of(VAIN_WAITS),
+            engines=sources.value_of(ENGINES),
+            traces=sources.value_of(TRACES),
+            health=sources.value_of(HEALTH),
+            profiling=find_profiling(timeline, sources.activities),
+            cut=find_cut(timeline),
+            over_budget=find_cut(timeline, by_a_budget=True),
+        )
+    )
+
+
+def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
+    engines: Table[Engine] = sources.value_of(ENGINES)
+    return find_phaseless(sources.timeline, engines)
+
+
+ADVICE = Section(
+    name="advice", title="What to do", compute=_advice, terminal=advice_blocks, html=draw_advice, page=0
+)
+BASELINE = Section(
+    name="baseline",  # drawn in the head of the report
+    compute=lambda sources: find_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
+)
+BREAKDOWN: Section[Breakdown] = Section(
+    name="breakdown",
+    title="Where it went",
+    compute=lambda sources: break_down(sources.timeline),
+    terminal=breakdown_blocks,
+    html=draw_account,
+    page=0,
+)
+STAGES = Section(
+    name="stages",
+    title="Calls",
+    compute=lambda sources: time_stages(sources.timeline),
+    terminal=stage_blocks,
+    html=draw_stages,
+    page=2,
+)
+IDLE = Section(
+    name="idle",
+    title="Idle",
+    compute=lambda sources: find_idle(sources.timeline, sources.activities),
+    terminal=idle_blocks,
+    html=draw_idle,
+    page=1,
+)
+VAIN_WAITS = Section(name="vain_waits", compute=lambda sources: find_vain_waits(sources.timeline))
+LONG_TAIL = Section(
+    name="long_tail",
+    title="Long tail",
+    compute=lambda sources: find_long_tail(sources.timeline),
+    terminal=long_tail_blocks,
+    html=draw_long_tail,
+    page=0,
+)
+STALENESS = Section(
+    name="staleness",
+    title="Staleness",
+    compute=lambda sources: find_staleness(sources.timeline),
+    terminal=staleness_blocks,
+    page=0,
+)
+ENGINES: Section[Table[Engine]] = Section(
+    name="engines",
+    title="Engines",
+    compute=lambda sources: view_engines(sources.timeline, sources.activities),
+    terminal=engine_blocks,
+    html=draw_engines,
+    page=0,
+)
+PHASELESS = Section(
+    name="phaseless",  # drawn with the engines
+    compute=_phaseless,
+)
+TRACES = Section(
+    name="traces",
+    title="Operators and kernels",
+    compute=_traces,
+    terminal=trace_blocks,
+    html=draw_traces,
+)
+CUDA_MEMORY = Section(
+    name="cuda_memory",
+    title="CUDA memory at its highest",
+    compute=lambda sources: find_holders(
+        sources.timeline, () if sources.traces is None else sources.traces.memory
+    ),
+    terminal=cuda_memory_blocks,
+)
+HEALTH = Section(
+    name="health",
+    title="Complete, or not",
+    compute=lambda sources: check_health(sources.timeline),
+    terminal=health_blocks,
+    html=draw_health,
+)
+
+SECTIONS: tuple[Section[Any], ...] = (
+    ADVICE,
+    BASELINE,
+    BREAKDOWN,
+    STAGES,
+    IDLE,
+    VAIN_WAITS,
+    LONG_TAIL,
+    STALENESS,
+    ENGINES,
+    PHASELESS,
+    TRACES,
+    CUDA_MEMORY,
+    HEALTH,
+)
