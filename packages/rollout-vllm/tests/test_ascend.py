@@ -21,11 +21,11 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope_vllm import _ascend, _engines, _options, _recording
+from stepscope_vllm import _ascend, _engines, _options
 from stepscope_vllm._engines import Started
 from stepscope_vllm._profiler import VllmProfiler
 from stepscope_vllm._ranks import Layout
-from stepscope_vllm._recording import Desk, Run
+from stepscope_vllm._recording import Desk, DeskProfiler
 from stepscope_vllm._versions import dialect_of
 
 
@@ -186,11 +186,27 @@ class Ascend:
         return {}
 
 
+class AscendProfiler(DeskProfiler):
+    def __init__(self, desk: Desk, target: Ascend) -> None:
+        super().__init__(0, desk)
+        self._target = target
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def check(self) -> None:
+        pass
+
+    async def start(self, capture: EngineCapture) -> None:
+        await self._begin(self._target, capture, {})
+
+
 def captured(desk: Desk, target: Ascend, capture: EngineCapture) -> list[Artifact]:
     async def work() -> list[Artifact]:
-        await _recording.start(desk, Run(desk, target, capture, {}))
-        artifacts, _ = await _recording.stop(desk)
-        return artifacts
+        profiler = AscendProfiler(desk, target)
+        await profiler.start(capture)
+        return await profiler.stop()
 
     return asyncio.run(work())
 

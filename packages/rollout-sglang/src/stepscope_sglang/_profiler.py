@@ -9,11 +9,17 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
-from stepscope.engines import EngineCapture, EngineFactory, patience_s
+from stepscope.engines import (
+    EngineCapture,
+    EngineFactory,
+    EngineProfilerBase,
+    patience_s,
+    refuse_second_start,
+)
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
@@ -28,28 +34,18 @@ log = logging.getLogger("stepscope")
 _warned: set[str] = set()
 
 
-class Replica(ABC):
+class Replica(EngineProfilerBase, ABC):
     """One replica behind one or more lines: everything but how it is reached."""
 
     def __init__(self, replica: int | None) -> None:
-        self.replica = replica
+        super().__init__(replica)
         self._sessions: list[Session] = []
         self._capture: EngineCapture | None = None
-        self._ignored: dict[str, str] = {}
         self._thread = WorkThread("stepscope-sglang")
         self._watchdog: threading.Timer | None = None
 
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
-
     async def start(self, capture: EngineCapture) -> None:
-        if self._capture is not None:
-            raise EngineError(f"this engine already records step {self._capture.step}. Fix: stop() it first")
+        refuse_second_start(self._capture)
         self._capture = capture
         try:
             self._prepare()
@@ -85,7 +81,7 @@ class Replica(ABC):
         """While the caller waits for what is done on the thread."""
         return nullcontext()
 
-    def _prepare(self) -> None:  # noqa: B027  # only some kinds have to
+    def _prepare(self) -> None:  # only some kinds have to
         """On the event loop of the caller, before anything else."""
 
     def _later(self, work: Callable[[], None]) -> None:

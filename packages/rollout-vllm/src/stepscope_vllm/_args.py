@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope import ProfileConfig, switch
 from stepscope.config import RoleConfig
+from stepscope.engines.supported import numbers
 from stepscope.errors import ConfigError
 from stepscope_vllm import _facts, _versions
 
@@ -222,8 +223,8 @@ def _ascend_by_environment() -> bool:
 
 
 def _has(release: str, option: str) -> bool:
-    numbers = _versions.numbers(release)
-    return not numbers or numbers >= _versions.numbers(_versions.ADDED[option])
+    own = numbers(release)
+    return not own or own >= numbers(_versions.ADDED[option])
 
 
 def _installed() -> str:

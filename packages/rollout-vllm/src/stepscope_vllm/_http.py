@@ -14,11 +14,10 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.errors import EngineError
-from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _facts, _options, _plugin, _recording, _traces, _versions
+from stepscope_vllm import _facts, _options, _plugin, _traces, _versions
 from stepscope_vllm._engines import Started
 from stepscope_vllm._ranks import Layout
-from stepscope_vllm._recording import Desk, Run
+from stepscope_vllm._recording import Desk, DeskProfiler
 from stepscope_vllm._versions import Dialect
 
 log = logging.getLogger("stepscope")
@@ -39,7 +38,7 @@ _told: set[str] = set()
 """Servers of whose pipeline the log has something. One writer: `VllmServer.check`."""
 
 
-class VllmServer:
+class VllmServer(DeskProfiler):
     """Drives the profiler of one `vllm serve`, by its routes /start_profile and /stop_profile.
 
     vLLM does not guard these routes with its `--api-key`: keep its port from strangers.
@@ -70,9 +69,9 @@ class VllmServer:
         Raises:
             ConfigError: `url` is none.
         """
-        self.replica = replica
         self._headers = dict(headers or {})
         self._server = Server(url, headers=self._headers)
+        super().__init__(replica, _desks.setdefault(self._server.url, Desk()))
         self._layout = Layout(
             tensor_parallel_size,
             pipeline_parallel_size,
@@ -85,10 +84,8 @@ class VllmServer:
         """Whether it writes to `_folder` or to a folder in it, and only its files tell which."""
         self._direct = False
         """Whether it was seen to be no router."""
-        self._desk = _desks.setdefault(self._server.url, Desk())
         self._version = "unknown"
         self._dialect: Dialect | None = None
-        self._ignored: dict[str, str] = {}
 
     @classmethod
     def behind(
@@ -127,14 +124,6 @@ class VllmServer:
     def world_size(self) -> int:
         return self._layout.size
 
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
-
     def check(self) -> None:
         self._refuse_a_router()
         self._version = self._ask_version()
@@ -162,7 +151,6 @@ class VllmServer:
         if self._dialect is None or self._folder is None:
             raise EngineError("the server was not checked")
         ignored = _options.unable(capture, {}, self._dialect, self._version, aimed=False)
-        self._ignored = ignored
         if self._dialect.prefix == "every start":  # so that servers may share a folder
             capture = msgspec.structs.replace(capture, name=f"{capture.name}_replica{capture.replica}")
         else:
@@ -170,13 +158,7 @@ class VllmServer:
         target = _There(
             self._server, self._dialect, self._folder, self._layout, self._version, below=self._below
         )
-        await _recording.start(self._desk, Run(self._desk, target, capture, ignored))
-
-    async def stop(self) -> list[Artifact]:
-        artifacts, run = await _recording.stop(self._desk)
-        if run is not None:
-            self._ignored = run.ignored
-        return artifacts
+        await self._begin(target, capture, ignored)
 
     def _refuse_a_shared_folder(self, folder: Path) -> None:
         for url, desk in _desks.items():

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture, EngineFactory
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope.files.sidecar import Artifact
-from stepscope_vllm import _ascend, _engines, _options, _plugin, _recording, _versions
+from stepscope_vllm import _ascend, _engines, _options, _plugin, _versions
 from stepscope_vllm._engines import Driver
-from stepscope_vllm._recording import Desk, Run
+from stepscope_vllm._recording import Desk, DeskProfiler
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
 """Engine -> its captures: a capture that is given an engine makes a new profiler. One writer: this class."""
 
 
-class VllmProfiler:
+class VllmProfiler(DeskProfiler):
     """Drives vLLM's own profiler, in all workers of one engine of this process.
 
     Calls come from any event loop or thread: the engine is called on its own.
@@ -37,23 +36,13 @@ class VllmProfiler:
             kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
             raise EngineError(f"{kind} is no vLLM engine. Fix: pass an AsyncLLM or an LLM")
         self.engine = engine
-        self.replica = replica
-        self._desk = _desks.setdefault(engine, Desk())
+        super().__init__(replica, _desks.setdefault(engine, Desk()))
         self._driver = Driver(engine)
-        self._ignored: dict[str, str] = {}
 
     @property
     def world_size(self) -> int:
         """tp * pp * dp."""
         return self._driver.layout.size
-
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
 
     def check(self) -> None:
         driver = self._driver
@@ -82,14 +71,7 @@ class VllmProfiler:
         if driver.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = _options.OTHER_THREAD
         driver.bind(asyncio.get_running_loop())
-        self._ignored = ignored
-        await _recording.start(self._desk, Run(self._desk, driver, capture, ignored))
-
-    async def stop(self) -> list[Artifact]:
-        artifacts, run = await _recording.stop(self._desk)
-        if run is not None:
-            self._ignored = run.ignored
-        return artifacts
+        await self._begin(driver, capture, ignored)
 
 
 class VllmFactory(EngineFactory):

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stepscope.engines import EngineCapture
+from stepscope.engines import EngineCapture, EngineProfilerBase, refuse_second_start
 from stepscope.engines.artifacts import Option, publish, read_anchor
 from stepscope.errors import EngineError, StepscopeError
 from stepscope.files.clock import ClockAnchor
@@ -97,9 +97,7 @@ class Desk:
     def take(self, run: Run) -> None:
         """Raises EngineError while another capture has it."""
         with self.lock:
-            if self.current is not None:
-                step = self.current.capture.step
-                raise EngineError(f"this engine already records step {step}. Fix: stop() it first")
+            refuse_second_start(None if self.current is None else self.current.capture)
             self.current = run
 
     def give_back(self) -> Run | None:
@@ -429,24 +427,34 @@ def _has_ended(part: ProcessPart) -> bool:
     return part.closed is not None or (here and not is_running(part.process.pid))
 
 
-async def start(desk: Desk, run: Run) -> None:
-    """Returns when every worker has begun. Cancelled or failed, it leaves nothing running."""
-    desk.take(run)
-    try:
-        await _line.outcome(_line.submit(run.begin()))
-    except BaseException as error:
-        desk.give_back()
-        run.give_up()
-        if isinstance(error, Exception) and not isinstance(error, EngineError):
-            raise EngineError(
-                f"the profiler of vLLM did not start: {type(error).__name__}: {error}"
-            ) from error
-        raise
+class DeskProfiler(EngineProfilerBase):
+    """A profiler whose captures are those of one desk."""
 
+    def __init__(self, replica: int | None, desk: Desk) -> None:
+        super().__init__(replica)
+        self._desk = desk
 
-async def stop(desk: Desk) -> tuple[list[Artifact], Run | None]:
-    """The files of what runs; nothing where nothing does. Cancelled, they still come, later."""
-    run = desk.give_back()
-    if run is None:
-        return [], None
-    return await _line.outcome(run.end()), run
+    async def stop(self) -> list[Artifact]:
+        """Return the files of the running capture. Cancelled, they still come, later."""
+        run = self._desk.give_back()
+        if run is None:
+            return []
+        artifacts = await _line.outcome(run.end())
+        self._ignored = run.ignored
+        return artifacts
+
+    async def _begin(self, target: Target, capture: EngineCapture, ignored: dict[str, str]) -> None:
+        """Return when every worker has begun. Cancelled or failed, it leaves nothing running."""
+        self._ignored = ignored
+        run = Run(self._desk, target, capture, ignored)
+        self._desk.take(run)
+        try:
+            await _line.outcome(_line.submit(run.begin()))
+        except BaseException as error:
+            self._desk.give_back()
+            run.give_up()
+            if isinstance(error, Exception) and not isinstance(error, EngineError):
+                raise EngineError(
+                    f"the profiler of vLLM did not start: {type(error).__name__}: {error}"
+                ) from error
+            raise

@@ -20,17 +20,18 @@ import vllm
 
 from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineProfiler, Iterations
+from stepscope.engines.supported import numbers
 from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Manifest
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope_vllm import VllmServer, _traces, _versions
+from stepscope_vllm import VllmServer, _traces
 
 Served: TypeAlias = Any
 """`conftest.Served`: a file of tests cannot be imported from another."""
 Serve: TypeAlias = Callable[[ProfileConfig, int], AbstractContextManager[Served]]
-BOUNDS = _versions.numbers(vllm.__version__) >= (0, 32)
+BOUNDS = numbers(vllm.__version__) >= (0, 32)
 
 
 @pytest.fixture(scope="module")

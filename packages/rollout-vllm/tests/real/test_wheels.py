@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import vllm
 
+from stepscope.engines.supported import numbers
 from stepscope_vllm import _facts
-from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open, numbers
+from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open
 from tests.downloads import members
 
 assert vllm, "only that these tests are of its environments"

@@ -6,20 +6,24 @@ from stepscope.engines.protocol import (
     EngineCapture,
     EngineFactory,
     EngineProfiler,
+    EngineProfilerBase,
     Iterations,
     installed,
     load_engine,
     patience_s,
     recognise,
+    refuse_second_start,
 )
 
 __all__ = [
     "EngineCapture",
     "EngineFactory",
     "EngineProfiler",
+    "EngineProfilerBase",
     "Iterations",
     "installed",
     "load_engine",
     "patience_s",
     "recognise",
+    "refuse_second_start",
 ]

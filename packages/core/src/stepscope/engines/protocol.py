@@ -120,6 +120,32 @@ class EngineProfiler(Protocol):
         ...
 
 
+class EngineProfilerBase(EngineProfiler):
+    """Parts that engine profilers share. Inherit, and add `world_size`, `check`, `start` and `stop`."""
+
+    def __init__(self, replica: int | None = None) -> None:
+        self.replica = replica
+        self._ignored: dict[str, str] = {}
+
+    @property
+    def workers(self) -> Sequence[object]:
+        return ()
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return self._ignored
+
+
+def refuse_second_start(running: EngineCapture | None) -> None:
+    """Make sure that no capture runs on an engine.
+
+    Raises:
+        EngineError: one does.
+    """
+    if running is not None:
+        raise EngineError(f"this engine already records step {running.step}. Fix: stop() it first")
+
+
 class EngineFactory(Protocol):
     """An adapter: the object that an entry point in `stepscope.engines` loads. Inherit from it."""
 

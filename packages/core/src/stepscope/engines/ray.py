@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,7 +16,13 @@ import msgspec
 from stepscope.engines.actor_call import ActorLine, CallFailedError, present
 from stepscope.engines.fetch import bring_home
 from stepscope.engines.own_thread import own_thread
-from stepscope.engines.protocol import EngineCapture, EngineProfiler, load_engine, waited_s
+from stepscope.engines.protocol import (
+    EngineCapture,
+    EngineProfiler,
+    EngineProfilerBase,
+    load_engine,
+    waited_s,
+)
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -40,7 +46,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
 
 
-class RayRollout:
+class RayRollout(EngineProfilerBase):
     """Drives the engine inside a Ray actor: the engine's own profiler is built and run there.
 
     Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
@@ -64,7 +70,7 @@ class RayRollout:
                 engine of the adapter's kind in the actor's process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
-        self.replica = replica
+        super().__init__(replica)
         self._actor = actor
         self._line = ActorLine(actor)
         self._engine = engine
@@ -75,7 +81,6 @@ class RayRollout:
         self._step_dir = ""
         self._given_up: list[str] = []
         """Starts that were cancelled on their way: they may yet happen in the actor."""
-        self._ignored: dict[str, str] = {}
 
     @property
     def world_size(self) -> int | None:
@@ -84,10 +89,6 @@ class RayRollout:
     @property
     def workers(self) -> Sequence[object]:
         return (self._actor,)
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
 
     def check(self) -> None:
         """Builds the profiler in the actor and runs its check there. Blocks for up to 300 s.

@@ -8,14 +8,19 @@ all its guards: one torch.profiler session per process, never nested, never left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
-from stepscope.engines.protocol import EngineCapture, EngineFactory
+from stepscope.engines.protocol import (
+    EngineCapture,
+    EngineFactory,
+    EngineProfilerBase,
+    refuse_second_start,
+)
 from stepscope.engines.torch_recording import Recording
 from stepscope.errors import BackendError, EngineError
 from stepscope.files.sidecar import Artifact
@@ -44,7 +49,7 @@ def iteration() -> None:
         recording.tick(by_hand=True)
 
 
-class TorchRolloutProfiler:
+class TorchRolloutProfiler(EngineProfilerBase):
     """Drives torch.profiler for generation in this process. One capture at a time in a process."""
 
     def __init__(
@@ -63,12 +68,11 @@ class TorchRolloutProfiler:
             rank: Global rank of this process; None where nothing says it.
             world_size: GPUs of the replica.
         """
-        self.replica = replica
+        super().__init__(replica)
         self._module = module
         self._rank = rank
         self._world_size = world_size
         self._recording: Recording | None = None
-        self._ignored: dict[str, str] = {}
         # Everything that may wait happens on one thread of ours, so in order: what a cancelled caller left
         # behind is over before the next start begins.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepscope-rollout")
@@ -76,14 +80,6 @@ class TorchRolloutProfiler:
     @property
     def world_size(self) -> int | None:
         return self._world_size
-
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
 
     def iteration(self) -> None:
         """One engine iteration is done: for decode loops that gave no `module`. Any thread."""
@@ -101,9 +97,7 @@ class TorchRolloutProfiler:
             raise EngineError(str(error)) from error
 
     async def start(self, capture: EngineCapture) -> None:
-        if self._recording is not None:
-            step = self._recording.capture.step
-            raise EngineError(f"this engine already records step {step}. Fix: stop() it first")
+        refuse_second_start(None if self._recording is None else self._recording.capture)
         recording = Recording(capture, _config_of(capture), self._module, self._rank, self._world_size)
         self._recording = recording
         try:

@@ -16,7 +16,12 @@ from typing import TypeVar
 import msgspec
 
 from stepscope.engines.artifacts import publish, read_anchor
-from stepscope.engines.protocol import EngineCapture, Iterations
+from stepscope.engines.protocol import (
+    EngineCapture,
+    EngineProfilerBase,
+    Iterations,
+    refuse_second_start,
+)
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import Artifact
@@ -86,35 +91,25 @@ class FakeEngine:
         await asyncio.sleep(0)
 
 
-class FakeEngineProfiler:
+class FakeEngineProfiler(EngineProfilerBase):
     """Drives a `FakeEngine`. Passes `EngineConformance`."""
 
     def __init__(self, engine: FakeEngine, replica: int | None = None) -> None:
+        super().__init__(replica)
         self.engine = engine
-        self.replica = replica
         self._capture: EngineCapture | None = None
         self._opened: ClockAnchor | None = None
-        self._ignored: dict[str, str] = {}
 
     @property
     def world_size(self) -> int:
         return self.engine.workers
-
-    @property
-    def workers(self) -> Sequence[object]:
-        return ()
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        return self._ignored
 
     def check(self) -> None:
         if self.engine.dead:
             raise EngineError("the engine process has died. Fix: start the engine before the run")
 
     async def start(self, capture: EngineCapture) -> None:
-        if self._capture is not None:
-            raise EngineError(f"this engine already records step {self._capture.step}. Fix: stop() it first")
+        refuse_second_start(self._capture)
         _know(capture.extra)
         self._capture, self._ignored = capture, _unable(capture)
         try:
