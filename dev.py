@@ -38,6 +38,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
@@ -449,11 +450,11 @@ def test(arguments: list[str]) -> bool:
     if arguments and first != "--no-engines":
         return run(python, "-m", "pytest", *arguments)
     real = first != "--no-engines"
-    with building() if real else nullcontext():
+    with engines_beside() if real else nullcontext() as engines_passed:
         # What follows runs even when something failed before it: one run is to show all that is wrong.
         passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *rest)}
-        if real:
-            passed["the tests on real engines"] = test_engines([])
+        if engines_passed is not None:
+            passed["the tests on real engines"] = engines_passed()
     if real:
         for name, reason in left_to_request().items():
             say(f"NOT RUN: the tests on {name}: {reason} Fix: `python3 dev.py test --engines`")
@@ -467,26 +468,47 @@ def test(arguments: list[str]) -> bool:
 
 
 @contextmanager
-def building() -> Iterator[None]:
-    """Another dev.py sets up the engines' environments meanwhile, at a low priority and without a word: most
-    of a test run waits for something. What it cannot set up is tried again, and told of, in its turn.
+def engines_beside() -> "Iterator[Callable[[], bool]]":
+    """Test the real engines in another dev.py meanwhile, at a low priority: most tests wait for something.
+
+    Yields a function that waits for its end, shows its output and returns whether the tests passed.
     """
-    if all(environment.is_current() for environment in unasked().values()):
-        yield
-        return
-    say("the environments of real engines are set up meanwhile")
-    process = subprocess.Popen(
-        [sys.executable, __file__, "setup", "--engines"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=partial(os.nice, 10),
-    )
-    try:
-        yield
-    finally:
-        stop(process, partial(os.killpg, process.pid))
+    say("the tests on real engines run meanwhile; their output follows that of the others")
+    with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile("r") as failed:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "test", "--engines", *unasked()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "DEV_FAILED_TESTS": failed.name},
+            start_new_session=True,
+            preexec_fn=partial(os.nice, 10),
+        )
+
+        def passed() -> bool:
+            for chunk in written(process, output):
+                print(chunk, end="", flush=True)
+            FAILED.extend(failed.read().splitlines())
+            return process.returncode == 0
+
+        try:
+            yield passed
+        finally:
+            stop(process, partial(os.killpg, process.pid))
+
+
+def written(process: "subprocess.Popen[bytes]", output: "IO[bytes]") -> Iterator[str]:
+    """Yield what `process` has written to its file `output`, then what it still writes until it ends."""
+    at, ended = 0, False
+    while not ended:
+        try:
+            process.wait(1)
+            ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        chunk = os.pread(output.fileno(), 1 << 26, at)
+        at += len(chunk)
+        yield chunk.decode(errors="replace")
 
 
 def test_engines(arguments: Sequence[str]) -> bool:
@@ -500,6 +522,8 @@ def test_engines(arguments: Sequence[str]) -> bool:
     failed = [name for name in names if not test_engine(known[name], options)]
     if failed:
         say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
+    if "DEV_FAILED_TESTS" in os.environ:  # of the dev.py that runs these beside other tests
+        Path(os.environ["DEV_FAILED_TESTS"]).write_text("".join(f"{line}\n" for line in FAILED))
     return not failed
 
 

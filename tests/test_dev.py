@@ -244,27 +244,45 @@ def test_what_an_engine_builds_upon_is_ready_before_its_own_set_up_takes_the_loc
     assert built == [".venv-vllm-2", ".venv-vllm-1"]
 
 
-def test_engines_are_set_up_while_other_tests_run_and_no_longer(
+STAND_IN = """
+import os, signal, sys
+print(os.getpid(), *sys.argv[1:], flush=True)
+{then}
+"""
+"""Of the dev.py that tests the engines."""
+
+
+def test_engines_are_tested_beside_other_tests_and_their_output_and_failures_follow(
+    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "stand_in.py"
+    then = "open(os.environ['DEV_FAILED_TESTS'], 'w').write('$ pytest\\n    test_it\\n'); sys.exit(1)"
+    script.write_text(STAND_IN.format(then=then))
+    monkeypatch.setattr(dev, "__file__", str(script))
+    monkeypatch.setattr(dev, "FAILED", ["$ ruff"])
+    with dev.engines_beside() as passed:
+        print("other tests", flush=True)
+        assert not passed()
+    output = capfd.readouterr().out
+    assert output.index("other tests") < output.index(" test --engines vllm-1 vllm-2")
+    assert dev.FAILED == ["$ ruff", "$ pytest", "    test_it"]
+
+
+def test_the_tests_beside_others_end_with_those(
     recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, script = tmp_path / "asked", tmp_path / "stand_in.py"
-    os.mkfifo(asked)
+    started, script = tmp_path / "started", tmp_path / "stand_in.py"
+    os.mkfifo(started)
     script.write_text(
-        "import os, sys, time\n"
-        f"print(os.getpid(), *sys.argv[1:], file=open({str(asked)!r}, 'w'), flush=True)\n"
-        "time.sleep(600)\n"
+        STAND_IN.format(then=f"open({str(started)!r}, 'w').write(str(os.getpid())); signal.pause()")
     )
     monkeypatch.setattr(dev, "__file__", str(script))
-    with dev.building():
-        process, *arguments = asked.read_text().split()
-        os.kill(int(process), 0)
-    assert arguments == ["setup", "--engines"]
+    with pytest.raises(KeyboardInterrupt), dev.engines_beside():
+        process = int(started.read_text())
+        os.kill(process, 0)
+        raise KeyboardInterrupt
     with pytest.raises(ProcessLookupError):
-        os.kill(int(process), 0)
-    monkeypatch.setattr(dev.EngineEnvironment, "is_current", lambda environment: True)
-    monkeypatch.setattr(subprocess, "Popen", None)
-    with dev.building():
-        pass  # nothing was to be set up
+        os.kill(process, 0)
 
 
 def test_what_failed_is_said_again_at_the_end_with_its_tests(

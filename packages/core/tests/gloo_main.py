@@ -5,6 +5,7 @@ python gloo_main.py FOLDER RANKS ROUNDS
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def main(folder: Path, ranks: int, rounds: int) -> None:
     """Forks, so that torch is imported once; leaves `rank0.json` and so on."""
+    gc.freeze()  # a rank that exits would walk, and so copy, every page of torch's objects: a second
     rank = 0
     children: list[int] = []
     for other in range(1, ranks):

@@ -20,11 +20,12 @@ import pytest
 pytestmark = pytest.mark.needs("torch")
 
 SERVER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 import torch, torch._inductor.config, torch.profiler  # the seconds that every case would pay
 from stepscope.backends.torch.backend import TorchBackend
 from stepscope.testing import backend_conformance
 
+gc.freeze()  # a child that exits would walk, and so copy, every page of torch's objects: a second
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
