@@ -12,8 +12,9 @@ from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.report import Advice, Table, check_health, report_step
+from stepscope.report.advice.evidence import Evidence
+from stepscope.report.advice.rules import advise
 from stepscope.report.blocks.health import say_other
-from stepscope.report.tables.advice import Evidence, advise
 from stepscope.report.tables.long_tail import Late
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step, load_traces

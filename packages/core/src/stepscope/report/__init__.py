@@ -1,10 +1,11 @@
 """Tables of a step's time: pure functions of a timeline, and the tables as text."""
 
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.rules import advise
 from stepscope.report.scalars import to_scalars
 from stepscope.report.step import report_step
 from stepscope.report.step_report import StepReport
 from stepscope.report.table import Table
-from stepscope.report.tables.advice import Advice, Evidence, advise
 from stepscope.report.tables.baseline import Baseline, find_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, break_down
 from stepscope.report.tables.cuda_memory import CudaMemory, Holder, find_holders

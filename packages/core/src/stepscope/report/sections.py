@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.rules import advise
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.breakdown import breakdown_blocks
 from stepscope.report.blocks.cuda_memory import cuda_memory_blocks
@@ -27,7 +29,6 @@ from stepscope.report.html.kernels import draw_traces
 from stepscope.report.html.tail import draw_long_tail
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
-from stepscope.report.tables.advice import Advice, Evidence, advise
 from stepscope.report.tables.baseline import find_baseline
 from stepscope.report.tables.breakdown import Breakdown, break_down
 from stepscope.report.tables.cuda_memory import find_holders

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.block import Block, Paragraph
-from stepscope.report.tables.advice import Advice
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.cuda_memory import CudaMemory

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.advice import savings
 from stepscope.report.html.markup import EMPTY, Html, tag
 from stepscope.report.html.page import section
 from stepscope.report.section import Page
-from stepscope.report.tables.advice import Advice
 
 
 def draw_advice(advice: Sequence[Advice], page: Page) -> Iterator[Html]:

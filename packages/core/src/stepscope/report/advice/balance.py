@@ -1,0 +1,147 @@
+"""Advice on a process that is slower than the others of its role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
+from stepscope.report.formatting import count, duration
+from stepscope.report.tables.idle import ROLLOUT
+from stepscope.report.tables.stages import Share, Stage
+
+
+def straggler(evidence: Evidence) -> Advice | None:
+    """One process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step. One that a
+    profiler recorded is compared with others of which that is true too.
+    """
+    gaps = [gap for stage in _comparable(evidence) for gap in _gaps(stage) if _is_large(gap, evidence)]
+    worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
+    if worst is None:
+        return None
+    stage, slowest = worst.stage, worst.slowest
+    because = [
+        (
+            f"busy for {duration(slowest.worked_ns)}, {duration(worst.mean_ns)} on average over "
+            f"{count(worst.processes, 'process')}"
+        )
+    ]
+    if stage.uneven and slowest.profiled:
+        because.append("a profiler recorded each of these; the others are not compared with it")
+    elif stage.uneven:
+        because.append("no profiler recorded it, though some of the others")
+    return Advice(
+        rule="straggler",
+        kind="hint",
+        what=f"{slowest.process} is slower than the others in {stage.role} {stage.stage}",
+        because=tuple(because),
+        do=(
+            "balance requests by length and load, not in turn"
+            if stage.role in GENERATES
+            else "spread its calls over the others; if it is always that process, look at its host"
+            if stage.role in ROLLOUT
+            else "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
+        ),
+        saves_ns=worst.lost_ns,
+    )
+
+
+def uneven_profiling(evidence: Evidence) -> Advice | None:
+    """A process would be a straggler, if a profiler had recorded the others as well."""
+    gaps = [
+        gap
+        for stage in _comparable(evidence)
+        if stage.uneven
+        for gap in [_gap_to_unprofiled(stage)]
+        if _is_large(gap, evidence)
+    ]
+    worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
+    if worst is None:
+        return None
+    stage, slowest = worst.stage, worst.slowest
+    alike = (
+        "ranks: all, or no engines in the capture"
+        if evidence.profiling.engines and stage.role in GENERATES
+        else "ranks: all, or profiler: off"
+    )
+    return Advice(
+        rule="uneven-profiling",
+        kind="hint",
+        what=(
+            f"{slowest.process} took longer in {stage.role} {stage.stage}, and a profiler slowed it and not "
+            "the others"
+        ),
+        because=(
+            (
+                f"busy for {duration(slowest.worked_ns)}; {duration(worst.mean_ns)} on average over "
+                f"{count(worst.processes, 'process')} without a profiler"
+            ),
+        ),
+        do=(
+            "this step cannot tell a slow process from its profiler: record all processes of the role or "
+            f"none (roles.{stage.role}: {alike})"
+        ),
+        saves_ns=None,
+    )
+
+
+class _Gap(NamedTuple):
+    """The excess of one process over those it is compared with, in one stage."""
+
+    stage: Stage
+    slowest: Share
+    mean_ns: int
+    processes: int
+    """The number of processes in the mean."""
+
+    @property
+    def lost_ns(self) -> int:
+        return self.slowest.worked_ns - self.mean_ns
+
+
+def _comparable(evidence: Evidence) -> list[Stage]:
+    return [
+        stage
+        for stage in evidence.stages
+        if len(stage.processes) > 1 and not stage.waits and not _cut_off(stage, evidence)
+    ]
+
+
+def _is_large(gap: _Gap, evidence: Evidence) -> bool:
+    large = gap.lost_ns * 50 >= evidence.breakdown.window_ns
+    return large and gap.slowest.worked_ns * 5 >= gap.mean_ns * 6
+
+
+def _gaps(stage: Stage) -> list[_Gap]:
+    """The busiest process against the mean of all. Where profiling differs, two: the busiest profiled one
+    against the profiled ones, and the busiest of the others against the mean of all if they are too few. What
+    is slower than a profiled process, and is none, is slow.
+    """
+    profiled = [share for share in stage.processes if share.profiled]
+    others = [share for share in stage.processes if not share.profiled]
+    if not (profiled and others):
+        return [_gap(stage, stage.processes, stage.processes)]
+    gaps = [_gap(stage, others, others if len(others) > 1 else stage.processes)]
+    return [*gaps, _gap(stage, profiled, profiled)] if len(profiled) > 1 else gaps
+
+
+def _gap_to_unprofiled(stage: Stage) -> _Gap:
+    profiled = [share for share in stage.processes if share.profiled]
+    return _gap(stage, profiled, [share for share in stage.processes if not share.profiled])
+
+
+def _gap(stage: Stage, candidates: Sequence[Share], compared: Sequence[Share]) -> _Gap:
+    slowest = max(candidates, key=lambda share: share.worked_ns)
+    mean_ns = sum(share.worked_ns for share in compared) // len(compared)
+    return _Gap(stage, slowest, mean_ns, len(compared))
+
+
+def _cut_off(stage: Stage, evidence: Evidence) -> bool:
+    """Whether a recording that ended early cut off calls of the stage: they say nothing of who is slow."""
+    if any(
+        (span.role, span.stage) == (stage.role, stage.stage) and span.process in evidence.cut
+        for span in evidence.health.open_spans
+    ):
+        return True
+    cut = any(share.process in evidence.cut for share in stage.processes)
+    return cut and len({share.calls for share in stage.processes}) > 1

@@ -1,0 +1,100 @@
+"""Advice on devices: memory, collectives, idle time."""
+
+from __future__ import annotations
+
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.wording import percentage_of
+from stepscope.report.formatting import duration, size
+from stepscope.report.tables.idle import ROLLOUT
+
+
+def memory_nearly_full(evidence: Evidence) -> Advice | None:
+    """An allocator held 95 % of its device or more."""
+    rows = () if evidence.traces is None else evidence.traces.memory
+    full = [row for row in rows if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes]
+    if not full:
+        return None
+    worst = max(full, key=lambda row: row.reserved_bytes / (row.capacity_bytes or 1))
+    gap = worst.reserved_bytes - worst.allocated_bytes
+    return Advice(
+        rule="memory-nearly-full",
+        kind="alarm",
+        what=f"{worst.process} held nearly all memory of {worst.device}",
+        because=(
+            (
+                f"{size(worst.reserved_bytes)} of {size(worst.capacity_bytes or 0)} reserved, "
+                f"{size(worst.allocated_bytes)} of it in use at most"
+            ),
+        ),
+        do=(
+            f"the rest is fragments: PYTORCH_{'NPU' if evidence.profiling.npu else 'CUDA'}_ALLOC_CONF="
+            "expandable_segments:True"
+            if gap > 0.2 * worst.reserved_bytes
+            else "smaller micro-batches, or activation checkpointing, before a longer sequence ends the run"
+        ),
+        saves_ns=None,
+    )
+
+
+def collectives(evidence: Evidence) -> Advice | None:
+    """A process spent a tenth of its busy time in collectives that nothing hides, and 2 % of the step."""
+    rows = [row for row in evidence.idle if row.collective_ns]
+    worst = max(rows, key=lambda row: row.collective_ns or 0, default=None)
+    if worst is None or worst.collective_ns is None:
+        return None
+    if worst.collective_ns * 10 < worst.busy_ns or worst.collective_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    late = worst.skew_ns is not None and worst.skew_ns * 2 >= worst.collective_ns
+    because = [f"{worst.process}: {duration(worst.collective_ns)} of {duration(worst.busy_ns)} busy"]
+    one = late and worst.awaited is not None and worst.awaited_ns * 2 >= (worst.skew_ns or 0)
+    if worst.skew_ns is not None:
+        because.append(f"{duration(worst.skew_ns)} before the last rank had entered")
+        if late and worst.awaited is not None:
+            because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
+    whom = worst.awaited if one else "each other"
+    return Advice(
+        rule="collectives",
+        kind="hint",
+        what=(
+            f"ranks wait for {whom} in collectives"
+            if late
+            else "communication is not hidden behind computation"
+        ),
+        because=tuple(because),
+        do=(
+            "even out what the ranks do before them: tokens in a micro-batch, work on one rank alone"
+            + ("; if it is always that rank, look at its host" if one else "")
+            if late
+            else "fewer ranks to a replica"
+            if worst.role in ROLLOUT
+            else "larger buckets, and overlap of gradient reduction with backward"
+        ),
+        saves_ns=worst.collective_ns,
+    )
+
+
+def idle_device(evidence: Evidence) -> Advice | None:
+    """Between its first and last kernel a device was busy for less than half of the time."""
+    rows = () if evidence.traces is None else evidence.traces.devices
+    idle = [
+        row
+        for row in rows
+        if row.busy_ns * 2 < row.span_ns and (row.span_ns - row.busy_ns) * 20 >= evidence.breakdown.window_ns
+    ]
+    if not idle:
+        return None
+    worst = max(idle, key=lambda row: row.span_ns - row.busy_ns)
+    return Advice(
+        rule="idle-device",
+        kind="hint",
+        what=f"{worst.device} of {worst.process} waits for the host, or for other stages",
+        because=(
+            (
+                f"busy for {duration(worst.busy_ns)} of the {duration(worst.span_ns)} from the first to the "
+                f"last kernel: {percentage_of(worst.busy_ns, worst.span_ns)}"
+            ),
+        ),
+        do="`Idle` says what the process waited for; inside a stage: larger micro-batches, "
+        + ("graph mode" if evidence.profiling.npu else "CUDA graphs"),
+        saves_ns=worst.span_ns - worst.busy_ns,
+    )

@@ -1,0 +1,56 @@
+"""The figures that rules of advice look at, and the advice that they give."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.report.table import Table
+from stepscope.report.tables.baseline import Baseline
+from stepscope.report.tables.breakdown import Breakdown
+from stepscope.report.tables.devices import TraceTables
+from stepscope.report.tables.engine import Engine
+from stepscope.report.tables.health import Health
+from stepscope.report.tables.idle import Idle
+from stepscope.report.tables.long_tail import LongTail
+from stepscope.report.tables.profiling import Profiling
+from stepscope.report.tables.stages import Stage
+from stepscope.report.tables.waiting import VainWait
+
+GENERATES = frozenset({"rollout", "agent_loop"})
+"""Roles whose work is to generate, or holds what generates."""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a step that rules look at. Shares are of the step without opening and closing the
+    capture.
+    """
+
+    breakdown: Breakdown
+    baseline: Baseline | None
+    stages: Table[Stage]
+    long_tail: LongTail | None
+    idle: Table[Idle]
+    vain_waits: Table[VainWait] = Table()
+    engines: Table[Engine]
+    traces: TraceTables | None
+    health: Health
+    profiling: Profiling = Profiling()
+    cut: frozenset[str] = frozenset()
+    """Names of processes whose recording ended before their work did: it ended calls that went on."""
+    over_budget: frozenset[str] = frozenset()
+    """Those of them that a budget ended."""
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    rule: str
+    """Its name: stable, for scripts."""
+    kind: Literal["alarm", "hint"]
+    """`alarm`: something is wrong, or the numbers mislead. `hint`: time could be saved."""
+    what: str
+    because: tuple[str, ...]
+    """The numbers that it rests on."""
+    do: str
+    saves_ns: int | None
+    """Of the step, at most. None: not to be said."""

@@ -1,0 +1,157 @@
+"""Advice on the cost of profilers, inside the step and beside it."""
+
+from __future__ import annotations
+
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.wording import is_unedited, share_of_step
+from stepscope.report.formatting import count, duration, percents
+from stepscope.report.tables.baseline import ENOUGH
+from stepscope.report.tables.health import Health, ProcessRow
+from stepscope.report.tables.profiling import Profiling
+
+LARGE_TRACE = 100_000
+"""Events from which on a trace is a likely reason why closing took long."""
+
+_STALLED = (
+    "trust the other lines: the line `profiler` has what it cost. Without iterations.count and by_stage, "
+    "engines write after the step; with a smaller count they write less"
+)
+
+
+def not_typical(evidence: Evidence) -> Advice | None:
+    """The step took a tenth more than uncaptured ones near it, and more than nine tenths of them; or a tenth
+    less, and less than all. Or engines stood still for a tenth of it, for their own profilers.
+    """
+    found, stalled_ns = evidence.baseline, evidence.breakdown.stalled_ns
+    if found is None or found.excess_ns is None or len(found.steps) < ENOUGH:
+        return _stalled(evidence)
+    took_ns = found.p50_ns + found.excess_ns
+    slow, fast = took_ns > found.p90_ns, took_ns < found.min_ns
+    if abs(found.excess_ns) * 10 < found.p50_ns or not (slow or fast):
+        return _stalled(evidence)
+    (share,) = percents([abs(found.excess_ns)], found.p50_ns)
+    usual = f"median {duration(found.p50_ns)}, {duration(found.min_ns)} to {duration(found.max_ns)}"
+    because = [f"{duration(took_ns)}; {count(len(found.steps), 'uncaptured step')} near it: {usual}"]
+    if stalled_ns:
+        because.append(f"{_stood_still(evidence)}. Without that it took {duration(took_ns - stalled_ns)}")
+    why_slow = _STALLED if stalled_ns and stalled_ns * 2 >= found.excess_ns else _slowed(evidence)
+    return Advice(
+        rule="not-typical",
+        kind="alarm",
+        what=f"the step took {share} % {'longer' if slow else 'less'} than steps that are not captured",
+        because=tuple(because),
+        do=why_slow if slow else "capture another step: this one had less to do",
+        saves_ns=None,
+    )
+
+
+def _slowed(evidence: Evidence) -> str:
+    """The remedy for a step that took longer than uncaptured ones."""
+    if not evidence.profiling.ran:
+        return (
+            "no profiler ran in it, and spans take microseconds: see what is slow below, or capture another"
+        )
+    less = ", ".join(_less(evidence.profiling))
+    return (
+        "trust shares more than times. If other captures are as slow, it is the profiler"
+        f"{': record ' if less else ''}{less}"
+    )
+
+
+def _less(profiling: Profiling) -> list[str]:
+    """The ways to record less that fit what was recorded."""
+    ways = []
+    if profiling.several:
+        ways.append("fewer ranks")
+    if profiling.heavy:
+        ways.append(f"without {' and '.join(profiling.heavy)}")
+    if profiling.by_torch:
+        ways.append("a part of the step (torch.schedule)")
+    if profiling.engines:
+        ways.append("fewer iterations of an engine (iterations.count)")
+    return ways
+
+
+def is_stalled(evidence: Evidence) -> bool:
+    """Whether engines stood still for a tenth of the step, for their own profilers."""
+    return evidence.breakdown.stalled_ns * 10 >= max(evidence.breakdown.window_ns, 1)
+
+
+def _stalled(evidence: Evidence) -> Advice | None:
+    if not is_stalled(evidence):
+        return None
+    return Advice(
+        rule="not-typical",
+        kind="alarm",
+        what="the step took longer than it would without the profilers of its engines",
+        because=(_stood_still(evidence),),
+        do=_STALLED,
+        saves_ns=None,
+    )
+
+
+def _stood_still(evidence: Evidence) -> str:
+    stalled = share_of_step(evidence.breakdown.stalled_ns, evidence)
+    return f"engines served nothing for {stalled}: their profilers wrote"
+
+
+def profiler_cost(evidence: Evidence) -> Advice | None:
+    """Opening and closing the capture took a tenth of the step or more."""
+    spent_ns = evidence.breakdown.opening_ns + evidence.breakdown.closing_ns
+    if spent_ns * 10 < max(evidence.breakdown.window_ns, 1):
+        return None
+    worst = _slowest_to_record(evidence.health, spent_ns)
+    traces = () if evidence.traces is None else evidence.traces.traces
+    largest = max(traces, key=lambda trace: trace.events, default=None)
+    because = [f"{duration(spent_ns)} beside a step of {duration(evidence.breakdown.window_ns)}"]
+    if worst is not None:
+        because += _name_slowest(worst, evidence.health)
+    whose = "" if worst is None or worst.owner else f" for {worst.name}"
+    if largest is not None and largest.events >= LARGE_TRACE:
+        because.append(f"the largest trace is of {largest.process}: {count(largest.events, 'event')}")
+        whose = f" for {largest.process}"
+    return Advice(
+        rule="profiler-cost",
+        kind="hint",
+        what="opening and closing the capture took long next to this step; other steps do not pay it",
+        because=tuple(because),
+        do=_make_cheaper(evidence, worst, whose),
+        saves_ns=None,
+    )
+
+
+def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
+    """Say how long a process took to open and close; of the owner, which waits for others, also who did."""
+    if worst.cost is None:
+        return []
+    took = f"{duration(worst.cost.start_ns)} to open, {duration(worst.cost.stop_ns)} to close"
+    if not worst.owner:
+        return [f"{worst.name} took longest: {took}"]
+    facts = [f"{worst.name} took longest: {took} (waiting for workers and engines included)"]
+    others = [(row.cost, row.name) for row in health.processes if row.cost is not None and not row.owner]
+    if others:
+        ns, name = max((cost.start_ns + cost.stop_ns, name) for cost, name in others)
+        facts.append(f"of the others {name}: {duration(ns)} for both")
+    return facts
+
+
+def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str) -> str:
+    """Return the remedies that fit what was recorded."""
+    remedies = []
+    cost = None if worst is None else worst.cost
+    prepared = is_unedited(evidence)
+    if cost is not None and cost.start_ns >= cost.stop_ns and not prepared:
+        remedies.append("prepare() before the first step pays the one-off part of opening")
+    ways = _less(evidence.profiling)
+    if ways and (whose or not remedies):
+        remedies.append(f"record less{whose}: {', '.join(ways)}; or export.when: deferred")
+    if not remedies:
+        remedies.append("look at `Processes`: a busy worker, or a slow folder, makes all others wait")
+    return "; ".join(remedies)
+
+
+def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
+    """A worker that explains half of what the owner paid, for the owner waits for it; else the owner."""
+    told = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
+    workers = [each for each in told if not each[1].owner and each[0] * 2 >= wall_ns]
+    return max(workers or told, key=lambda each: each[0], default=(0, None))[1]

@@ -1,0 +1,195 @@
+"""Advice on the rollout: trajectories, tools, engines, and weights on their way to these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.profilers import is_stalled
+from stepscope.report.advice.wording import percentage_of, share_of_step
+from stepscope.report.formatting import count, duration
+from stepscope.report.stage_names import MOVES_WEIGHTS, is_tool
+from stepscope.report.tables.long_tail import LongTail
+from stepscope.report.tables.stages import Stage
+
+
+def long_tail(evidence: Evidence) -> Advice | None:
+    """The last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
+    tail = evidence.long_tail
+    if tail is not None and not tail.trajectories:
+        return _begun_before(tail, evidence)
+    if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < 10:
+        return None
+    held_ns = tail.held_ns - tail.stalled_ns
+    if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    if tail.last_profiled == tail.last:
+        return None  # a profiler made these the last ones, as far as anybody can tell
+    return Advice(
+        rule="long-tail",
+        kind="hint",
+        what="the step waits for its slowest trajectories",
+        because=tuple(_tail_facts(tail, tail.held_ns, tail.rollout_ns)),
+        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
+        saves_ns=held_ns,
+    )
+
+
+def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
+    because = [
+        (
+            f"the last {tail.last} of {tail.trajectories} trajectories ended {duration(held_ns)} after "
+            f"the others: {percentage_of(held_ns, rollout_ns)} of the rollout"
+        )
+    ]
+    if tail.stalled_ns:
+        because.append(f"for {duration(tail.stalled_ns)} of that an engine's profiler wrote")
+    if tail.bubble is not None and tail.bubble.replicas:
+        because.append(
+            f"{tail.bubble.in_flight:g} at once in that time, {tail.bubble.in_flight_before:g} "
+            f"before; replicas idle for {duration(tail.bubble.idle_ns)} of it in sum"
+        )
+    if tail.last_profiled:
+        because.append(f"a profiler slowed {tail.last_profiled} of them and not all others")
+    return because
+
+
+def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
+    """The last tenth of ten or more that the step consumes had begun before, and went on for 2 % of it."""
+    late = tail.late
+    if late is None or tail.consumed < 10 or late.trajectories > -(-tail.consumed // 10):
+        return None
+    if late.until_ns * 50 < evidence.breakdown.window_ns:
+        return None
+    return Advice(
+        rule="long-tail",
+        kind="hint",
+        what="the step waits for its slowest trajectories, begun before it",
+        because=(
+            f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",
+            f"the last, {late.last}, for {share_of_step(late.until_ns, evidence)}",
+        ),
+        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
+        saves_ns=late.until_ns,
+    )
+
+
+def queueing(evidence: Evidence) -> Advice | None:
+    """Requests queued for a fifth of the trajectories' time, and not for engines that wrote traces."""
+    if is_stalled(evidence):
+        return None
+    return _in_trajectories(
+        evidence,
+        lambda stage: stage.waits and stage.role == "rollout",
+        rule="queueing",
+        what="requests wait for a place in the engine",
+        do=(
+            "more replicas, or more requests at once in each (vLLM: max_num_seqs, SGLang: "
+            "max_running_requests)"
+        ),
+    )
+
+
+def slow_tools(evidence: Evidence) -> Advice | None:
+    return _in_trajectories(
+        evidence,
+        lambda stage: is_tool(stage.role, stage.stage),
+        rule="slow-tools",
+        what="trajectories wait for their tools",
+        do="run more of them at once, give them a deadline, or let other trajectories generate meanwhile",
+    )
+
+
+def _in_trajectories(
+    evidence: Evidence, counts: Callable[[Stage], bool], *, rule: str, what: str, do: str
+) -> Advice | None:
+    """Stages that are a fifth of the trajectories' time in sum, or more."""
+    tail = evidence.long_tail
+    whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
+    inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
+    part_ns = sum(
+        stage.total_ns for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside
+    )
+    if tail is None or not tail.rollout_ns or not whole_ns or part_ns * 5 < whole_ns:
+        return None
+    return Advice(
+        rule=rule,
+        kind="hint",
+        what=what,
+        because=(
+            (
+                f"{duration(part_ns)} of the {duration(whole_ns)} that all trajectories took in sum: "
+                f"{percentage_of(part_ns, whole_ns)}"
+            ),
+        ),
+        do=do,
+        saves_ns=tail.rollout_ns * part_ns // whole_ns,
+    )
+
+
+def prefill_alone(evidence: Evidence) -> Advice | None:
+    """An engine read prompts, and wrote no token, for a quarter of its time. A recording of less than half of
+    the rollout does not say so: its first passes read prompts, and by_stage records as many of each kind.
+    """
+    rows = [
+        row
+        for row in evidence.engines
+        if row.prefill_ns * 4 >= row.recorded_ns > 0 and row.recorded_ns * 2 >= row.window_ns
+    ]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row.prefill_ns)
+    return Advice(
+        rule="prefill-alone",
+        kind="hint",
+        what=f"{worst.replica} reads prompts while nobody gets tokens",
+        because=(
+            (
+                f"{duration(worst.prefill_ns)} of {duration(worst.recorded_ns)}: "
+                f"{percentage_of(worst.prefill_ns, worst.recorded_ns)}"
+            ),
+        ),
+        do="prefix caching (the turns of a trajectory share theirs), chunked prefill",
+        saves_ns=worst.prefill_ns,
+    )
+
+
+def weight_sync(evidence: Evidence) -> Advice | None:
+    """Moving weights took 5 % of the step or more."""
+    lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
+    wall_ns = sum(line.wall_ns for line in lines)
+    if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
+        return None
+    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:3])
+    profiling = evidence.profiling
+    over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
+    return Advice(
+        rule="weight-sync",
+        kind="hint",
+        what="moving weights to the replicas takes long",
+        because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
+        do=f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
+        saves_ns=wall_ns,
+    )
+
+
+def vain_wait(evidence: Evidence) -> Advice | None:
+    """A process waited for 5 % of the step or more while nobody was busy who could have ended the wait."""
+    worst = max(evidence.vain_waits, key=lambda wait: wait.vain_ns, default=None)
+    if worst is None or worst.vain_ns * 20 < evidence.breakdown.window_ns:
+        return None
+    who = worst.processes[0] if len(worst.processes) == 1 else count(len(worst.processes), "process")
+    return Advice(
+        rule="vain-wait",
+        kind="hint",
+        what=f"{who} waited in {worst.role} {worst.stage} while nobody it could wait for was busy",
+        because=(
+            share_of_step(worst.vain_ns, evidence),
+            f"in all it waited for {duration(worst.wall_ns)}",
+        ),
+        do=(
+            "wake it when the work is done, or let it look more often; if somebody worked who is not "
+            "recorded, give that process to the capture"
+        ),
+        saves_ns=worst.vain_ns,
+    )
