@@ -29,9 +29,9 @@ from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import capture as capture_module
-from stepscope.recording.capture import omissions
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.output import manifest_part
+from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import current
@@ -247,11 +247,11 @@ def test_what_is_skipped_says_why(config: ProfileConfig) -> None:
 
 
 def test_two_runs_in_one_folder_keep_apart(config: ProfileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepscope.recording.capture import configure
+    from stepscope.recording.process import run
 
     for name in ("aaaaaaaa", "bbbbbbbb"):
-        monkeypatch.setattr(configure, "_ids", {"run": name})
-        monkeypatch.setattr(configure, "_recorded", set())
+        monkeypatch.setattr(run, "_ids", {"run": name})
+        monkeypatch.setattr(run, "_recorded", set())
         with capture(2, config=config), span(f"update {name}"):
             pass
     layout = RunLayout(config.save_path)
@@ -767,7 +767,7 @@ async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:
 async def test_prepare_warns_of_stops_that_take_long(
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     engines = [FakeEngineProfiler(FakeEngine())]
     await stepscope.aprepare(engines=engines, config=config)
     assert "stacks and memory" not in caplog.text

@@ -14,8 +14,8 @@ import pytest
 from stepscope import Capture, ProfileConfig, capture
 from stepscope.errors import CaptureError, CaptureOpenError
 from stepscope.recording.capture import capture as captures
-from stepscope.recording.capture import configure
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.process import run
 from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
@@ -196,13 +196,13 @@ def test_a_claim_that_another_thread_frees_meanwhile_is_freed_in_silence(
 def test_threads_that_ask_for_the_id_of_the_run_at_once_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that listens for requests asks on a thread of its own, beside the first capture."""
     monkeypatch.delenv("STEPSCOPE_RUN_ID", raising=False)
-    monkeypatch.setattr(configure, "_of_ray_job", lambda: None)
+    monkeypatch.setattr(run, "_of_ray_job", lambda: None)
     for _ in range(ROUNDS):
-        monkeypatch.setattr(configure, "_ids", {})
+        monkeypatch.setattr(run, "_ids", {})
         ids: list[str] = []
 
         def ask(_: int, ids: list[str] = ids) -> None:
-            ids.append(configure.run_id())
+            ids.append(run.run_id())
 
         at_once(THREADS, ask)
-        assert set(ids) == {configure.run_id()}
+        assert set(ids) == {run.run_id()}

@@ -21,8 +21,8 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import End, Line, Open, Span
-from stepscope.recording.capture.configure import run_id
 from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.process.run import run_id
 
 PRELUDE = """
 import os, sys, signal, time

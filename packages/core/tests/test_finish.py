@@ -306,7 +306,7 @@ def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: p
     told: list[CaptureResult] = []
     on_capture(told.append)
 
-    def refuse(close: object) -> None:
+    def refuse() -> None:
         raise RuntimeError("no signals here")
 
     monkeypatch.setattr(shutdown, "install", refuse)

@@ -31,6 +31,7 @@ from stepscope.recording.capture import omissions
 from stepscope.recording.capture.capture import Capture
 from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
+from stepscope.recording.process import failures
 from stepscope.recording.spans import slot
 
 ray = pytest.importorskip("ray")
@@ -260,7 +261,7 @@ def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_i
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(omissions, "_prepared", False)
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     for _ in range(2):
         with capture(1, config=config) as cap:
             pass
@@ -272,7 +273,7 @@ def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_i
 def test_no_workers_may_be_meant(
     none: object, config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     with capture(1, config=config, workers=none) as cap:
         pass
     assert "given no workers" not in caplog.text
@@ -286,7 +287,7 @@ def test_workers_that_were_prepared_and_not_captured_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(omissions, "_prepared", False)
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     prepare(workers=crew["sync"], config=config)
     with capture(1, config=config):
         pass

@@ -32,6 +32,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import capture as captures
 from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
 from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.process import shutdown
 from stepscope.recording.session.profiler_windows import Windows
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
@@ -117,7 +118,7 @@ def config(tmp_path: Path) -> ProfileConfig:
 
 
 def end_of_the_process() -> None:
-    captures.close_everything(Ending("signal", "SIGTERM"), deadline_s=0.0)
+    shutdown.close_everything(Ending("signal", "SIGTERM"), deadline_s=0.0)
 
 
 def nothing_records(where: str | None) -> None:

@@ -18,7 +18,7 @@ from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.records import Expectation
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.process import identity
+from stepscope.recording.process import failures, identity
 from stepscope.recording.session import session
 from stepscope.recording.spans import wrapping
 from stepscope.testing.fake_backend import FakeBackend
@@ -27,13 +27,13 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     made = FakeBackend()
-    for user in ("session", "worker"):
+    for user in ("session.session", "fanout.worker_side"):
         monkeypatch.setattr(f"stepscope.recording.{user}.load_backend", lambda name, config: made)
     monkeypatch.setattr(session, "_LIBRARY", {})
     return made
@@ -259,7 +259,7 @@ def test_a_capture_closes_while_ray_does_not_say_which_actors_there_are(
 
     monkeypatch.setattr(state, "actor_table", actor_table)
     monkeypatch.setattr(omissions, "_ASK_S", 0.01)
-    monkeypatch.setattr(omissions, "_warned", set())
+    monkeypatch.setattr(failures, "_warned", set())
     with capture(1, config=config_of(tmp_path)) as cap:
         learners.call()
     assert not answers.is_set()

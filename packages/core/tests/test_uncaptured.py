@@ -17,7 +17,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording.capture import baseline
-from stepscope.recording.capture import capture as capture_module
+from stepscope.recording.process import shutdown
 from stepscope.report import StepReport, report_step, to_scalars
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
@@ -71,7 +71,7 @@ def test_what_a_run_still_knows_at_its_end_is_written(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[2])
     loop(config, range(5))
     assert [each.step for each in written(config)] == [0, 1]
-    capture_module.close_everything(Ending("exit", "the process exited"), 10)
+    shutdown.close_everything(Ending("exit", "the process exited"), 10)
     assert [each.step for each in written(config)] == [0, 1, 3, 4]
 
 

@@ -14,7 +14,6 @@ from stepscope.recording.after.hooks import (
     consume,
     flush,
     on_artifact,
-    on_capture,
     on_report,
     redact,
 )
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from stepscope.recording.capture.configure import configure
     from stepscope.recording.capture.prepare import aprepare, prepare
     from stepscope.recording.capture.requesting import request_capture
+    from stepscope.recording.capture.result import on_capture
     from stepscope.recording.instrument.patch import instrument
 
     __version__: str
@@ -63,6 +63,7 @@ _LATER = {
     "capture": "stepscope.recording.capture.capture",
     "configure": "stepscope.recording.capture.configure",
     "instrument": "stepscope.recording.instrument.patch",
+    "on_capture": "stepscope.recording.capture.result",
     "prepare": "stepscope.recording.capture.prepare",
     "request_capture": "stepscope.recording.capture.requesting",
 }

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.files.manifest.records import Ending
-from stepscope.recording.capture import capture, configure
+from stepscope.recording.capture import configure
+from stepscope.recording.process import shutdown
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_clock import FakeClock
 from stepscope.testing.recorded_run import RecordedRun
@@ -25,7 +26,7 @@ def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
     try:
         yield RecordedRun(tmp_path / "stepscope")
     finally:
-        capture.close_everything(Ending("exit", "the test is over"), deadline_s=30)
+        shutdown.close_everything(Ending("exit", "the test is over"), deadline_s=30)
         configure._configured = before
         assert slot.active is None
 

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
     from stepscope.files.values import AttrValue
-    from stepscope.recording.capture.result import CaptureResult
 
     ArtifactHook = TypeVar("ArtifactHook", bound=Callable[[Path, Sidecar], object])
-    CaptureHook = TypeVar("CaptureHook", bound=Callable[[CaptureResult], object])
     RedactHook = TypeVar("RedactHook", bound=Callable[[str, AttrValue], AttrValue])
     ReportHook = TypeVar("ReportHook", bound=Callable[[StepScalars], object])
     AnyHook = TypeVar("AnyHook", bound=Callable[..., object])
@@ -79,21 +77,7 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     """
     from stepscope.recording.after import pipeline
 
-    return _registered(hook, "on_artifact", pipeline.artifact_hooks)
-
-
-def on_capture(hook: CaptureHook) -> CaptureHook:
-    """Calls `hook(cap.result)` after each capture that this process opened, once its own files are written
-    or given up.
-
-    Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.
-
-    Raises:
-        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
-    """
-    from stepscope.recording.after import pipeline
-
-    return _registered(hook, "on_capture", pipeline.capture_hooks)
+    return registered(hook, "on_artifact", pipeline.artifact_hooks)
 
 
 def on_report(hook: ReportHook) -> ReportHook:
@@ -108,7 +92,7 @@ def on_report(hook: ReportHook) -> ReportHook:
     """
     from stepscope.recording.after import pipeline
 
-    return _registered(hook, "on_report", pipeline.report_hooks)
+    return registered(hook, "on_report", pipeline.report_hooks)
 
 
 def redact(hook: RedactHook) -> RedactHook:
@@ -127,8 +111,8 @@ def redact(hook: RedactHook) -> RedactHook:
     return hook
 
 
-def _registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
-    """The hook, in the list that `name` adds to, once."""
+def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
+    """Add the hook to the list that `name` stands for, once, and return it."""
     _refuse_uncallable(hook, name)
     if hook not in hooks:
         hooks.append(hook)

@@ -14,27 +14,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout, sidecar_of
-from stepscope.files.manifest.records import Expectation, awaited
+from stepscope.files.manifest.records import Ending, Expectation, awaited
 from stepscope.files.mirror import is_whole
 from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
-from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores
+from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, shutdown
 from stepscope.recording.process.failures import describe
 
 if TYPE_CHECKING:
-    from stepscope.recording.capture.result import CaptureResult
     from stepscope.recording.session.session import Session
 
 artifact_hooks: list[Callable[[Path, Sidecar], object]] = []
-capture_hooks: list[Callable[[CaptureResult], object]] = []
+capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
 """These lists have one writer: `stepscope.recording.after.hooks`."""
 _awaited: set[int] = set()
@@ -178,7 +177,7 @@ def wanted(session: Session) -> bool:
     return bool(capture_hooks or _promised(session))
 
 
-def hand_over(result: CaptureResult, session: Session) -> None:
+def hand_over(result: ClosedCapture, session: Session) -> None:
     """The capture is closed: what comes after it begins when its files of this process are written."""
     if not (wanted(session) or result.apart):
         return
@@ -187,7 +186,7 @@ def hand_over(result: CaptureResult, session: Session) -> None:
     exporter.exporter().then(partial(capture_done, result, session), deferred=deferred)
 
 
-def capture_done(result: CaptureResult, session: Session) -> None:
+def capture_done(result: ClosedCapture, session: Session) -> None:
     """The capture is closed and its files of this process are written, or given up."""
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
@@ -251,6 +250,15 @@ def _tell(hook: Callable[[Path, Sidecar], object], path: Path, sidecar: Sidecar 
     hook(path, sidecar or msgspec.json.decode(sidecar_of(path).read_bytes(), type=Sidecar))
 
 
+def _end_of_process(ending: Ending, deadline_s: float) -> None:
+    until = time.monotonic() + deadline_s
+    unwritten = exporter.exporter().drain(deadline_s)
+    if unwritten:
+        failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
+    left_s = max(0.0, until - time.monotonic())
+    end(ending.error, left_s, patient=deadline_s >= shutdown.EXIT_S)
+
+
 def end(reason: str, deadline_s: float, *, patient: bool) -> None:
     """The process ends. What is still under way then is killed (commands) or left (hooks), and recorded.
 
@@ -295,4 +303,5 @@ def _in_child() -> None:
     _hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
 
 
+shutdown.on_exit("files and what comes after them", _end_of_process, order=20)
 os.register_at_fork(after_in_child=_in_child)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from socket import gethostname
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from stepscope.files.manifest.records import Expectation, State
 from stepscope.files.mirror import record_of, uncopied
@@ -20,13 +20,37 @@ from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
 
 if TYPE_CHECKING:
-    from stepscope.recording.capture.result import CaptureResult
     from stepscope.recording.session.session import Session
 
 COMMAND, SCALARS, MIRROR = "finish command", "scalars", "mirror"
 """Their names in the manifest."""
 POLL_S = 0.5
 """Between two looks at the other processes' parts of the manifest."""
+
+
+class ClosedCapture(Protocol):
+    """A capture that is closed, as the work after it needs it."""
+
+    @property
+    def apart(self) -> list[str]:
+        """Workers whose files are fetched."""
+        ...
+
+    def drain_workers(self, timeout_s: float) -> None:
+        """Wait until the workers have written their files."""
+        ...
+
+    def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetch the files of workers that are apart."""
+        ...
+
+    def unfinished(self) -> bool:
+        """Return whether another process still records or writes."""
+        ...
+
+    def fold(self) -> None:
+        """Write `manifest.json` anew."""
+        ...
 
 
 class Chore(NamedTuple):
@@ -43,7 +67,7 @@ class Chores:
     """What programs of their own do after one capture: the user's command, the figures, the mirror."""
 
     def __init__(
-        self, session: Session, result: CaptureResult | None, tell: Callable[[StepScalars], None]
+        self, session: Session, result: ClosedCapture | None, tell: Callable[[StepScalars], None]
     ) -> None:
         """Args:
         result: Of the capture; None in a worker, which sends its own host's files and no more.

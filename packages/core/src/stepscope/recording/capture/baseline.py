@@ -20,7 +20,8 @@ from stepscope import switch
 from stepscope.files.layout import RunLayout
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.recording.output import exporter
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, shutdown
+from stepscope.recording.session import activation
 from stepscope.recording.spans import slot
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ KEPT = 32
 _WRITE_AT = (4, 16, KEPT)
 """After how many of those behind it they are written: a killed process loses few, and few pay for it."""
 
-_captures = 0
-"""How many captures this process took part in. One writer: `captured_here`."""
 _loops: dict[tuple[str, str], _Loop] = {}
 """By folder and role: a process may hold several loops. One writer: this module."""
 
@@ -79,22 +78,18 @@ class _Loop:
             exporter.exporter().then(partial(_append, self._file, tuple(steps)), deferred=False)
 
 
-def captured_here() -> None:
-    """A capture opens in this process: what runs meanwhile is no step to compare with."""
-    global _captures
-    _captures += 1
-
-
 def begin() -> Began | None:
     """A step begins that is not captured. None: it overlaps one that is, or all is off."""
-    return None if switch.DISABLED or slot.active is not None else (time.monotonic_ns(), _captures)
+    if switch.DISABLED or slot.active is not None:
+        return None
+    return time.monotonic_ns(), activation.activations
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:
     """It is over. Left out if it overlapped a capture."""
     began_ns, captures = began
     dur_ns = time.monotonic_ns() - began_ns
-    if captures == _captures:
+    if captures == activation.activations:
         loop = _loops.get((save_path, role))
         if loop is None:
             loop = _loops[save_path, role] = _Loop()
@@ -110,7 +105,7 @@ def captured(session: Session) -> None:
 
 
 def flush() -> None:
-    """The process is about to end. The exporter is to be drained after this."""
+    """Write what is left in memory, before the exporter is drained for the last time."""
     for loop in _loops.values():
         loop.flush()
 
@@ -125,4 +120,5 @@ def _append(file: Path, steps: tuple[UncapturedStep, ...]) -> None:
         failures.note("writing how long uncaptured steps took", error)
 
 
+shutdown.on_exit("the durations of uncaptured steps", lambda *_: flush(), order=10)
 os.register_at_fork(after_in_child=_loops.clear)

@@ -1,6 +1,6 @@
 """capture(step): records one step in this process, its workers and its engines, and closes on every path.
 
-The only writer of `runtime.active`. Life of a capture: new -> opening -> open -> closing -> closed; opening
+Life of a capture: new -> opening -> open -> closing -> closed; opening
 that fails or is cancelled is rolled back. For a step that is not selected, all of it is a no-op.
 
 One file above 400 lines: it holds all states of a capture and who may change them.
@@ -21,17 +21,15 @@ from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, Stepsc
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Manifest, OpenedBy
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import baseline, configure, omissions
+from stepscope.recording.capture import baseline, configure, omissions, retention
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.output import exporter
-from stepscope.recording.process import failures, identity, shutdown
+from stepscope.recording.process import failures, identity, run
+from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
-from stepscope.recording.session import claims
+from stepscope.recording.session import activation, claims
 from stepscope.recording.session.claims import Claim
-from stepscope.recording.session.profiler_windows import in_event_loop
 from stepscope.recording.session.session import Session
-from stepscope.recording.spans import slot
 
 if TYPE_CHECKING:
     import asyncio
@@ -53,59 +51,10 @@ _is_torch_explained = False
 """Whether this process has explained the lines that torch prints. One writer: `Capture._about_torch`."""
 
 
-def activate(session: Session) -> None:
-    """Switches recording on in this process: the last act of opening."""
-    shutdown.install(close_everything)
-    baseline.captured_here()
-    if session.switch_off is None:
-        session.switch_off = deactivate
-    slot.active = session
-    session.begin()
-    if session.ended:  # its watchdog was faster
-        deactivate(session)
-
-
-def hand_to_worker(claim: Claim, session: Session) -> None:
-    """Gives a worker's session the claim, which is freed when its recording ends."""
-
-    def switch_off(session: Session) -> None:
-        deactivate(session)
-        claim.free()
-
-    session.switch_off = switch_off
-    claim.taker = session
-
-
 def opened() -> Capture | None:
     """The capture of this process that is opening, open or closing."""
     holder = claims.holder()
     return holder if isinstance(holder, Capture) else None
-
-
-def deactivate(session: Session) -> None:
-    """Switches it off, if it is this session that is on."""
-    if slot.active is session:
-        slot.active = None
-
-
-def close_everything(ending: Ending, deadline_s: float) -> None:
-    """The process is about to end: closes what is open here, and writes the files."""
-    reason, holder = ending.error, claims.holder()
-    if isinstance(holder, Capture):
-        holder._close_here(ending, deadline_s, None)
-    elif holder is not None:
-        holder.close(ending=ending)
-    baseline.flush()
-    until = time.monotonic() + deadline_s
-    unwritten = exporter.exporter().drain(deadline_s)
-    if unwritten:
-        failures.warn("stepscope: lost at the end of the process: %s", ", ".join(unwritten))
-    left_s = max(0.0, until - time.monotonic())
-    pipeline.end(reason, left_s, patient=deadline_s >= shutdown.EXIT_S)
-    if _wanted is not None:
-        from stepscope.recording.capture import on_demand
-
-        on_demand.end(reason)
 
 
 def capture(
@@ -186,7 +135,7 @@ class Capture:
         if config.cuda_memory.oom_any_step != "off":
             from stepscope.recording.session import oom
 
-            oom.watch(config, identify(role, rank=rank), configure.run_id(), step)
+            oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         self.spent_ns = 0
         """Time that making it took."""
         self._opened_by: OpenedBy = "program"
@@ -335,11 +284,12 @@ class Capture:
             step=self.step,
             process=identify(self._role, rank=self._rank),
             roles=(self._role,),
-            run_id=configure.run_id(),
+            run_id=run.run_id(),
             capture_id=os.urandom(8).hex(),
             owner=True,
             began_ns=began_ns,
             opened_by=self._opened_by,
+            on_artifact=pipeline.artifact_done,
         )
         if self._others is not None:
             self._others.join(session)
@@ -376,7 +326,7 @@ class Capture:
             else omissions.missing_workers(engines=self._given[1] is not None, opened_by=self._opened_by)
         )
         if reason is not None:
-            omissions.warn_once(reason)
+            failures.warn_once(reason)
             say = session.ledger.lack if omissions.were_prepared() else session.ledger.skip
             say(omissions.WORKERS, reason, kind="selection")
 
@@ -406,10 +356,10 @@ class Capture:
         """The last part of opening, on the thread whose work is recorded."""
         if self._state != "opening":
             return
-        configure.record(self.config)
+        run.record(self.config)
         pipeline.promise(session, alone=self._others is None)
         session.start_profiler()
-        activate(session)
+        activation.activate(session)
         if self._state == "opening":
             self._state = "open"
 
@@ -568,7 +518,7 @@ class Capture:
                 self._state = "closed"  # who opens it sees that
             return None
         self._closer, self._state = here, "closing"
-        deactivate(self._session)
+        activation.deactivate(self._session)
         return self._session
 
     async def _stop_others(
@@ -652,9 +602,7 @@ class Capture:
     def _retain(self, session: Session) -> None:
         keep = self.config.budget.keep_steps
         if keep is not None and (self.config.finish.mirror is None or pipeline.mirrors(session)):
-            from stepscope.recording.session.budget import retain
-
-            retain(
+            retention.retain(
                 RunLayout(self.config.save_path),
                 session.run_id,
                 keep,
@@ -677,11 +625,11 @@ class Capture:
             roles.add("rollout")
         unmatched = omissions.unmatched_roles(self.config.roles, roles, "in this capture")
         for pattern, reason in unmatched.items():
-            omissions.warn_once(reason)
+            failures.warn_once(reason)
             mine.lack(f"roles.{pattern}", reason, kind="selection")
         why_none = None if unmatched else omissions.no_profiler(self.config, manifest)
         if why_none is not None:
-            omissions.warn_once(why_none)
+            failures.warn_once(why_none)
             say = mine.skip if self.config.roles == ProfileConfig().roles else mine.lack
             say(omissions.PROFILER, why_none, kind="selection")
 
@@ -694,7 +642,7 @@ class Capture:
                 f"{count} actor{'s' * (count != 1)} of this job, and none in workers: calls of its decorated "
                 "methods are not recorded. Fix: add them to capture(workers={role: handles})"
             )
-            omissions.warn_once(f"{name}: {reason}")
+            failures.warn_once(f"{name}: {reason}")
             # Who names workers or engines may mean no others.
             say = ledger.lack if self._others is None else ledger.skip
             say(f"actors of {name}", reason, kind="selection")
@@ -709,6 +657,14 @@ class Capture:
             return True
         ranks = {part.process.key for part in manifest.processes if part.owner}
         return len(ranks) == identity.ranks() and not self.result.is_open_elsewhere(manifest)
+
+    def end(self, ending: Ending, deadline_s: float) -> None:
+        """See `claims.Taker`."""
+        self._close_here(ending, deadline_s, None)
+
+    def disown(self) -> None:
+        """See `claims.Taker`. The child may leave the block too, by `exit()` say, and must close nothing."""
+        self._state, self._result = "closed", None
 
     # With and async with.
 
@@ -756,25 +712,3 @@ def _go_on_cancelled(cancelled: asyncio.CancelledError, *, instead: bool) -> Non
     from stepscope.recording.process import private_loop
 
     private_loop.cancel_later(cancelled)
-
-
-def _after_fork_in_child() -> None:
-    """The child is not recorded: the span file, the profiler and the capture are its parent's."""
-    slot.active = None
-    capture = opened()
-    if capture is not None:
-        # The child may leave the block too, by exit() say. It must not close its parent's files and engines.
-        capture._state, capture._result = "closed", None
-    claims.forget()
-    private_loop = sys.modules.get("stepscope.recording.process.private_loop")
-    if private_loop is not None:
-        private_loop.forget()
-
-
-def _after_fork_in_parent() -> None:
-    session = slot.active
-    if isinstance(session, Session):
-        session.forks += 1
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child, after_in_parent=_after_fork_in_parent)

@@ -21,8 +21,6 @@ _ASK_S = 1.0
 """The longest time for which closing a capture waits for Ray's list of actors."""
 _asking: threading.Thread | None = None
 """The thread that asks Ray for it. One writer: `_actors_in_time`."""
-_warned: set[str] = set()
-"""Reasons that were logged. One writer: `warn_once`."""
 
 
 def none_meant(group: object) -> bool:
@@ -142,7 +140,7 @@ def _actors_in_time() -> dict[str, str]:
     except RuntimeError:  # no thread starts: the interpreter ends
         return {}
     if not answers:
-        warn_once(f"Ray did not answer within {_ASK_S:g} s: actors that were left out are not named")
+        failures.warn_once(f"Ray did not answer within {_ASK_S:g} s: actors that were left out are not named")
         return {}
     return answers[0]
 
@@ -161,9 +159,3 @@ def _actors() -> dict[str, str]:
         failures.note("asking Ray for the actors of this job", error)
         return {}
     return {at: about["ActorClassName"] for at, about in table.items() if about["JobID"] == job}
-
-
-def warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        failures.warn("stepscope: %s", reason)

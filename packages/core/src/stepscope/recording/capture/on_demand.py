@@ -31,8 +31,7 @@ from stepscope.files.requests import (
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.capture import configure
-from stepscope.recording.process import failures, sigusr1
+from stepscope.recording.process import failures, run, shutdown, sigusr1
 from stepscope.recording.process.identity import identify, is_alone
 
 _listener: Listener | None = None
@@ -141,7 +140,7 @@ class Listener:
                 self._said,
                 step=self._step,
                 answers=answers,
-                run_id=configure.run_id(),
+                run_id=run.run_id(),
                 ended_ns=time.time_ns(),
             )
             if said != self._written and self._layout.root.is_dir():
@@ -222,7 +221,7 @@ class Listener:
         self._seen = seen
         try:
             known = read_requests(self._layout.control)
-            self._requests = [each for each in known if each.runs is None or configure.run_id() in each.runs]
+            self._requests = [each for each in known if each.runs is None or run.run_id() in each.runs]
         except RecordError as error:
             failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
             self._requests = []
@@ -243,7 +242,7 @@ class Listener:
         """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
         asks has no other sign that there is such a run.
         """
-        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=configure.run_id())
+        self._said = msgspec.structs.replace(self._said, step=self._step, run_id=run.run_id())
         if self._said != self._written:
             write_listening(self._layout, self._said)
             self._written = self._said
@@ -329,4 +328,5 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+shutdown.on_exit("on-demand requests", lambda ending, _: end(ending.error), order=30)
 atexit.register(end, "the process exited")

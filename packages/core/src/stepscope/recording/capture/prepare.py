@@ -15,8 +15,8 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError
 from stepscope.recording.capture import configure, omissions
-from stepscope.recording.process import failures, sigusr1
-from stepscope.recording.session.profiler_windows import in_event_loop
+from stepscope.recording.process import failures, run, sigusr1
+from stepscope.recording.process.event_loop import in_event_loop
 
 if TYPE_CHECKING:
     from stepscope.recording.fanout.worker_side import PrepareAnswer
@@ -79,7 +79,7 @@ def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
     from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
 
     selecting = config if config.steps else config.replace(steps=[0])
-    return prepare_worker(PrepareRequest(config=selecting, run_id=configure.run_id(), role=role))
+    return prepare_worker(PrepareRequest(config=selecting, run_id=run.run_id(), role=role))
 
 
 async def _prepare(
@@ -140,7 +140,7 @@ def _prepare_alone(config: ProfileConfig, role: str) -> None:
     from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
 
     configure.check(config, on_ray=False)
-    answer = prepare_worker(PrepareRequest(config=config, run_id=configure.run_id(), role=role))
+    answer = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
     if answer.problem is not None:
         raise CaptureError(f"profiling cannot work in this process: {answer.problem}")
 

@@ -16,7 +16,7 @@ from stepscope.recording.fanout.engines import warn_of_long_stops
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.participants import Others
 from stepscope.recording.fanout.worker_side import PrepareAnswer, PrepareRequest, prepare_worker
-from stepscope.recording.process import identity
+from stepscope.recording.process import failures, identity, run
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
 from stepscope.recording.spans import wrapping
@@ -63,7 +63,7 @@ async def make_ready(
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
     for warning in dict.fromkeys((*mine.warnings, *(line for each in outcomes for line in each.warnings))):
-        omissions.warn_once(warning)
+        failures.warn_once(warning)
     if edited and (outcomes or others.profilers or identity.is_alone()):
         roles = {*mine.roles, *(found for each in outcomes for found in each.roles)}
         _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
@@ -73,13 +73,13 @@ def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
     """Roles that only `span(role=)` names are not known yet: a capture warns again once it has seen them."""
     roles |= wrapping.declared_roles
     for reason in omissions.unmatched_roles(config.roles, roles, "known before the run").values():
-        omissions.warn_once(reason)
+        failures.warn_once(reason)
 
 
 async def _this_process(config: ProfileConfig, role: str, alone: PrepareAnswer | None) -> PrepareAnswer:
     if alone is not None:
         return alone
-    request = PrepareRequest(config=config, run_id=configure.run_id(), role=role)
+    request = PrepareRequest(config=config, run_id=run.run_id(), role=role)
     return await own_thread(prepare_worker, request)
 
 
@@ -87,7 +87,7 @@ async def _workers(others: Others, config: ProfileConfig, starting_s: float) -> 
     if others.fleet is None:
         return []
     deadline_s = max(config.budget.fanout_seconds, starting_s)
-    return await others.fleet.prepare(PrepareRequest(config=config, run_id=configure.run_id()), deadline_s)
+    return await others.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
 
 
 async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:

@@ -11,6 +11,7 @@ from stepscope.errors import CaptureError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Request, change_requests, has_ended, read_listening
 from stepscope.recording.capture import configure, on_demand
+from stepscope.recording.process import run
 
 _DAY_NS = 86_400 * 10**9
 
@@ -89,7 +90,7 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[s
     known = read_listening(layout)
     living = [process for process in known if not has_ended(process)]
     if living and all(process.run_id for process in living):
-        return sorted({process.run_id for process in living} | ({configure.run_id()} if own else set()))
+        return sorted({process.run_id for process in living} | ({run.run_id()} if own else set()))
     if living or own or next_run or on_demand.listens_here(os.fspath(layout.root)):
         return None
     last = known[-1] if known else None

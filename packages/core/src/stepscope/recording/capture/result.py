@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from stepscope.errors import MissingArtifactsError
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.recording.after import hooks, pipeline
 from stepscope.recording.capture import omissions
 from stepscope.recording.output import exporter
 from stepscope.recording.process import failures
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from stepscope.recording.fanout.participants import Others
     from stepscope.recording.session.session import Session
 
+    CaptureHook = TypeVar("CaptureHook", bound=Callable[["CaptureResult"], object])
 
 _POLL_S = 0.2
 _TOLD = 3
@@ -211,3 +213,15 @@ class CaptureResult:
         problems = [] if manifest is None else manifest.problems() + manifest.awaited(but="running")
         if problems:
             raise MissingArtifactsError(self.step, problems)
+
+
+def on_capture(hook: CaptureHook) -> CaptureHook:
+    """Calls `hook(cap.result)` after each capture that this process opened, once its own files are written
+    or given up.
+
+    Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.
+
+    Raises:
+        ConfigError: it cannot be called, or is an `async def`, which nobody would await.
+    """
+    return hooks.registered(hook, "on_capture", pipeline.capture_hooks)

@@ -42,7 +42,6 @@ from stepscope.files.manifest.records import (
 )
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import omissions
 from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
@@ -126,7 +125,7 @@ def warn_of_long_stops(config: ProfileConfig) -> None:
     bounded = found is not None and found[1].engine.iterations.count is not None
     heavy = config.torch.with_stack or config.torch.profile_memory
     if heavy and not bounded and config.budget.fanout_seconds < _LONG_STOP_S:
-        omissions.warn_once(
+        failures.warn_once(
             "engines serve nothing while they write their files, which stacks and memory make large: 25 to "
             f"{_LONG_STOP_S:g} s were seen, and a stop is waited for {config.budget.fanout_seconds:g} s. "
             f"Fix: roles.{ROLE}.engine.iterations.count, or a budget.fanout_seconds of {_LONG_STOP_S:g}"

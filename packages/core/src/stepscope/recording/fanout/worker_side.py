@@ -19,12 +19,12 @@ from stepscope.config import ProfileConfig
 from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import capture
 from stepscope.recording.fanout import fetch
 from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
+from stepscope.recording.session import activation
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.selection import decide_process, may_record, missing_ranks
 from stepscope.recording.session.session import Session, library_loaded
@@ -124,9 +124,10 @@ def _start(
         owner=False,
         spans_only=request.spans_only,
         began_ns=began_ns,
+        on_artifact=pipeline.artifact_done,
     )
     try:
-        capture.hand_to_worker(claim, session)
+        activation.hand_to_worker(claim, session)
         _watch_memory(request.config, process, request.run_id, request.step)
         apart = not session.layout.has_part(request.owner_part)
         pipeline.promise_in_worker(session, apart=apart)
@@ -134,7 +135,7 @@ def _start(
             fetch.keep(session)
         session.open_files()
         session.start_profiler()
-        capture.activate(session)
+        activation.activate(session)
         session.settle()
     except BaseException as error:
         fetch.release(request.capture_id)

@@ -19,7 +19,7 @@ from typing import Any
 from stepscope.config import ProfileConfig
 from stepscope.files.layout import RunLayout
 from stepscope.files.unreached import Unreached, write_unreached
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, run
 from stepscope.recording.process.failures import describe
 
 MAIN = "STEPSCOPE_RUN_PID"
@@ -78,9 +78,7 @@ def reached(config: ProfileConfig, step: int, selected: bool) -> None:
 def _mark(config: ProfileConfig) -> None:
     """For the process of this host that speaks, which may be another one."""
     _reached.add(config.save_path)
-    from stepscope.recording.capture import configure
-
-    mark = RunLayout(config.save_path).reached(configure.run_id())
+    mark = RunLayout(config.save_path).reached(run.run_id())
     with suppress(OSError):  # nothing can be written there, and the captures will say so
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch(mode=0o600)
@@ -175,10 +173,9 @@ def _in_ray() -> bool:
 def _judge(config: ProfileConfig) -> None:
     from socket import gethostname
 
-    from stepscope.recording.capture import configure
     from stepscope.recording.instrument import configured
 
-    layout, run_id = RunLayout(config.save_path), configure.run_id()
+    layout, run_id = RunLayout(config.save_path), run.run_id()
     boundaries = configured.boundaries()
     if not boundaries or config.save_path in _reached or layout.reached(run_id).exists():
         return

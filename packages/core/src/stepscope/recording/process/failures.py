@@ -15,6 +15,8 @@ from stepscope.errors import StepscopeError
 _lock = threading.RLock()  # a signal handler may note something in the middle of a note
 _noted: dict[str, tuple[str, int]] = {}
 """Place -> (first failure, how often). One writer: `note`."""
+_warned: set[str] = set()
+"""Reasons that were logged. One writer: `warn_once`."""
 
 
 def warn(message: str, *values: object) -> None:
@@ -22,6 +24,13 @@ def warn(message: str, *values: object) -> None:
     import logging  # 10 ms, and most processes have nothing to say
 
     logging.getLogger("stepscope").warning(message, *values)
+
+
+def warn_once(reason: str) -> None:
+    """Log a warning for the user, unless this process has logged the same one."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warn("stepscope: %s", reason)
 
 
 def tell(message: str, *values: object) -> None:

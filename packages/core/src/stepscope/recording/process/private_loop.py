@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -73,7 +74,7 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     finally:
         if not task.done():
             task.cancel()
-            task.add_done_callback(_forget)
+            task.add_done_callback(_discard_outcome)
     if not task.done() or task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
@@ -122,6 +123,9 @@ def _running() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def _forget(task: asyncio.Future[Any]) -> None:
+def _discard_outcome(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
         task.exception()  # marks it as seen: nobody waits for it any more
+
+
+os.register_at_fork(after_in_child=forget)

@@ -20,20 +20,29 @@ from stepscope.recording.process import failures
 EXIT_S = 60.0
 SIGTERM_S = 5.0
 
-_close: Callable[[Ending, float], None] | None = None
-"""What closes everything; set by `install`, called at exit and on SIGTERM."""
+_closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
+"""Name -> (order, function that closes). One writer: `on_exit`."""
+_is_installed = False
+"""Whether `atexit` calls this. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that stood before ours."""
 
 
-def install(close: Callable[[Ending, float], None]) -> None:
-    """Registers `close(ending, deadline_s)`; once per process, and for SIGTERM from the main thread alone
-    (Python's rule).
+def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:
+    """Have `close(ending, deadline_s)` called at the end of a process that `install` was called in.
+
+    Args:
+        order: The lowest is called first.
     """
-    global _close, _before
-    if _close is None:
+    _closers[name] = order, close
+
+
+def install() -> None:
+    """Watch for the end of this process; for SIGTERM from the main thread alone (Python's rule)."""
+    global _is_installed, _before
+    if not _is_installed:
         atexit.register(_at_exit)
-    _close = close
+        _is_installed = True
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGTERM) is not _on_sigterm
@@ -46,11 +55,11 @@ def install(close: Callable[[Ending, float], None]) -> None:
 
 
 def _at_exit() -> None:
-    _run(Ending("exit", "the process exited"), EXIT_S)
+    close_everything(Ending("exit", "the process exited"), EXIT_S)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    _run(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
+    close_everything(Ending("signal", "the process was terminated (SIGTERM)"), SIGTERM_S)
     if callable(_before):
         _before(number, frame)
         return
@@ -59,10 +68,10 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _run(ending: Ending, deadline_s: float) -> None:
-    if _close is None:
-        return
-    try:
-        _close(ending, deadline_s)
-    except Exception as error:
-        failures.note("closing at the end of the process", error)
+def close_everything(ending: Ending, deadline_s: float) -> None:
+    """Close what is open in this process, and write its files."""
+    for name, (_, close) in sorted(_closers.items(), key=lambda item: item[1][0]):
+        try:
+            close(ending, deadline_s)
+        except Exception as error:
+            failures.note(f"closing {name} at the end of the process", error)

@@ -1,4 +1,4 @@
-"""Limits of a capture and of a run: watched from beside it, looked at before it, and kept after it."""
+"""Limits of a capture and of a run: watched during it, and checked before it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from stepscope.config import BudgetConfig, ProfileConfig
-from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.manifest.parts import read_parts
-from stepscope.files.storage.atomic import private
-from stepscope.recording.process import failures
+from stepscope.files.layout import RunLayout
 
 POLL_S = 0.5
 """Between two looks at the memory of the process (20 us each)."""
 MB = 1 << 20
-_kept: set[str] = set()
-"""Runs in which an old step had to stay. One writer: `retain`."""
 
 
 class Watchdog:
@@ -98,55 +93,3 @@ def _sizes(folder: Path) -> int:
             except OSError:
                 continue  # removed or renamed meanwhile
     return total
-
-
-def retain(
-    run: RunLayout,
-    run_id: str,
-    keep: int,
-    *,
-    busy: Collection[int] = (),
-    may_go: Callable[[StepLayout], bool] = lambda _: True,
-) -> list[int]:
-    """Removes the oldest captured steps of this run, so that `keep` are left. Other runs' are not touched.
-
-    Args:
-        busy: Steps that are left for the next time: what is done after their capture is not done.
-        may_go: False for a step that would be lost: its copy in the mirror is not whole.
-
-    Returns:
-        The steps removed, which also stand in `removed.txt`.
-    """
-    opened = {number: at for number, step in run.steps().items() if (at := _opened(step, run_id)) is not None}
-    oldest = sorted(opened, key=lambda number: opened[number])[: max(0, len(opened) - keep)]
-    idle = [number for number in oldest if number not in busy]
-    kept = [number for number in idle if not may_go(run.step(number))]
-    if kept and str(run.root) not in _kept:
-        _kept.add(str(run.root))
-        failures.warn(
-            "stepscope: budget.keep_steps leaves step %s (said once): finish.mirror has no whole copy of it. "
-            "Its manifest says why; `stepscope mirror %s` tries again",
-            ", ".join(map(str, kept)),
-            run.root,
-        )
-    return [number for number in idle if number not in kept and _remove(run, number, keep)]
-
-
-def _remove(run: RunLayout, number: int, keep: int) -> bool:
-    try:
-        shutil.rmtree(run.step(number).root)
-        with open(run.removed, "a", opener=private) as file:
-            file.write(f"step {number}: removed at {time.time_ns()} (unix ns); budget.keep_steps is {keep}\n")
-    except OSError as error:
-        failures.note("removing an old step", error)
-        return False
-    return True
-
-
-def _opened(step: StepLayout, run_id: str) -> int | None:
-    """When this run opened its capture of the step; None when anybody else's recordings lie there too."""
-    parts, unreadable = read_parts(step)
-    if unreadable or any(part.run_id != run_id for part in parts):
-        return None
-    owners: Iterator[int] = (part.opened.wall_ns for part in parts if part.owner)
-    return min(owners, default=None)

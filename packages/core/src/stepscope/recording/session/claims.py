@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from stepscope.recording.capture.capture import Capture
-    from stepscope.recording.session.session import Session
+from stepscope.files.manifest.records import Ending
 
 _held: dict[str, Claim] = {}
 """Under one key. `dict.setdefault` is atomic, and no lock that an interrupted thread would leave taken."""
 _KEY = "this process"
 
 
+class Taker(Protocol):
+    """The capture, or the worker's session, that a claim is for."""
+
+    def end(self, ending: Ending, deadline_s: float) -> None:
+        """Close it because the process ends.
+
+        Args:
+            deadline_s: For each worker and engine.
+        """
+        ...
+
+    def disown(self) -> None:
+        """Leave it to the parent, in the child of a fork: its files and engines are the parent's."""
+        ...
+
+
 class Claim:
     """One attempt of a capture, or of a worker's session, to take the process."""
 
-    def __init__(self, step: int, taker: Capture | Session | None = None) -> None:
+    def __init__(self, step: int, taker: Taker | None = None) -> None:
         """Args: taker: None until there is one."""
         self.step = step
         self.taker = taker
@@ -32,7 +46,7 @@ class Claim:
             _held.pop(_KEY, None)  # a signal's handler, or another thread, may have freed it just now
 
 
-def holder() -> Capture | Session | None:
+def holder() -> Taker | None:
     """Return the capture that is opening, open or closing here, or the worker's session that records."""
     claim = _held.get(_KEY)
     return None if claim is None else claim.taker
@@ -40,4 +54,7 @@ def holder() -> Capture | Session | None:
 
 def forget() -> None:
     """In the child of a fork, free the process: the claim is its parent's."""
+    taker = holder()
     _held.clear()
+    if taker is not None:
+        taker.disown()

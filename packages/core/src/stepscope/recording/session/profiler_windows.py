@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from stepscope.backends import Backend, PendingArtifact, SpanInfo, Window
 from stepscope.backends.process_lock import PROCESS_LOCK
@@ -21,10 +20,10 @@ from stepscope.files.manifest.records import Expectation, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded
-from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import clock, failures
+from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.session import selection
 from stepscope.recording.spans import scopes
 from stepscope.recording.spans.log import SpanLog
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from stepscope.recording.spans.wrapping import Declared
+
+OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, Ledger], None]
+"""Called with a file that is in place, its sidecar (None: read it from beside the file), and the ledger."""
 
 
 class Windows:
@@ -51,6 +53,7 @@ class Windows:
         step: int,
         run_id: str,
         ledger: Ledger,
+        on_artifact: OnArtifact | None = None,
     ) -> None:
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
@@ -62,6 +65,7 @@ class Windows:
         self._step = step
         self._run_id = run_id
         self._ledger = ledger
+        self._on_artifact = on_artifact
         self._starting = False
         self._off: str | None = None
         """Why no further window opens; None while they may."""
@@ -316,9 +320,9 @@ class Windows:
             trouble = result.error or pending.lacking
             self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
             self._tell_late(name)
-            if result.sidecar is not None:
+            if result.sidecar is not None and self._on_artifact is not None:
                 path = self._layout.root / result.sidecar.artifact.path
-                pipeline.artifact_done(path, result.sidecar, self._ledger)
+                self._on_artifact(path, result.sidecar, self._ledger)
 
         self._ledger.export_begins(name, truncated, pending.ignored)
         exporter.exporter().submit(
@@ -392,9 +396,3 @@ class MarkedSpan(PlacedSpan):
         if self._marker is not None:
             self._windows.unmark(self._marker)
         super()._ended(error)
-
-
-def in_event_loop() -> bool:
-    """Whether tasks may interleave on this thread. asyncio is not imported to find out."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None

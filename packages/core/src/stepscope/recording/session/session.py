@@ -33,7 +33,7 @@ from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
-from stepscope.recording.session.profiler_windows import Windows
+from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.spans import redaction, span
 from stepscope.recording.spans.log import SpanLog, span_cost_ns
 from stepscope.recording.spans.scopes import Placing
@@ -77,9 +77,12 @@ class Session:
         spans_only: str | None = None,
         began_ns: int | None = None,
         opened_by: OpenedBy = "program",
+        on_artifact: OnArtifact | None = None,
     ) -> None:
-        """Args: spans_only: why no profiler of ours is to start here; None: the configuration decides.
-        began_ns: when opening began (monotonic); None: now.
+        """Args:
+        spans_only: Why no profiler of ours is to start here; None: the configuration decides.
+        began_ns: When opening began (monotonic); None: now.
+        on_artifact: Called once a file of its profiler is in place.
         """
         self._began_ns = time.monotonic_ns() if began_ns is None else began_ns
         self.config = config
@@ -97,6 +100,7 @@ class Session:
         if spans_only is not None:
             self.decision = selection.Decision(record=False, reason=spans_only, spans=True)
         self._spans_only = spans_only
+        self._on_artifact = on_artifact
         part = ProcessPart(
             run_id=run_id,
             step=step,
@@ -205,6 +209,7 @@ class Session:
             step=self.step,
             run_id=self.run_id,
             ledger=self.ledger,
+            on_artifact=self._on_artifact,
         )
 
     def start_profiler(self) -> None:
@@ -233,6 +238,13 @@ class Session:
         self.log.start(anchor)
         self.ledger.update(opened=anchor)
         self.ledger.spend(start_ns=anchor.mono_ns - self._began_ns)
+
+    def end(self, ending: Ending, deadline_s: float) -> None:
+        """See `claims.Taker`."""
+        self.close(ending=ending)
+
+    def disown(self) -> None:
+        """See `claims.Taker`. Nothing closes the session once it is neither active nor claimed."""
 
     def leave(self) -> None:
         """Begins the closing: the step's time ends now, if it has not ended before. Idempotent."""

@@ -1,0 +1,70 @@
+"""The session that records this process: switched on, switched off, and closed when the process ends.
+
+The only writer of `slot.active`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from stepscope.files.manifest.records import Ending
+from stepscope.recording.process import shutdown
+from stepscope.recording.session import claims
+from stepscope.recording.session.claims import Claim
+from stepscope.recording.session.session import Session
+from stepscope.recording.spans import slot
+
+activations = 0
+"""How many sessions recorded this process so far. One writer: `activate`."""
+
+
+def activate(session: Session) -> None:
+    """Switch recording on in this process: the last act of opening."""
+    global activations
+    shutdown.install()
+    activations += 1
+    if session.switch_off is None:
+        session.switch_off = deactivate
+    slot.active = session
+    session.begin()
+    if session.ended:  # its watchdog was faster
+        deactivate(session)
+
+
+def deactivate(session: Session) -> None:
+    """Switch recording off, if it is this session that records."""
+    if slot.active is session:
+        slot.active = None
+
+
+def hand_to_worker(claim: Claim, session: Session) -> None:
+    """Give a worker's session the claim, which is freed when its recording ends."""
+
+    def switch_off(session: Session) -> None:
+        deactivate(session)
+        claim.free()
+
+    session.switch_off = switch_off
+    claim.taker = session
+
+
+def _end(ending: Ending, deadline_s: float) -> None:
+    taker = claims.holder()
+    if taker is not None:
+        taker.end(ending, deadline_s)
+
+
+def _in_child() -> None:
+    """Leave the span file, the profiler and the capture to the parent: the child is not recorded."""
+    slot.active = None
+    claims.forget()
+
+
+def _in_parent() -> None:
+    session = slot.active
+    if isinstance(session, Session):
+        session.forks += 1
+
+
+shutdown.on_exit("the capture", _end, order=0)
+os.register_at_fork(after_in_child=_in_child, after_in_parent=_in_parent)

@@ -1,0 +1,80 @@
+"""Imports between the rooms of `recording/`: each imports rooms below it alone, and no modules form a circle.
+
+Imports for types count, and so do those inside functions.
+"""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+from tests.tree import CORE, Import, imports
+
+BELOW = {
+    "process": set[str](),
+    "output": {"process"},
+    "spans": {"output", "process"},
+    "instrument": {"spans", "output", "process"},
+    "session": {"spans", "output", "process"},
+    "after": {"session", "instrument", "spans", "output", "process"},
+    "fanout": {"after", "session", "instrument", "spans", "output", "process"},
+    "capture": {"fanout", "after", "session", "instrument", "spans", "output", "process"},
+}
+"""Room -> the rooms that it may import."""
+ROOT = "stepscope.recording."
+FOLDER = CORE / "src" / "stepscope" / "recording"
+MODULES = {f"{ROOT}{path.parent.name}.{path.stem}" for path in FOLDER.glob("*/*.py")}
+EXCEPT = {
+    ("instrument.step_boundaries", "capture.capture"),
+    ("instrument.step_boundaries", "capture.prepare"),
+}
+"""(importing module, imported module) below `recording`, still to be cut."""
+
+
+def module_of(target: str) -> str:
+    """Return the module that a name stands in, or the module itself."""
+    return target if target in MODULES else target.rpartition(".")[0]
+
+
+INSIDE = [
+    item for item in imports(CORE) if item.module.startswith(ROOT) and module_of(item.target) in MODULES
+]
+
+
+def is_exception(item: Import) -> bool:
+    return (item.module.removeprefix(ROOT), module_of(item.target).removeprefix(ROOT)) in EXCEPT
+
+
+def room_of(module: str) -> str:
+    return module.removeprefix(ROOT).partition(".")[0]
+
+
+def test_every_room_has_its_arrows_written_down() -> None:
+    assert {room_of(module) for module in MODULES} == set(BELOW)
+
+
+def test_a_room_imports_the_rooms_below_it() -> None:
+    wrong = [item for item in INSIDE if not is_below(item) and not is_exception(item)]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def is_below(item: Import) -> bool:
+    room, target = room_of(item.module), room_of(item.target)
+    return room == target or target in BELOW[room]
+
+
+def test_no_modules_of_recording_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for item in INSIDE:
+        if not is_exception(item):
+            graph.setdefault(item.module, set()).add(module_of(item.target))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of imports: {' -> '.join(error.args[1])}") from None
+
+
+def test_no_exception_outlives_its_import() -> None:
+    imported = {
+        (item.module.removeprefix(ROOT), module_of(item.target).removeprefix(ROOT)) for item in INSIDE
+    }
+    assert imported >= EXCEPT
