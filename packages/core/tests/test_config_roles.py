@@ -53,7 +53,7 @@ def test_the_profiler_of_a_role_is_on_or_off(tmp_path: Path, written: str, on: b
 
 def test_the_profiler_of_a_role_is_switched_off_from_the_environment() -> None:
     config = ProfileConfig.from_env({"STEPSCOPE_ROLES__ROLLOUT__PROFILER": "off"})
-    assert config.roles["rollout"] == RoleConfig(profiler="off")
+    assert config.roles["rollout"] == RoleConfig(profiler=False)
 
 
 @pytest.mark.parametrize("value", ["none", "torch", None, 0, []])
@@ -153,7 +153,7 @@ def test_a_role_that_cannot_be_is_refused_with_its_fix(roles: object, helps: str
 
 def test_an_error_in_a_role_made_on_its_own_says_where_roles_stand() -> None:
     with pytest.raises(ConfigError, match=r"roles\.<role>\.ranks is"):
-        RoleConfig(ranks=[])
+        RoleConfig(ranks=())
 
 
 def test_engine_options_are_nested_under_their_role() -> None:

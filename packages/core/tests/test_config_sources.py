@@ -62,7 +62,7 @@ def test_mappings_are_merged_and_everything_else_is_replaced(written: Path) -> N
     config = resolve(
         written, environ={"STEPSCOPE_TORCH__RECORD_SHAPES": "1"}, torch={"activities": ["cuda"]}, steps=[3]
     )
-    assert config.torch == TorchConfig(with_stack=True, record_shapes=True, activities=["cuda"])
+    assert config.torch == TorchConfig(with_stack=True, record_shapes=True, activities=("cuda",))
     assert config.steps == (StepRange(3, 4),)
 
 
@@ -108,7 +108,7 @@ def test_a_role_changed_later_keeps_its_place(written: Path) -> None:
 
 def test_the_default_role_goes_when_any_role_is_named() -> None:
     config = resolve(environ={"STEPSCOPE_ROLES__ACTOR__RANKS": "0,8"})
-    assert config.roles == {"actor": RoleConfig(ranks=[0, 8])}
+    assert config.roles == {"actor": RoleConfig(ranks=(0, 8))}
 
 
 def test_an_unknown_argument_is_refused_with_a_suggestion() -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from stepscope import ProfileConfig, capture
-from stepscope.config import EngineConfig, ScheduleConfig, _verl_keys
+from stepscope.config import EngineConfig, IterationsConfig, ScheduleConfig, _verl_keys
 from stepscope.config._steps import parse_steps
 from stepscope.errors import ConfigError, VerlDifference
 from stepscope.recording.after import pipeline
@@ -215,8 +215,8 @@ def rollout_config(**options: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "engine"),
     [
-        ({"step_start": 3, "step_end": 8}, EngineConfig(iterations={"start": 3, "count": 5})),
-        ({"step-start": 3, "step-end": 8}, EngineConfig(iterations={"start": 3, "count": 5})),
+        ({"step_start": 3, "step_end": 8}, EngineConfig(iterations=IterationsConfig(start=3, count=5))),
+        ({"step-start": 3, "step-end": 8}, EngineConfig(iterations=IterationsConfig(start=3, count=5))),
         ({"step_start": 0, "step_end": -1}, EngineConfig()),  # its defaults: all
         ({"step_start": 0, "step_end": None}, EngineConfig()),
         ({"contents": ["cuda", "merge-profiles"]}, EngineConfig(merge=True)),
@@ -224,11 +224,11 @@ def rollout_config(**options: object) -> dict[str, Any]:
         ({"merge-profiles": True}, EngineConfig(merge=True)),
         (
             {"contents": ["profile-by-stage"], "step_end": 4},
-            EngineConfig(by_stage=True, iterations={"count": 4}),
+            EngineConfig(by_stage=True, iterations=IterationsConfig(count=4)),
         ),
         (
             {"profile_by_stage": True, "step_start": 1, "step_end": 5},
-            EngineConfig(by_stage=True, iterations={"start": 1, "count": 4}),
+            EngineConfig(by_stage=True, iterations=IterationsConfig(start=1, count=4)),
         ),
     ],
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -107,22 +107,3 @@ class NpuConfig(Section, frozen=True, kw_only=True):
             if name in _NAMED_HERE:
                 allowed = "arguments of torch_npu's _ExperimentalConfig that have no field of their own"
                 raise ConfigError(dotted(self._at, "extra"), name, allowed, f"set {_NAMED_HERE[name]}")
-
-    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
-
-        def __init__(
-            self,
-            *,
-            level: Literal["level_none", "level0", "level1", "level2"] = ...,
-            contents: Sequence[NpuContent] = ...,
-            aic_metrics: AicMetrics | None = ...,
-            l2_cache: bool = ...,
-            export: Literal["text", "db"] = ...,
-            analysis: bool = ...,
-            markers: bool = ...,
-            domains_include: Sequence[str] = ...,
-            domains_exclude: Sequence[str] = ...,
-            data_simplification: bool = ...,
-            schedule: ScheduleConfig | Mapping[str, object] | None = ...,
-            extra: Mapping[str, ExtraValue] = ...,
-        ) -> None: ...

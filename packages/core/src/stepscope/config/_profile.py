@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -25,8 +25,13 @@ from stepscope.config._sections import (
     TorchConfig,
 )
 from stepscope.config._sources import environment_layer, file_layer, overlay
-from stepscope.config._steps import StepRange, StepSpec, parse_steps
+from stepscope.config._steps import StepRange, parse_steps
 from stepscope.errors import ConfigError, VerlDifference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from stepscope.config._settings import Settings
 
 Mode: TypeAlias = Literal["continuous", "discrete"]
 
@@ -109,25 +114,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
 
-        def __init__(
-            self,
-            *,
-            save_path: str | os.PathLike[str] = ...,
-            steps: StepSpec | Iterable[StepSpec] = ...,
-            tool: str = ...,
-            mode: Mode = ...,
-            roles: Mapping[str, RoleConfig | Mapping[str, object]] = ...,
-            redact: str | Iterable[str] = ...,
-            instrument: Iterable[InstrumentConfig | Mapping[str, object] | str] = ...,
-            torch: TorchConfig | Mapping[str, object] = ...,
-            npu: NpuConfig | Mapping[str, object] = ...,
-            nsys: NsysConfig | Mapping[str, object] = ...,
-            cuda_memory: CudaMemoryConfig | Mapping[str, object] = ...,
-            budget: BudgetConfig | Mapping[str, object] = ...,
-            export: ExportConfig | Mapping[str, object] = ...,
-            control: ControlConfig | Mapping[str, object] = ...,
-            finish: FinishConfig | Mapping[str, object] = ...,
-        ) -> None: ...
+        def __init__(self, **settings: Unpack[Settings]) -> None: ...
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> ProfileConfig:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from operator import index
-from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex, TypeAlias
+from typing import ClassVar, Literal, SupportsIndex, TypeAlias
 
 import msgspec
 
@@ -152,17 +152,6 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     extra: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
     """Passed through to the engine after a check that its own signature knows every key."""
 
-    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
-
-        def __init__(
-            self,
-            *,
-            iterations: IterationsConfig | Mapping[str, object] = ...,
-            by_stage: bool = ...,
-            merge: bool = ...,
-            extra: Mapping[str, str | int | float | bool | None] = ...,
-        ) -> None: ...
-
 
 class RoleConfig(Section, frozen=True, kw_only=True):
     """Where the profiler runs, for the roles that a pattern matches. Spans are recorded in every process."""
@@ -176,13 +165,3 @@ class RoleConfig(Section, frozen=True, kw_only=True):
     """`off`: spans alone in the role's processes. Engines given to `capture` are recorded all the same."""
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """For a role whose work is done by inference engines."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            *,
-            ranks: Literal["all", "first"] | Sequence[int] = ...,
-            profiler: bool | Literal["on", "off"] = ...,
-            engine: EngineConfig | Mapping[str, object] = ...,
-        ) -> None: ...

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -74,20 +74,6 @@ class TorchConfig(Section, frozen=True, kw_only=True):
     """Record threads other than the one that starts the window (costs more per operator)."""
     schedule: ScheduleConfig | None = None
     """Which mini-batches of a window are recorded; None records all of it."""
-
-    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
-
-        def __init__(
-            self,
-            *,
-            activities: Sequence[Activity] = ...,
-            with_stack: bool = ...,
-            record_shapes: bool = ...,
-            profile_memory: bool = ...,
-            with_flops: bool = ...,
-            all_threads: bool = ...,
-            schedule: ScheduleConfig | Mapping[str, object] | None = ...,
-        ) -> None: ...
 
 
 class CudaMemoryConfig(Section, frozen=True, kw_only=True):
@@ -230,16 +216,3 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     def fetches(self) -> bool:
         """Whether the owner fetches files of hosts that share no folder with it."""
         return self.gather and self.mirror is None
-
-    if TYPE_CHECKING:  # what is accepted; the fields above say what is kept
-
-        def __init__(
-            self,
-            *,
-            command: str | None = ...,
-            report_to: str | Sequence[str] = ...,
-            mirror: str | None = ...,
-            gather: bool = ...,
-            timeout_s: float = ...,
-            ranks: Ranks | Sequence[int] = ...,
-        ) -> None: ...

@@ -14,8 +14,6 @@ _INT = "tag:yaml.org,2002:int"
 _MOST_BYTES = 1 << 20
 _SHOWN = 120
 """Characters of a line that an error quotes."""
-_MOST_VALUES = 100_000
-"""Of a whole file, aliases written out: a few lines of them stand for more than any memory holds."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,9 +53,6 @@ def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
         if len(text) > _MOST_BYTES:
             raise ConfigError(named_by, name, f"a YAML file of at most {_MOST_BYTES} bytes", "shorten it")
         data = yaml.load(text, _Loader)
-        if _values(data, {}) > _MOST_VALUES:
-            allowed = f"a YAML file of at most {_MOST_VALUES} values, its aliases written out"
-            raise ConfigError(named_by, name, allowed, "take out aliases of aliases")
     except OSError as error:
         allowed = f"a file that can be read ({error.strerror})"
         raise ConfigError(named_by, name, allowed, "correct the path, or the file's permissions") from None
@@ -88,14 +83,3 @@ def _correction(error: Exception, text: bytes) -> str:
     elif "\t" in lines[mark.line]:
         advice += ". Indent with spaces, not tabs"
     return advice
-
-
-def _values(data: object, known: dict[int, int]) -> int:
-    """How many values there are, each alias counted as what it stands for; of one that holds itself, many."""
-    if not isinstance(data, Mapping | list | tuple | set):
-        return 1
-    if id(data) not in known:
-        known[id(data)] = _MOST_VALUES  # until it is known: it holds itself
-        items = data.values() if isinstance(data, Mapping) else data
-        known[id(data)] = 1 + sum(_values(item, known) for item in items)
-    return known[id(data)]
