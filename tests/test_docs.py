@@ -74,3 +74,15 @@ def test_every_decision_is_in_the_index() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text()
     assert [page.name for page in folder.glob("0*.md") if page.name not in index] == []
+
+
+def test_every_group_of_entry_points_is_in_the_page_on_extensions() -> None:
+    sources = ROOT.glob("packages/*/src/**/*.py")
+    groups = {
+        group
+        for path in sources
+        for group in re.findall(r'(?:GROUP = |entry_points\((?:group=)?)"(stepscope\.\w+)"', path.read_text())
+    }
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert len(groups) > 5
+    assert {group for group in groups if f"`{group}`" not in page} == set()
