@@ -509,7 +509,7 @@ def test_an_answer_expires_with_its_request_whatever_its_process_does(config: Pr
     [
         ("", "the process exited before such a step began"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "terminated (SIGTERM) before such a step began"),
-        ("os._exit(0)", "its process ended before such a step began, and could not say so"),
+        ("os._exit(0)", "its process ended before such a step began"),
     ],
     ids=["exit", "sigterm", "killed"],
 )

@@ -6,4 +6,4 @@ import os
 
 VARIABLE = "STEPSCOPE_DISABLE"
 DISABLED = os.environ.get(VARIABLE, "") not in ("", "0")
-"""Whether every public function is a no-op: nothing is timed, started, patched or written. Read at import."""
+"""True if every public function is a no-op that times, starts, patches and writes nothing. Read at import."""

@@ -1,7 +1,7 @@
-"""What of a snapshot of CUDA's allocator is kept for the report: a small JSON file beside the pickle.
+"""The summary of a snapshot of CUDA's allocator: a small JSON file for the report, beside the pickle.
 
-A pickle runs what it holds when it is read, so nothing of ours ever reads one. This is written in the
-recorded process, where the snapshot is at hand.
+A pickle can run code when it is read, so stepscope reads none. The recorded process writes the summary,
+because it has the snapshot in memory.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import msgspec
 
 SUMMARY = "cuda_memory_summary"
 OOM_SUMMARY = "cuda_memory_oom_summary"
-"""The artifact's kind; the second one of a snapshot that was taken at an out-of-memory error."""
+"""Kinds of the artifact; the second belongs to a snapshot taken at an out-of-memory error."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An allocation that was alive when the most was allocated."""
+    """An allocation that was alive at the peak."""
 
     bytes: int
     at_us: int | None
-    """When it was made, unix us. None: torch did not say."""
+    """Time of the allocation, unix us. None: torch does not report it."""
     where: int
     """Index in `DeviceMemory.frames`; -1: no stack was kept."""
 
@@ -26,31 +26,31 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     device: int
     events: int
-    """Of the allocator's history."""
+    """The number of events in the allocator's history."""
     since_us: int | None
-    """The first of them, unix us. How full it was before is not known."""
+    """Time of the first event, unix us. The memory before it is unknown."""
     cut: bool
-    """The history was full, and its oldest events are gone (`cuda_memory.max_entries`)."""
+    """True if the history was full and lost its oldest events (`cuda_memory.max_entries`)."""
     peak_bytes: int
-    """The most that was allocated at once, as far as the history reaches."""
+    """The peak of allocated memory, within the history."""
     peak_us: int | None
     peak_reserved_bytes: int
-    """The most that the allocator held of the device."""
+    """The peak of the memory that the allocator held on the device."""
     end_bytes: int
     end_reserved_bytes: int
     """At the snapshot."""
     before_bytes: int
-    """Of `peak_bytes`: allocated before the first event."""
+    """The part of `peak_bytes` that was allocated before the first event."""
     blocks: tuple[Block, ...]
-    """Of `peak_bytes`: the largest, in descending order."""
+    """The largest blocks of `peak_bytes`, in descending order."""
     other_blocks: int
     other_bytes: int
-    """Smaller ones that are not listed."""
+    """Bytes of the smaller blocks, which are not listed."""
     frames: tuple[str, ...]
-    """`model.py:41 forward`: the innermost frame of each stack that is not torch's own."""
+    """The innermost frame outside of torch, for each stack: `model.py:41 forward`."""
     ooms: int
     oom_bytes: int | None
-    """What the first failed allocation asked for."""
+    """The size of the first failed allocation."""
 
 
 class MemorySummary(msgspec.Struct, frozen=True, kw_only=True):

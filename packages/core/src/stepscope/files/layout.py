@@ -1,6 +1,4 @@
-"""Where everything lies. The only writer of names: no other module builds a path or a file name of the output
-tree.
-"""
+"""Paths of the output tree. No other module builds a path or a file name of it."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 def safe(name: str) -> str:
-    """`name` as one path component: anything but letters, digits, `.`, `_`, `-` becomes `-`; never empty, `.`
-    or `..`.
+    """Return `name` as one path component, never empty, `.` or `..`.
+
+    Each character that is no letter, digit, `.`, `_` or `-` becomes `-`.
     """
     cleaned = _UNSAFE.sub("-", name).strip(".")[:100]
     return cleaned or "unnamed"
@@ -30,7 +29,7 @@ class RunLayout:
         self.root = Path(root)
 
     def run(self, run_id: str) -> Path:
-        """`run.json`; `run_<id>.json` for a further run in the same folder."""
+        """Return `run.json`, or `run_<id>.json` for a further run in the same folder."""
         first = self.root / "run.json"
         return first if not first.exists() else self.root / f"run_{safe(run_id)}.json"
 
@@ -43,7 +42,7 @@ class RunLayout:
 
     @property
     def removed(self) -> Path:
-        """A line for each captured step that was removed to keep the newest."""
+        """The list of captured steps that retention removed, one a line."""
         return self.root / "removed.txt"
 
     @property
@@ -58,34 +57,34 @@ class RunLayout:
         return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.pickle"
 
     def tensorboard(self, run_id: str) -> Path:
-        """The curves of a run, for `tensorboard --logdir`."""
+        """Return the folder of a run's curves, for `tensorboard --logdir`."""
         return self.root / "tensorboard" / safe(run_id)
 
     @property
     def listeners(self) -> Path:
-        """A file for each process that polls `control`."""
+        """The folder with a file for each process that polls `control`."""
         return self.root / "control"
 
     def listener(self, host: str, pid: int) -> Path:
         return self.listeners / f"{safe(host)}_pid{pid}.json"
 
     def claimed(self, request_id: str) -> Path:
-        """Holds the step that a request for the next one was given."""
+        """Return the file with the step that a request for `next` got."""
         return self.listeners / f"{safe(request_id)}.step"
 
     def uncaptured(self, process: ProcessInfo, run_id: str) -> Path:
-        """How long steps took that this process did not capture."""
+        """Return the file with durations of steps that this process did not capture."""
         return self.root / "uncaptured" / f"{_process_name(process)}_{safe(run_id)}.jsonl"
 
     def uncaptured_files(self) -> list[Path]:
         return sorted((self.root / "uncaptured").glob("[!.]*.jsonl"))
 
     def reached(self, run_id: str) -> Path:
-        """A mark that some step of a run began whose loop nobody edits."""
+        """Return the mark of a step that began in a run whose loop is not edited."""
         return self.root / f".reached_{safe(run_id)}"
 
     def unreached(self, run_id: str) -> Path:
-        """What is said where none did."""
+        """Return the record of a run in which no step began."""
         return self.root / f"unreached_{safe(run_id)}.json"
 
     def all_unreached(self) -> list[Path]:
@@ -100,13 +99,13 @@ class RunLayout:
         return StepLayout(self.root / f"step_{step:06d}")
 
     def steps(self) -> dict[int, StepLayout]:
-        """The captured steps that are there, by number, ascending."""
-        found = {}
+        """Return the captured steps in the folder, by number, ascending."""
+        layouts = {}
         for path in self.root.glob("step_*"):
             match = _STEP.fullmatch(path.name)
             if match and path.is_dir():
-                found[int(match[1])] = StepLayout(path)
-        return dict(sorted(found.items()))
+                layouts[int(match[1])] = StepLayout(path)
+        return dict(sorted(layouts.items()))
 
 
 class StepLayout:
@@ -145,23 +144,23 @@ class StepLayout:
         return self.root / "report.html"
 
     def part_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
-        """The process' part of the manifest.
+        """Return the path of the process' part of the manifest.
 
         Args:
-            run_id: Keeps two runs in one folder apart.
-            capture: The how-manieth capture of this step in this process (a step that is tried again).
+            run_id: Separates two runs in one folder.
+            capture: The number of this capture among those of the step in this process (a retried step).
         """
         return self.processes / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.json"
 
     def has_part(self, name: str | None) -> bool:
-        """Whether a part of that file name is to be seen from here. True where nobody named one."""
+        """Return whether this host sees a part of that file name. True for None."""
         return name is None or (self.processes / Path(name).name).exists()
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.spans / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
 
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
-        """What `finish.command` printed."""
+        """Return the log with the output of `finish.command`."""
         return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
 
     def mirror_record(self, host: str) -> Path:
@@ -173,7 +172,7 @@ class StepLayout:
         return sorted(self.root.glob("mirror_*.json"))
 
     def scalars(self, run_id: str) -> Path:
-        """A run's figures of the step, for curves."""
+        """Return the file with a run's figures of the step, for curves."""
         return self.root / f"scalars_{safe(run_id)}.json"
 
     def trace_of(
@@ -188,22 +187,25 @@ class StepLayout:
         suffix: str,
         topology: dict[str, int] | None = None,
     ) -> Path:
-        """`traces/<role>/<stage>_rank<r>-of-<w>[_tp0-pp0]_<host>_pid<p>_<run>_<index>_<kind><suffix>`."""
+        """Return the path of a trace.
+
+        `traces/<role>/<stage>_rank<r>-of-<w>[_tp0-pp0]_<host>_pid<p>_<run>_<index>_<kind><suffix>`
+        """
         rank = "rank-unknown" if process.rank is None else f"rank{process.rank}"
         of = "" if process.world_size is None else f"-of-{process.world_size}"
-        where = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
+        position = "" if not topology else "_" + "-".join(f"{axis}{at}" for axis, at in topology.items())
         name = (
-            f"{safe(stage or 'capture')}_{rank}{of}{where}_{safe(process.host)}_pid{process.pid}"
+            f"{safe(stage or 'capture')}_{rank}{of}{position}_{safe(process.host)}_pid{process.pid}"
             f"_{safe(run_id)}_{index}_{safe(kind)}{suffix}"
         )
         return self.traces / safe(role) / name
 
     def recordings_of(self, process: ProcessInfo) -> Path:
-        """Where a profiler that writes while it records does so. Hidden; empty once all is exported."""
+        """Return the hidden folder for profilers that write while they record; empty after the export."""
         return self.root / ".recordings" / _process_name(process)
 
     def engine_dir(self, replica: int) -> Path:
-        """Where the engine of replica `replica` writes under names of its own."""
+        """Return the folder in which the engine of replica `replica` writes, under names of its own."""
         return self.traces / "rollout" / f"replica{replica}"
 
     def sidecars(self) -> list[Path]:

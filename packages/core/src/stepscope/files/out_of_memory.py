@@ -1,4 +1,4 @@
-"""`oom/`: what a process left when CUDA ran out of memory, at whichever step that was."""
+"""`oom/`: records and snapshots of CUDA's out-of-memory errors, at any step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
     """Unix ns."""
     step: int | None
-    """The step whose capture was open, or else the last one that began here; None: none that it knows."""
+    """The step of the open capture, or else the last step that began here; None: unknown."""
     device: int
     asked_bytes: int
     limit_bytes: int
-    """What the device has, or what `set_per_process_memory_fraction` allows."""
+    """The memory of the device, or the share that `set_per_process_memory_fraction` allows."""
     free_bytes: int
     history: bool
-    """Whether the snapshot holds the allocator's history, with stacks, or what was allocated alone."""
+    """True if the snapshot holds the allocator's history with stacks; else it holds live blocks alone."""
     snapshot: str | None
-    """Its file name. Open it at https://pytorch.org/memory_viz."""
+    """The file name of the snapshot. Open it at https://pytorch.org/memory_viz."""
     why_none: str | None = None
 
 
@@ -40,9 +40,9 @@ def write_out_of_memory(run: RunLayout, number: int, record: OutOfMemory) -> Non
 
 
 def read_out_of_memory(run: RunLayout) -> list[OutOfMemory]:
-    """All that are there, by time; what cannot be read is left out."""
-    found = []
+    """Return all readable records, by time."""
+    records = []
     for path in run.oom.glob("[!.]*.json"):
         with suppress(OSError, RecordError):
-            found.append(read_record(path, OutOfMemory))
-    return sorted(found, key=lambda record: record.at_ns)
+            records.append(read_record(path, OutOfMemory))
+    return sorted(records, key=lambda record: record.at_ns)

@@ -1,7 +1,7 @@
 """Requests for captures of a live run: `control.json`, and the processes' answers beside it.
 
-Both sides poll files, so nothing listens on a port. What is read is data of bounded size and known shape:
-names that become part of a path are hex digits, and nothing in it is a path, a command or code.
+Both sides poll files, so nothing listens on a port. The files hold data of bounded size and known shape, and
+no path, command or code. Names that become part of a path are hex digits.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request: which steps to capture, and what is different from the run's configuration meanwhile."""
+    """One request: steps to capture, and deviations from the run's configuration for them."""
 
     id: Id
     steps: Text
     """`next`, or steps as the configuration spells them: `17`, `20:40:10`."""
     roles: Text | None = None
-    """A role or a glob: the profiler runs in these alone. None: as configured."""
+    """A role or a glob; the profiler runs in matching roles alone. None: as configured."""
     ranks: Literal["all", "first"] | list[Rank] | None = None
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Instead of `budget.seconds`."""
     created_ns: Int
     expires_ns: Int
-    """Unix ns. Who has not begun by then does not begin."""
+    """Unix ns. A process that has not begun by then does not begin."""
     runs: list[Annotated[str, msgspec.Meta(max_length=200)]] | None = None
-    """Ids of the runs that it is for: those that listened when it was asked. None: whichever comes."""
+    """Ids of the runs that listened when the request was made, for which it is. None: any run."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `control.json` holds."""
+    """The content of `control.json`."""
 
     format: Literal[1] = 1
     requests: Annotated[list[Request], msgspec.Meta(max_length=MAX_REQUESTS)] = []
@@ -61,17 +61,17 @@ AnswerState: TypeAlias = Literal["heard", "captured", "refused", "missed", "expi
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process says to one request."""
+    """The answer of one process to one request."""
 
     state: AnswerState
-    """`heard`: will capture. `captured`: has, or tried, at least one step. Else `reason` says why not."""
+    """`heard`: it will capture. `captured`: it captured, or tried, at least one step. Else see `reason`."""
     steps: list[Int] = []
     """Captured so far."""
     reason: str | None = None
-    """Of `captured`: what failed, or why nothing was recorded; None: all is well."""
+    """Of `captured`: the failure, or the reason why nothing was recorded; None: no trouble."""
     others: dict[str, str] = {}
-    """What workers and replicas said to the latest of them: `began`, or why they take no part. They need not
-    see this folder.
+    """Answers of workers and replicas to the latest capture: `began`, or the reason why they take no part.
+    They need not see this folder.
     """
 
 
@@ -85,16 +85,16 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     rank: Int | None
     since_ns: Int
     step: Int | None
-    """The last step it passed; None before the first."""
+    """The last step that it passed; None before the first."""
     answers: dict[str, Answer] = {}
     """By the request's id."""
     run_id: str = ""
     ended_ns: Int | None = None
-    """Unix ns. None: it listens, or could not say that it ended."""
+    """Unix ns. None: it listens, or it ended without a trace."""
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The requests in a `control.json`; none when it is not there.
+    """Return the requests in a `control.json`; none if it does not exist.
 
     Raises:
         RecordError: it is too large, half-written, or holds anything but requests.
@@ -112,17 +112,17 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Request]]) -> list[Request]:
-    """Rewrites `control.json` with what `change` makes of its requests; whole, and one writer at a time.
+    """Replace the requests of `control.json` by `change(requests)`, atomically, one writer at a time.
 
-    A file that cannot be read is replaced.
+    A file that cannot be read counts as empty.
     """
     layout.root.mkdir(parents=True, exist_ok=True)
     with _alone(layout.control):
         try:
-            standing = read_requests(layout.control)
+            requests = read_requests(layout.control)
         except RecordError:
-            standing = []
-        changed = change(standing)[-MAX_REQUESTS:]
+            requests = []
+        changed = change(requests)[-MAX_REQUESTS:]
         write_atomic(layout.control, msgspec.json.format(msgspec.json.encode(Control(requests=changed))))
     return changed
 
@@ -131,7 +131,7 @@ def change_requests(layout: RunLayout, change: Callable[[list[Request]], list[Re
 def _alone(path: Path) -> Iterator[None]:
     import fcntl
 
-    # Never through a link that somebody has put there, and it stays empty.
+    # O_NOFOLLOW: never through a planted link. The lock file stays empty.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
     try:
@@ -143,41 +143,41 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def read_listening(layout: RunLayout) -> list[Listening]:
-    """The processes that poll this run's `control.json`, or did; unreadable files are left out."""
-    found = []
+    """Return the processes that poll this run's `control.json`, or did, from all readable files."""
+    listeners = []
     for path in sorted(layout.listeners.glob("*.json")):
         with suppress(OSError, RecordError):
-            found.append(read_record(path, Listening))
-    return found
+            listeners.append(read_record(path, Listening))
+    return listeners
 
 
 def has_ended(listening: Listening) -> bool:
-    """Whether a process listens no more. Of a process on another host that was killed, nobody knows."""
+    """Return whether a process has stopped listening. Killed on another host, it still counts as listening."""
     here = listening.host == socket.gethostname()
     return listening.ended_ns is not None or (here and not is_running(listening.pid))
 
 
 def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
-    """`answer` as it is by now: one that was `heard` comes to nothing with its time or its process.
+    """Return the present state of `answer`: a `heard` one ends with its deadline or its process.
 
     Args:
-        gone: Why the process captures nothing more; None: it may.
+        gone: The reason why the process captures nothing more; None: it may.
     """
     if answer.state != "heard":
         return answer
     if time.time_ns() > request.expires_ns:
-        return Answer(state="expired", reason="no step that it asks for began in time")
+        return Answer(state="expired", reason="no requested step began in time")
     return answer if gone is None else Answer(state="missed", reason=gone)
 
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
-    """As `settled`, for what a process has left. Whether one runs is known on its own host alone."""
+    """Settle all answers of a process. Only its own host knows whether it still runs."""
     gone = None
     if has_ended(listening):
-        gone = "its process ended before such a step began, and could not say so"
-    standing = {request.id: request for request in requests}
+        gone = "its process ended before such a step began"
+    by_id = {request.id: request for request in requests}
     answers = {
-        name: settled(standing[name], answer, gone=gone) if name in standing else answer
+        name: settled(by_id[name], answer, gone=gone) if name in by_id else answer
         for name, answer in listening.answers.items()
     }
     return msgspec.structs.replace(listening, answers=answers)
@@ -188,7 +188,7 @@ def write_listening(layout: RunLayout, listening: Listening) -> None:
 
 
 def claim_step(layout: RunLayout, request_id: str, step: int) -> int:
-    """The step that `next` means: the one that the first process to ask proposed."""
+    """Return the step that `next` stands for: the proposal of the first process that claims one."""
     path = layout.claimed(request_id)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

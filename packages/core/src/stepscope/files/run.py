@@ -1,4 +1,4 @@
-"""`run.json`: what a run was, written by the capture's owner when the run's first capture opens."""
+"""`run.json`: the record of a run. The capture's owner writes it when the first capture opens."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int
     command: tuple[str, ...]
     config: dict[str, object]
-    """As resolved; `ProfileConfig.from_mapping` reads it back."""
+    """The resolved configuration; `ProfileConfig.from_mapping` reads it back."""
     versions: dict[str, str]

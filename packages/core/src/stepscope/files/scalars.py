@@ -1,4 +1,4 @@
-"""`scalars_<run>.json`: a step's figures for curves, and whom they were given to."""
+"""`scalars_<run>.json`: a step's figures for curves, and the writers that got them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from stepscope.files.storage.reading import read_record
 
 
 class StepScalars(msgspec.Struct, frozen=True, kw_only=True):
-    """What `on_report` hooks get."""
+    """Figures of one step; the argument of `on_report` hooks."""
 
     format: int = 1
     run_id: str
     step: int
     opened_ns: int
-    """When the capture opened, unix ns."""
+    """Opening of the capture, unix ns."""
     values: dict[str, float]
     """Seconds by name: `step/wall_seconds`, `stage/<role>/<stage>_seconds`, `idle/<role>_seconds`..."""
     written: dict[str, str | None] = {}
-    """Writer -> why it failed; None: it has them."""
+    """{writer: reason of its failure}; None: it has the figures."""
 
 
 def read_scalars(step: StepLayout, run_id: str) -> StepScalars:
-    """Raises OSError or ValueError: they are not there, or are none."""
+    """Return a run's figures of the step.
+
+    Raises:
+        OSError: there are none.
+        RecordError: the file holds something else.
+    """
     return read_record(step.scalars(run_id), StepScalars)
 
 

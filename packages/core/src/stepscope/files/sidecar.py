@@ -1,4 +1,4 @@
-"""Who wrote a file and what is in it: the process identity, the artifact, and its sidecar on disk."""
+"""Identity of a process, description of a file that it wrote, and the sidecar that holds both on disk."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     rank: Int | None
-    """Global rank; None when nothing says. Never guessed."""
+    """Global rank; None if unknown. Never guessed."""
     world_size: Int | None
     host: str
     pid: Int
     replica: Int | None = None
     """Index of the inference replica that this process belongs to, if any."""
     rank_source: str | None = None
-    """Where `rank` came from: `argument`, `environment`, `torch.distributed`, `position` in the workers
-    given.
-    """
+    """The source of `rank`: `argument`, `environment`, `torch.distributed`, `position` among the workers."""
     actor_id: str | None = None
     """Ray actor id, if the process is one."""
 
     @property
     def key(self) -> str:
-        """Unique within a step: `actor_rank0_host_pid123`; `actor_host_pid123` where the rank is unknown."""
+        """The name of the process, unique within a step: `actor_rank0_host_pid123`, or without a rank
+        `actor_host_pid123`.
+        """
         rank = "" if self.rank is None else f"_rank{self.rank}"
         return f"{self.role}{rank}_{self.host}_pid{self.pid}"
 
 
 Ended: TypeAlias = Literal["capture", "count", "budget", "others"]
-"""`capture`: ours, with the capture. `count`: the engine, after the iterations that were asked for. `budget`:
-ours, before. `others`: somebody else stopped the engine's profiler."""
+"""The cause of an end. `capture`: the capture closed. `count`: the engine had recorded the requested
+iterations. `budget`: a budget ran out. `others`: other code stopped the engine's profiler.
+"""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,19 +48,18 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: Int
     doing: Literal["starting", "writing"]
     source: Literal["stamps", "file"]
-    """`stamps`: our code in the engine's process timed it. `file`: from the end of what is recorded until the
-    last of its files was whole; what the engine did after that is not in it."""
+    """`stamps`: code of stepscope timed it in the engine's process. `file`: it lasts from the end of the
+    recording until the last of its files was complete, and leaves out later work of the engine.
+    """
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete file that a backend or an engine wrote. Its sidecar stands beside it as
-    `<path>.meta.json`.
-    """
+    """One complete file of a backend or an engine, with its sidecar beside it as `<path>.meta.json`."""
 
     path: str
     """Relative to the step folder."""
     kind: str
-    """`torch_trace`, `cuda_memory_snapshot`, `vllm_trace`...: what a reader is chosen by."""
+    """`torch_trace`, `cuda_memory_snapshot`, `vllm_trace`...: the kind decides on the reader."""
     tool: str
     """The backend or engine that wrote it."""
     role: str
@@ -69,14 +69,14 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Int | None = None
     replica: Int | None = None
     topology: dict[str, int] | None = None
-    """Position in the parallel layout, e.g. {"tp": 1, "pp": 0, "dp": 0}. None when nothing says."""
+    """Position in the parallel layout, for example {"tp": 1, "pp": 0, "dp": 0}. None if unknown."""
     host: str
     pid: Int | None = None
     size_bytes: Int
     truncated: str | None = None
-    """Why the artifact ends before its window did; None when it does not."""
+    """The reason for an end before that of its window; None: it is complete."""
     ignored: dict[str, str] = {}
-    """Options that could not be honoured: {option: reason}."""
+    """Options without effect: {option: reason}."""
     iterations: Int | None = None
     """Engine iterations in it. None: it does not name them."""
     iterations_asked: Int | None = None
@@ -84,20 +84,20 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     ended: Ended | None = None
     """The cause of its end. None: not known."""
     note: str | None = None
-    """A fact about it that is no trouble."""
+    """A fact about it that is no problem."""
     stalls: tuple[Stall, ...] = ()
-    """When the engine served nothing for the sake of this file."""
+    """Stretches in which the engine served nothing because of this file."""
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in `<artifact>.meta.json`: the data model behind a file name."""
+    """The content of `<artifact>.meta.json`: the data model behind a file name."""
 
     format: Int = 1
     step: Int
     run_id: str
     artifact: Artifact
     process: str | None
-    """`ProcessInfo.key` of the process that recorded it, if it was one of ours."""
+    """`ProcessInfo.key` of the process that recorded it, if stepscope ran there."""
     opened: ClockAnchor | None
     """Clock reading when recording began, in the recording process."""
     closed: ClockAnchor | None

@@ -1,4 +1,4 @@
-"""Span records as they stand in `spans/*.jsonl`: one JSON object a line, told apart by the field `kind`.
+"""Span records of `spans/*.jsonl`: one JSON object a line, distinguished by the field `kind`.
 
 A file is: one `header`, then `open` and `span` lines in any order, then one `end`. A span that was still
 running when the file was last flushed has only its `open` line; a file without `end` belongs to a process
@@ -17,18 +17,20 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.values import AttrValue
 
 CONSUME = "consume"
-"""The stage of a span without length that says: this step trains on the trajectory that the span names. Its
-attributes `begun` and `begun_version`: the step and the policy version that the trajectory began under."""
+"""The stage of a span without length: this step trains on the trajectory that the span names. The attributes
+`begun` and `begun_version` hold the step and the policy version in which the trajectory began.
+"""
 
 WAIT = "wait"
-"""The attribute of a span, `true`, that says: it waits, and does no work."""
+"""The attribute of a span that waits and does no work: `true`."""
 WAITING = frozenset({"queue", "wait"})
-"""Stages that wait without saying so."""
+"""Stages that wait even without that attribute."""
 
 
 PROFILING = "stepscope profiler"
-"""The stage of a span in which a profiler was started or stopped inside the step: the windows of stages in
-discrete mode. Its attribute `window` names the stage."""
+"""The stage of a span in which a profiler started or stopped inside the step (stage windows in discrete
+mode). Its attribute `window` names the stage.
+"""
 
 
 class SpanLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,7 +50,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="open", tag_field="kind"):
-    """Written when a span is still running at a flush: this is how a hang is visible."""
+    """A span that still runs at a flush, so that a hang is visible."""
 
     span: Int
     parent: Int | None = None
@@ -66,7 +68,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="o
 
 
 class Span(Open, frozen=True, kw_only=True, omit_defaults=True, tag="span", tag_field="kind"):
-    """A finished span. `step` is None when it is the step of the file."""
+    """A finished span. `step` is None if it is the step of the file."""
 
     dur_ns: int
     error: str | None = None

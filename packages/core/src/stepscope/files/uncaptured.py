@@ -1,6 +1,6 @@
-"""How long steps took that were not captured, as it stands in `uncaptured/*.jsonl`: one JSON object a line.
+"""Durations of uncaptured steps in `uncaptured/*.jsonl`: one JSON object a line.
 
-Written by the process that opens captures. Only the steps near a captured one are kept, so the file grows
+The process that opens captures writes them. It keeps only the steps near a captured one, so the file grows
 with the captures and not with the run.
 """
 
@@ -18,46 +18,46 @@ from stepscope.files.storage.reading import read_file
 
 
 class UncapturedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One step, from where its capture would have opened to where it would have closed."""
+    """One step, between the points at which its capture would have opened and closed."""
 
     step: Int
     start_ns: Int
     """Unix ns, on the clock of the process that recorded it."""
     dur_ns: Int
-    """By its monotonic clock."""
+    """Duration by its monotonic clock."""
     first: bool = False
-    """The first one after a capture: traces may still have been written meanwhile."""
+    """True for the first one after a capture: the export of traces may have run beside it."""
     warm_up: bool = False
-    """The first of its loop: it pays for compiling, allocating and connecting, and compares with no other."""
+    """True for the first of its loop, which pays for compiling, allocating and connecting."""
 
 
 COMPARED = 40
-"""How many a captured step is compared with, at most."""
+"""The largest number of steps that a captured step is compared with."""
 
 
 def uncaptured_near(
     step: StepLayout, process: ProcessInfo, run_id: str, opened_ns: int
 ) -> tuple[UncapturedStep, ...]:
-    """Of the loop whose `process` opened a capture at `opened_ns`: those nearest to it, in order of start.
+    """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start.
 
-    They lie in the run's folder: a step's folder that was moved out of it has none.
+    They lie in the run's folder. A step's folder outside of it has none.
     """
-    found = read_uncaptured(RunLayout(step.root.absolute().parent).uncaptured(process, run_id))
-    near = sorted(found, key=lambda each: abs(each.start_ns - opened_ns))[:COMPARED]
-    return tuple(sorted(near, key=lambda each: each.start_ns))
+    steps = read_uncaptured(RunLayout(step.root.absolute().parent).uncaptured(process, run_id))
+    near = sorted(steps, key=lambda other: abs(other.start_ns - opened_ns))[:COMPARED]
+    return tuple(sorted(near, key=lambda other: other.start_ns))
 
 
 def read_uncaptured(path: Path) -> list[UncapturedStep]:
-    """What of the file can be read, in the order of writing; empty where there is none."""
+    """Return the readable records of the file, in the order of writing; empty if there is no file."""
     try:
         lines = read_file(path).split(b"\n")
     except (OSError, RecordError):
         return []
     decoder = msgspec.json.Decoder(UncapturedStep)
-    found = []
+    steps = []
     for line in lines:
         try:
-            found.append(decoder.decode(line))
+            steps.append(decoder.decode(line))
         except (ValueError, msgspec.DecodeError, RecursionError):
             continue  # the end, or cut off when its writer was killed
-    return [each for each in found if each.dur_ns >= 0]
+    return [step for step in steps if step.dur_ns >= 0]

@@ -1,4 +1,4 @@
-"""What an attribute of a span may be. Apart from the records, so that decorating loads none of them."""
+"""Values of span attributes. Apart from the records, so that decorating does not load those."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import TypeAlias
 AttrValue: TypeAlias = str | int | float | bool | None
 
 MAX_TEXT = 500
-"""Characters kept of a text attribute, and of names: stages, roles, trajectories."""
+"""The longest text attribute and name (stage, role, trajectory), in characters."""
 _PLAIN = {int, float, bool, type(None)}
 
 
 def settled(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
-    """`attrs` as they are now: what their owner changes later does not change what is recorded."""
+    """Return a copy of `attrs`, which later changes by their owner do not reach."""
     return {str(key): settled_value(value) for key, value in attrs.items()}
 
 
 def settled_value(value: object) -> AttrValue:
-    """`value` if JSON has it; a scalar of numpy or torch as a number; the rest as text, cut at MAX_TEXT."""
+    """Return `value` if JSON has it, a numpy or torch scalar as a number, the rest as text up to MAX_TEXT."""
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # by the line above
     try:
         return _number(value) if not isinstance(value, str) else _cut(value)
-    except Exception:  # its own __str__, or __float__, is the user's
+    except Exception:  # the __str__ or __float__ of a user's class
         return f"<{type(value).__name__}>"
 
 
 def bounded(name: str) -> str:
-    """A name of at most MAX_TEXT characters: names that are longer and differ stay apart."""
+    """Return a name of at most MAX_TEXT characters. Longer names that differ stay different."""
     if len(name) <= MAX_TEXT:
         return name
     from zlib import crc32
@@ -37,11 +37,11 @@ def bounded(name: str) -> str:
 
 
 def whole(value: object) -> int | None:
-    """`value` as an int (numpy's and torch's too); None where it is none."""
+    """Return `value` as an int (numpy's and torch's too), or None if it is none."""
     if value is None or type(value) is int:
         return value
     try:
-        return int(value)  # type: ignore[call-overload, no-any-return]  # whatever the user has
+        return int(value)  # type: ignore[call-overload, no-any-return]  # any object of the user's
     except Exception:
         return None
 

@@ -1,4 +1,4 @@
-"""Parts of the manifest as versions before format 2 wrote them: states were told apart by their reasons."""
+"""Parts of the manifest in format 1, which distinguished states by their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured step still waits for, and what came after its process had given up on it."""
+"""Late files: the ones that a captured step still waits for, and those that came after the deadline."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from stepscope.files.storage.reading import read_record
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a process promised, and that may still come or has come since."""
+    """A thing that a process promised, and that may still come or has come since."""
 
     step: int
     run_id: str
     process: str
-    """`ProcessInfo.key` of who promised it."""
+    """`ProcessInfo.key` of the process that promised it."""
     name: str
     reason: str
     alive: bool | None
-    """Whether that process still runs. None: it is on another host."""
+    """True if that process still runs. None: it is on another host."""
     came: tuple[Artifact, ...] = ()
-    """Files of it that have come since, with their sidecars, and stand in no manifest."""
+    """Its files that have come since, with their sidecars, and that no manifest lists."""
 
 
 def waiting(layout: StepLayout) -> list[Waiting]:
-    """All that the processes of a step's captures wait for, of all runs."""
+    """Return everything that the processes of a step's captures wait for, of all runs."""
     parts = list(part_files(layout, as_written=True)[0].values())
     known = {artifact.path for part in parts for item in part.expected for artifact in item.artifacts}
     late = [sidecar for sidecar in _sidecars(layout) if sidecar.artifact.path not in known]
-    found = [
-        (part, item, tuple(each.artifact for each in late if _belongs(each, part, item)))
+    items = [
+        (part, item, tuple(sidecar.artifact for sidecar in late if _belongs(sidecar, part, item)))
         for part in parts
         for item in part.expected
     ]
@@ -52,46 +52,49 @@ def waiting(layout: StepLayout) -> list[Waiting]:
             alive=_alive(part.process),
             came=came,
         )
-        for part, item, came in found
+        for part, item, came in items
         if item.pending is not None
         or (came and item.state == "ok")  # an engine's files come one after another
     ]
 
 
-def take_in(layout: StepLayout, found: Sequence[Waiting]) -> list[Waiting]:
-    """Enters what came into the manifest. What a process that still runs waits for it enters itself.
+def take_in(layout: StepLayout, awaited: Sequence[Waiting]) -> list[Waiting]:
+    """Enter files that came into the manifest, except those of a process that still runs.
+
+    Such a process enters its files itself.
 
     Returns:
-        Those that were entered.
+        The entries that were made.
 
     Raises:
-        OSError: the disk or the folder does not let us.
+        OSError: the manifest cannot be written.
     """
-    mine = [each for each in found if each.came and not each.alive]
+    arrived = [item for item in awaited if item.came and not item.alive]
     parts = part_files(layout, as_written=True)[0]
     for path, part in parts.items():
-        came = {e.name: e.came for e in mine if (e.process, e.run_id) == (part.process.key, part.run_id)}
+        owner = (part.process.key, part.run_id)
+        came = {item.name: item.came for item in arrived if (item.process, item.run_id) == owner}
         expected = tuple(_entered(item, came.get(item.name, ())) for item in part.expected)
         if expected != part.expected:
             parts[path] = msgspec.structs.replace(part, expected=expected)
             write_atomic(path, msgspec.json.encode(parts[path]))
-    for run_id in {each.run_id for each in mine}:
+    for run_id in {item.run_id for item in arrived}:
         write_manifest(layout, fold([part for part in parts.values() if part.run_id == run_id]))
-    return mine
+    return arrived
 
 
 def _sidecars(layout: StepLayout) -> list[Sidecar]:
-    found = []
+    sidecars = []
     for path in layout.sidecars():
         try:
-            found.append(read_record(path, Sidecar))
+            sidecars.append(read_record(path, Sidecar))
         except (OSError, RecordError):
-            continue  # of what it describes nothing is known; a merge names it
-    return found
+            continue  # a merge reports it
+    return sidecars
 
 
 def _belongs(sidecar: Sidecar, part: ProcessPart, item: Expectation) -> bool:
-    """Only an engine's files: what a process exports itself it enters itself."""
+    """Return whether a file is of the engine `item`. A process enters its own exports itself."""
     replica = sidecar.artifact.replica
     return (
         (sidecar.step, sidecar.run_id) == (part.step, part.run_id)

@@ -17,27 +17,27 @@ from stepscope.files.storage.processes import is_running
 from stepscope.files.storage.reading import read_file
 
 _WORSE: tuple[State, ...] = ("skipped", "ok", "pending", "partial", "missing", "failed")
-"""From what does not count to the worst."""
+"""States in ascending order of severity; the first does not count."""
 _LOST = (
-    "it began, and its part of the manifest is not in this folder, or cannot be read: a disk that is full or "
-    "that its host does not share, a file that was removed or damaged"
+    "it began, but its part of the manifest is not in this folder or cannot be read: its disk is full, its "
+    "host does not share this folder, or the file was removed or damaged"
 )
 
 
 def read_parts(step: StepLayout) -> tuple[list[ProcessPart], dict[Path, str]]:
-    """All parts in a step's folder by file name, other runs' too; and why any other file there is none."""
-    found, unreadable = part_files(step)
-    return list(found.values()), unreadable
+    """Return all parts in a step's folder, of all runs, and the reason for each unreadable file."""
+    parts, unreadable = part_files(step)
+    return list(parts.values()), unreadable
 
 
 def part_files(
     step: StepLayout, *, but: Path | None = None, as_written: bool = False
 ) -> tuple[dict[Path, ProcessPart], dict[Path, str]]:
-    """As `read_parts`, and where each part stands.
+    """Return the parts as `read_parts` does, by path.
 
     Args:
-        but: Not read: who asks has that one in memory.
-        as_written: What a process that is gone still owed stays pending. Otherwise it is missing.
+        but: The path of a part that is not read, because the caller has it in memory.
+        as_written: Keep things that a dead process still owed as pending. Otherwise they are missing.
     """
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json")) if path != but}
     if not as_written:
@@ -58,7 +58,7 @@ class _Head(msgspec.Struct):
 
 
 def _decoded(data: bytes) -> ProcessPart:
-    """Raises RecordError: it is no part of a manifest."""
+    """Decode a part of a manifest; raise RecordError if it is none."""
     try:
         version = msgspec.json.decode(data, type=_Head).format
         if version == FORMAT:
@@ -73,15 +73,15 @@ def _decoded(data: bytes) -> ProcessPart:
 
 
 def _settled(path: Path, part: ProcessPart | str) -> ProcessPart | str:
-    """As `settled`, of the part as it is now."""
+    """Settle a part, read again, since its process may have written it just before it ended."""
     if isinstance(part, str) or not _is_abandoned(part):
         return part
-    last = _part(path)  # again: it may have written its last word just before it went
+    last = _part(path)
     return last if isinstance(last, str) else settled(last)
 
 
 def settled(part: ProcessPart) -> ProcessPart:
-    """Return the part, in which a process that is gone owes nothing: what did not come is missing."""
+    """Return the part; if its process is gone, pending things are missing."""
     if not _is_abandoned(part):
         return part
     return msgspec.structs.replace(part, expected=tuple(map(_lost, part.expected)))
@@ -100,27 +100,27 @@ def _lost(item: Expectation) -> Expectation:
 
 
 def fold(parts: Sequence[ProcessPart]) -> Manifest:
-    """The manifest of one run's parts of one step: the owner first, then by role, rank, host and pid.
+    """Fold one run's parts of one step: the owner first, then by role, rank, host and pid.
 
-    Who began, by the owner's word, and has no part here is missing.
+    A worker that began according to the owner, and has no part here, is missing.
 
     Raises:
         RecordError: there is no part at all, or they are of several runs or steps.
     """
     captures = {(part.run_id, part.step) for part in parts}
     if len(captures) != 1:
-        found = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
-        raise RecordError(f"a manifest is folded from the parts of one run and one step; got {found}")
+        given = ", ".join(f"step {step} of run {run}" for run, step in sorted(captures)) or "nothing"
+        raise RecordError(f"a manifest is folded from the parts of one run and one step; got {given}")
     ((run_id, step),) = captures
     processes = tuple(sorted(_with_lost(parts), key=_order))
     return Manifest(run_id=run_id, step=step, state=worst(_states(processes)), processes=processes)
 
 
 def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
-    here = {part.process.key for part in parts}
+    present = {part.process.key for part in parts}
     for part in parts:
-        said = {absent.process for absent in part.absent}
-        lost = {key: name for key, name in part.began.items() if key not in here and key not in said}
+        known = present | {absent.process for absent in part.absent}
+        lost = {key: name for key, name in part.began.items() if key not in known}
         absent = tuple(
             Absent(name=name, state="missing", reason=_LOST, process=key) for key, name in lost.items()
         )
@@ -128,15 +128,15 @@ def _with_lost(parts: Sequence[ProcessPart]) -> Iterator[ProcessPart]:
 
 
 def worst(states: Iterable[State]) -> State:
-    """The worst state; `skipped` only when there is nothing else."""
+    """Return the worst state; `skipped` only if there is no other."""
     return max(states, key=_WORSE.index, default="skipped")
 
 
 def write_manifest(step: StepLayout, manifest: Manifest) -> None:
-    """Puts `manifest.json` in place, whole.
+    """Write `manifest.json` atomically.
 
     Raises:
-        OSError: the disk or the folder does not let us.
+        OSError: the file cannot be written.
     """
     write_atomic(step.manifest, msgspec.json.format(msgspec.json.encode(manifest)))
 

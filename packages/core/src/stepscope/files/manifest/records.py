@@ -1,8 +1,8 @@
-"""What a captured step should hold and what it does hold.
+"""Records of the manifest: the expected content of a captured step, and its actual content.
 
-Every process of a capture writes its own part (`processes/<key>.json`, rewritten as things become known,
-atomically), so no two processes ever write one file. `manifest.json` is the fold of all parts; readers fold
-the parts again and do not need it.
+Each process of a capture writes its own part, `processes/<key>.json`, and rewrites it atomically at each
+change. So no two processes ever write one file. `manifest.json` is the fold of all parts; readers fold the
+parts again and do not need it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from stepscope.files.clock import ClockAnchor, ClockOffset, Int
 from stepscope.files.sidecar import Artifact, ProcessInfo
 
 FORMAT = 2
-"""Of the manifest and of its parts. `format_1` maps what earlier versions wrote."""
+"""Format of the manifest and of its parts. `format_1` maps the earlier one."""
 
 State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "skipped"]
-"""`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` says
-that files may still come.
+"""`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` is
+set, which means that files may still come.
 """
 Kind: TypeAlias = Literal["spans", "trace", "engine", "fetch", "after", "selection", "memory"]
 """The sort of thing that is expected: the span file, a recording of this process' profiler, a recording of an
@@ -36,7 +36,7 @@ EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
 opening failed.
 """
 OpenedBy: TypeAlias = Literal["program", "instrument"]
-"""The opener of captures: the program's code, or an `instrument` entry in a program that nobody edits."""
+"""The opener of captures: the program's code, or an `instrument` entry for a program that is not edited."""
 _TROUBLE = ("missing", "partial", "failed")
 
 AWAITED: dict[Pending, str] = {
@@ -48,29 +48,29 @@ AWAITED: dict[Pending, str] = {
 }
 """The reason, for people. Logic reads `Expectation.pending`."""
 IDLE = "idle"
-"""Among what an engine ignored: why it has no files although nothing failed. It ran nothing to record."""
+"""Key in `ignored` of an engine without files that ran nothing to record. Nothing failed."""
 LATE = "late"
-"""Among what an engine ignored: why files may come after its stop. Who brings them writes their sidecars."""
+"""Key in `ignored` of an engine whose files may come after its stop, with their sidecars."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a process or engine was to produce, and what became of it."""
+    """One thing that a process or engine should produce, and its outcome."""
 
     name: str
     """`torch trace`, `torch trace of update_policy`, `spans`, `replica 1`..."""
     kind: Kind
     state: State
     pending: Pending | None = None
-    """Set while `state` is pending; with another state, files may still come all the same."""
+    """The awaited event, if `state` is pending. With another state, it means that files may still come."""
     reason: str | None = None
     """For people alone: no logic reads it. Always set unless `state` is ok."""
     artifacts: tuple[Artifact, ...] = ()
     truncated: str | None = None
     ignored: dict[str, str] = {}
     idle: bool = False
-    """An engine that ran no iteration while it was recorded. Nothing is missing."""
+    """True if an engine ran no iteration while it was recorded. Nothing is missing."""
     notes: tuple[str, ...] = ()
-    """Facts that are no trouble, such as fewer engine iterations than asked for."""
+    """Facts that are no problem, such as fewer engine iterations than requested."""
 
 
 def _ignored_by_engine(item: Expectation) -> list[str]:
@@ -89,7 +89,7 @@ def of_engine(
     """Return the outcome of a replica that left files.
 
     Args:
-        trouble: Why they are not all that was to come; None: they are.
+        trouble: The reason why files are missing; None: they are complete.
     """
     counts = [artifact.iterations for artifact in artifacts if artifact.iterations is not None]
     reason = trouble or cut_short(artifacts)
@@ -107,7 +107,7 @@ def of_engine(
 
 
 def cut_short(artifacts: tuple[Artifact, ...]) -> str | None:
-    """Return why a recording ended although its engine served on and nobody of ours ended it."""
+    """Return the reason of an early end that other code caused while the engine served on."""
     return next((each.truncated for each in artifacts if each.ended == "others" and each.truncated), None)
 
 
@@ -124,16 +124,16 @@ class Ending(msgspec.Struct, frozen=True):
 
     by: EndedBy
     error: str
-    """For people: `ExceptionType: message`, or what ended the process."""
+    """For people: `ExceptionType: message`, or the cause of the process' end."""
 
 
 class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What profiling itself cost this process, measured, in ns."""
+    """The measured cost of profiling in this process, in ns."""
 
     start_ns: Int = 0
-    """Opening the capture here, from the call of `capture` to `opened`; the wait for others is in it."""
+    """Opening the capture here, from the call of `capture` to `opened`, with the wait for others."""
     stop_ns: Int = 0
-    """Closing it, from `closed` to the moment in which the caller goes on."""
+    """Closing it, from `closed` to the return to the caller."""
     inside_ns: Int = 0
     """Between `opened` and `closed`: profilers started and stopped around stages (discrete mode)."""
     export_ns: Int = 0
@@ -150,20 +150,18 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     step: Int
     process: ProcessInfo
     owner: bool
-    """True for the process that opened the capture; it also speaks for workers and engines that did not
-    answer.
-    """
+    """True for the process that opened the capture. It also reports workers and engines without an answer."""
     opened: ClockAnchor
     closed: ClockAnchor | None = None
     """None until the process has closed its capture."""
     recorded: bool
-    """Whether a backend records this process (rank and role selection)."""
+    """True if a backend records this process (rank and role selection)."""
     why: str
     """The reason of that decision."""
     profiled: bool = False
-    """Whether a profiler did run in this process, which slows it. An engine's own is not counted here."""
+    """True if a profiler ran in this process, which slows it. An engine's own profiler does not count."""
     roles: tuple[str, ...] = ()
-    """All roles whose work this process does: its own, its decorated methods', its spans'."""
+    """All roles with work in this process: its own, and those of its decorated methods and spans."""
     expected: tuple[Expectation, ...] = ()
     spans: Int = 0
     dropped: Int = 0
@@ -173,25 +171,25 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     opened_by: OpenedBy = "program"
     """Owner only."""
     absent: tuple[Absent, ...] = ()
-    """Owner only: who was to take part and wrote no part of their own."""
+    """Owner only: expected participants without a part of their own."""
     began: dict[str, str] = {}
     """Owner only: {`ProcessInfo.key`: name} of the workers that began, each of which writes a part."""
     ended_by: EndedBy | None = None
     """None: the capture ended normally, or has not ended."""
     error: str | None = None
-    """For people: `ExceptionType: message` of the user's exception, or what ended the process."""
+    """For people: `ExceptionType: message` of the user's exception, or the cause of the process' end."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker or replica that should have taken part and did not (all the way)."""
+    """A worker or replica that took no part, or not to the end."""
 
     name: str
     state: State
     reason: str
     process: str | None = None
-    """Its `ProcessInfo.key`, if it answered before it went."""
+    """Its `ProcessInfo.key`, if it answered at first."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""How files are written whole and read safely."""
+"""Atomic writes, and safe reads of files of any content."""

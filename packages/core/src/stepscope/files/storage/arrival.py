@@ -1,4 +1,4 @@
-"""A file that comes from another host, piece by piece."""
+"""A file from another host, received piece by piece."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stepscope.files.storage.atomic import private
 from stepscope.files.storage.temporary import temporary
 
 PIECE = 4 << 20
-"""Bytes of one piece: who sends it is held for some milliseconds."""
+"""Bytes of one piece, which occupies its sender for some milliseconds."""
 
 
 class Arrival:
-    """One file on its way into its place, under a name of its own until it is whole."""
+    """One incoming file, under a temporary name until it is complete."""
 
     def __init__(self, target: Path) -> None:
-        """Raises `OSError`: there is no room, or no such place."""
+        """Raise `OSError` if the temporary file cannot be created."""
         target.parent.mkdir(parents=True, exist_ok=True)
         self._target, self._name = target, temporary(target)
         self._file = open(self._name, "xb", opener=private)  # noqa: SIM115  # until its end

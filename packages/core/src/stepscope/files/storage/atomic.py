@@ -1,4 +1,4 @@
-"""Whole files or none: everything in the output tree is written under a temporary name and renamed."""
+"""Complete files or none: files of the output tree are written under a temporary name and renamed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from stepscope.files.storage.temporary import temporary
 
 private = partial(os.open, mode=0o600)
-"""As the `opener` of a new file: nobody else reads it."""
+"""The `opener` of a new file that only its owner may read."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, replacing what is there: readers see the old file or the new one, whole.
+    """Write `data` to `path` and replace an old file: readers see the old one or the new one, complete.
 
-    The folder is created. The file's mode is 0600 (what a trace holds is the user's own).
+    Creates the folder. The file's mode is 0600, because traces are private to the user.
 
     Raises:
-        OSError: the disk or the folder does not let us; nothing is left behind.
+        OSError: the file cannot be written. Nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = temporary(path)
-    try:  # a Ctrl-C may come as soon as the file is there
+    try:  # a Ctrl-C may come as soon as the file exists
         with open(name, "xb", opener=private) as file:
             file.write(data)
         os.replace(name, path)

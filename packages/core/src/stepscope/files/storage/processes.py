@@ -1,4 +1,4 @@
-"""Processes as the files of a run name them: which machine they are of, and whether one still runs."""
+"""Processes named in files of a run: the boot of their machine, and whether one still runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 @cache
 def boot_id() -> str | None:
-    """Names the running kernel, whose processes all read one wall clock; None where nothing does."""
+    """Return the id of the running kernel, whose processes share one wall clock; None if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -17,11 +17,11 @@ def boot_id() -> str | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether this machine has such a process, of whomever."""
+    """Return whether this machine has such a process, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is somebody else's
+    except OSError:  # it belongs to another user
         return True
     return True

@@ -1,4 +1,4 @@
-"""Files of a run read back. Anything may lie there under a record's name, of any size and any kind."""
+"""Safe reading of a run's files. Under a record's name there may be anything, of any size and kind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from stepscope.errors import RecordError
 
 MAX_BYTES = 64 << 20
-"""Of a file that is read in one piece."""
+"""The largest file that is read in one piece."""
 T = TypeVar("T")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a regular file. A pipe would never answer, and a device never end.
+    """Open a regular file. A pipe would never answer, and a device would never end.
 
     Raises:
         OSError: it cannot be opened, or is something else.
@@ -33,13 +33,14 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """
+    """Return the content of a regular file.
+
     Raises:
         OSError: it cannot be read.
         RecordError: it is larger than `max_bytes`.
     """
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size  # else each small file gets a buffer of the most it may hold
+        size = os.fstat(file.fileno()).st_size  # without it each small file gets a buffer of `max_bytes`
         data = file.read(min(size, max_bytes) + 1)
     if len(data) > max_bytes:
         raise RecordError(f"{path} holds more than {max_bytes} bytes")
@@ -47,11 +48,11 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """The one record that a JSON file holds.
+    """Return the one record that a JSON file holds.
 
     Raises:
         OSError: it cannot be read.
-        RecordError: it holds something else, and what.
+        RecordError: it holds something else; the message says what.
     """
     data = read_file(path)
     try:

@@ -1,7 +1,7 @@
-"""Names of what is being written, and the removal of what a process that was killed left half-written.
+"""Temporary names of files, and the removal of files that killed processes left behind.
 
-A temporary name says which process of which machine writes there, so that nobody takes another's work for
-rubbish: neither that of a living process nor that of another machine or container on the same file system.
+A temporary name contains the machine and the process that writes there. So a clean-up spares the files of
+living processes, and those of other machines and containers on the same file system.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NAME = re.compile(r"^\..*\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-[0-9a-f]{
 
 
 def temporary(path: Path) -> Path:
-    """A hidden name beside `path` that nobody else uses."""
+    """Return a hidden name beside `path` that no other writer uses."""
     name = f".{path.name[:80]}.{_place() or '0' * 8}-{os.getpid()}-{os.urandom(6).hex()}"
     return path.parent / name  # `with_name` refuses `.`
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Removes what processes of this machine, dead by now, were writing in `folder` and below it."""
+    """Remove temporary files in `folder`, and below it, of dead processes of this machine."""
     if _place() is None:
         return []
     return [path for path in _abandoned(folder) if _remove(path)]
@@ -35,13 +35,13 @@ def remove_abandoned(folder: Path) -> list[Path]:
 def _abandoned(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            found = _NAME.match(name)
-            if found and found["place"] == _place() and not is_running(int(found["pid"])):
+            parts = _NAME.match(name)
+            if parts and parts["place"] == _place() and not is_running(int(parts["pid"])):
                 yield Path(parent, name)
 
 
 def _remove(path: Path) -> bool:
-    import shutil  # 7 ms, and seldom needed
+    import shutil  # import time: 7 ms, and seldom needed
 
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -54,7 +54,7 @@ def _remove(path: Path) -> bool:
 
 @cache
 def _place() -> str | None:
-    """Eight hex digits for where process ids mean the same: this boot, this pid namespace. None: unknown."""
+    """Return eight hex digits for the scope of process ids: this boot and pid namespace. None: unknown."""
     boot = boot_id()
     try:
         pids = os.readlink("/proc/self/ns/pid")
