@@ -15,7 +15,7 @@ from stepscope.demo.calculator import Calculator
 async def play(
     name: str, problem: task.Problem, replica: ActorHandle[Any], calculator: Calculator, policy_version: int
 ) -> Trajectory:
-    """Works on `problem` until the model answers, is cut off, or has used up its turns."""
+    """Work on `problem` until the model answers, is cut off, or has used up its turns."""
     played, left = Trajectory(name, problem), problem
     played.hear("^" + left.text)
     with trajectory(name, policy_version=policy_version):
@@ -36,7 +36,7 @@ async def play(
 
 async def _generate(played: Trajectory, index: int, replica: ActorHandle[Any]) -> str:
     with span("generate", role="rollout") as generating:
-        # The carrier takes this place along: what the replica records then hangs below this span.
+        # With the carrier, the spans of the replica become children of this span.
         tokens = await replica.generate.remote(played.tokens, f"{played.name}-{index}", carrier())
         generating.set(tokens=len(tokens))
     return played.say(tokens)

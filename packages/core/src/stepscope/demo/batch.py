@@ -1,4 +1,4 @@
-"""Trajectories, their advantages, and the padded tensors that they are trained as."""
+"""Trajectories, their advantages, and their padded tensors for the training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trajectory:
     problem: task.Problem
     tokens: list[int] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
-    """For each token: whether the model wrote it."""
+    """For each token: True if the model wrote it."""
     turns: list[str] = field(default_factory=list)
     reward: float = 0.0
 
@@ -30,7 +30,7 @@ class Trajectory:
         self._add(task.encode(text), action=False)
 
     def say(self, tokens: list[int]) -> str:
-        """Adds a turn of the model; returns it as text."""
+        """Add a turn of the model and return it as text."""
         self._add(tokens, action=True)
         self.turns.append(task.decode(tokens))
         return self.turns[-1]
@@ -42,16 +42,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Batch:
-    """n trajectories. What is per predicted token is [n, time - 1]: column i belongs to token i + 1."""
+    """n trajectories. Tensors per predicted token are [n, time - 1]: column i belongs to token i + 1."""
 
     tokens: Tensor
     """[n, time]"""
     actions: Tensor
-    """1.0 where the model wrote the token, else 0.0."""
+    """1.0 if the model wrote the token, else 0.0."""
     advantages: Tensor
     """[n, 1]"""
     old_log_probs: Tensor
-    """Under the policy that generated."""
+    """Log-probabilities under the policy that generated the tokens."""
     ref_log_probs: Tensor
 
     def __getitem__(self, rows: slice) -> Batch:
@@ -59,21 +59,21 @@ class Batch:
 
 
 def pad(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """`tokens` and `actions` as in a `Batch`."""
+    """Return `tokens` and `actions` as in a `Batch`."""
     tokens = [torch.tensor(each.tokens) for each in trajectories]
     actions = [torch.tensor(each.actions, dtype=torch.float)[1:] for each in trajectories]
     return pad_sequence(tokens, True, task.PADDING), pad_sequence(actions, True)
 
 
 def group_advantages(rewards: Sequence[float], group: int) -> Tensor:
-    """GRPO: each reward against the mean and spread of its group, `group` attempts at one problem. [n, 1]"""
+    """Return GRPO's advantages [n, 1]: each reward against the mean and spread of its `group` attempts."""
     grouped = torch.tensor(rewards).view(-1, group)
     spread = grouped.std(dim=1, keepdim=True) + 1e-4
     return ((grouped - grouped.mean(dim=1, keepdim=True)) / spread).view(-1, 1)
 
 
 def solved(rng: random.Random) -> Trajectory:
-    """A perfect trajectory of a random chain of 1 to 3 operations."""
+    """Return a perfect trajectory of a random chain of 1 to 3 operations."""
     problem = task.make_problem(rng, rng.randint(1, 3))
     trajectory, left = Trajectory("solved", problem), problem
     trajectory.hear("^" + left.text)

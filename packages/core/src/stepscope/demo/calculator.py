@@ -1,6 +1,6 @@
-"""The tool: a calculator in a process of its own, spoken to over pipes, one line each way.
+"""The tool: a calculator in a process of its own, reached over pipes with one line in each direction.
 
-Run as a script it is the calculator; `Calculator` is its client.
+As a script, this file is the calculator; `Calculator` is its client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EXPRESSION = re.compile(r"(\d+)([+-])(\d+)", re.ASCII)
 
 
 def evaluate(expression: str) -> str:
-    """The value of `number + number` or `number - number`; `!` for anything else."""
+    """Return the value of `number + number` or `number - number`, or `!` for anything else."""
     match = _EXPRESSION.fullmatch(expression)
     if match is None:
         return "!"
@@ -24,7 +24,7 @@ def evaluate(expression: str) -> str:
 
 
 class Calculator:
-    """An async context manager: the process runs inside it."""
+    """Async context manager in which the calculator's process runs."""
 
     async def __aenter__(self) -> Calculator:
         self._one_at_a_time = asyncio.Lock()
@@ -37,7 +37,7 @@ class Calculator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the end of its input is the end of it
+            self._process.stdin.close()  # the process ends with its input
         await self._process.wait()
 
     @property
@@ -45,7 +45,7 @@ class Calculator:
         return self._process.pid
 
     async def ask(self, expression: str) -> str:
-        """The value of `expression`, or `!`.
+        """Return the value of `expression`, or `!`.
 
         Raises:
             RuntimeError: the process is gone.
@@ -64,12 +64,12 @@ class Calculator:
         try:
             return await stdout.readline()
         except asyncio.CancelledError:
-            stdin.close()  # its answer would be taken for that of the next question
+            stdin.close()  # the next question would get this answer
             raise
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for its client, and it ends with that
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for its client, whose end ends it
     for line in sys.stdin:
         sys.stdout.write(evaluate(line.rstrip("\n")) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What replicas of real inference engines share: the demo's Llama in a folder, loaded and loaded again."""
+"""Base of replicas with real inference engines, which load the demo's Llama from a folder again and again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class EngineReplica(ABC):
-    """Has the methods of `stepscope.demo.rollout.RolloutReplica`. Lives in an async Ray actor."""
+    """An engine with the methods of `stepscope.demo.rollout.RolloutReplica`, in an async Ray actor."""
 
     environment: ClassVar[Mapping[str, str]] = {}
-    """Set before the engine is built, where nobody else has set them."""
+    """Variables that are set before the engine is built, unless they are set already."""
 
     def __init__(self, seed: int, config: ProfileConfig, replica: int) -> None:
         self.config = config
@@ -40,7 +40,7 @@ class EngineReplica(ABC):
 
     @profile_step(role="rollout")
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """The first ones build the engine; later ones are loaded by the engine's own reload."""
+        """Build the engine with the first weights; reload it with later ones."""
         await asyncio.to_thread(self._write, weights)
         if self._built:
             await self.reload()
@@ -50,11 +50,11 @@ class EngineReplica(ABC):
             self._built = True
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
-        """The tokens of one turn of the model. As `RolloutReplica.generate`."""
+        """Return the tokens of one turn of the model, as `RolloutReplica.generate` does."""
         seed = zlib.crc32(f"{self._seed} {name}".encode())
         with attach(carried), span("request", role="rollout") as served:
-            tokens, said = await self.answer(prompt, name, seed)
-            self.record(served, said)
+            tokens, output = await self.answer(prompt, name, seed)
+            self.record(served, output)
         return tokens
 
     async def shut_down(self) -> None:
@@ -63,27 +63,29 @@ class EngineReplica(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Makes the engine of what is in `model_path`, on the actor's event loop."""
+        """Build the engine from the folder `model_path`, on the actor's event loop."""
 
     @abstractmethod
     async def reload(self) -> None:
-        """Loads what is in `model_path` now, and forgets what it has cached of the weights before."""
+        """Load the weights in `model_path` again, and drop caches of the old ones."""
 
     @abstractmethod
     async def answer(self, prompt: list[int], name: str, seed: int) -> tuple[list[int], Any]:
-        """(what the model writes after `prompt`, the end of its turn included; the engine's whole answer).
+        """Return the tokens that the model writes after `prompt`, and the engine's full output.
+
+        The tokens include the end of the turn.
 
         Args:
-            name: Of the request.
+            name: The name of the request.
         """
 
     @abstractmethod
-    def record(self, served: Scope, said: Any) -> None:
-        """Says on the span of a request where, by the engine's whole answer, its time went."""
+    def record(self, served: Scope, output: Any) -> None:
+        """Split the time of a request on its span, according to the engine's full output."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends the engine and its processes."""
+        """End the engine and its processes."""
 
     def _write(self, weights: dict[str, Tensor]) -> None:
         from safetensors.torch import save_file

@@ -1,6 +1,6 @@
-"""A Llama of 0.1 M parameters: one forward that trains, and decodes with a KV cache.
+"""A Llama of 0.1 M parameters: one forward pass that trains, and decodes with a KV cache.
 
-Small, but a Llama to the letter, so that real inference engines can load its weights (`llama_weights`).
+It is small but an exact Llama, so that real inference engines can load its weights (`llama_weights`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class View:
         self._slots = slots
         self._end = int(positions.max()) + 1
         self.seen = torch.arange(self._end) <= positions[:, None, :, None]
-        """What each token may attend to: [batch, 1, time, end]."""
+        """The attention mask of each token: [batch, 1, time, end]."""
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [batch, heads, time, head_dim]; returns all up to these: [batch, heads, end, head_dim]."""
+        """Store [batch, heads, time, head_dim]; return all up to these: [batch, heads, end, head_dim]."""
         keys, values, rows = self._cache.keys[layer], self._cache.values[layer], self._slots[:, None]
         keys[rows, :, self.positions] = key.transpose(1, 2)
         values[rows, :, self.positions] = value.transpose(1, 2)
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
 
     def forward(self, tokens: Tensor, cached: View | None = None) -> Tensor:
-        """Logits [batch, time, vocabulary] for `tokens` [batch, time], the start or the next of sequences.
+        """Return logits [batch, time, vocabulary] for `tokens` [batch, time] of new or continued sequences.
 
         Padding on the right is harmless: no token before it attends to it, and in a cache it is overwritten
         before anything does.
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding of `x` [batch, heads, time, head_dim] at `positions` [batch or 1, time]."""
+    """Embed the positions [batch or 1, time] in `x` [batch, heads, time, head_dim] by rotation."""
     half = HEAD_DIM // 2
     frequency = ROPE_THETA ** (-torch.arange(half) / half)
     angle = positions[:, None, :, None] * frequency
@@ -125,14 +125,14 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Log-probability [batch, time - 1] of each token but the first, given those before it."""
+    """Return the log-probability [batch, time - 1] of each token but the first, given those before it."""
     logits: Tensor = model(tokens)[:, :-1]
     return -functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
 
 
 def llama_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a `Transformer` by the names that Hugging Face's Llama has for them."""
-    found = {
+    """Return the weights of a `Transformer` under the names of Hugging Face's Llama."""
+    renamed = {
         "model.embed_tokens.weight": weights["embed.weight"],
         "model.norm.weight": weights["norm.weight"],
         "lm_head.weight": weights["head.weight"],
@@ -140,17 +140,17 @@ def llama_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for layer in range(LAYERS):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         for name, part in zip("qkv", weights[f"{ours}.attention.qkv.weight"].chunk(3), strict=True):
-            found[f"{theirs}.self_attn.{name}_proj.weight"] = part
-        found[f"{theirs}.self_attn.o_proj.weight"] = weights[f"{ours}.attention.out.weight"]
+            renamed[f"{theirs}.self_attn.{name}_proj.weight"] = part
+        renamed[f"{theirs}.self_attn.o_proj.weight"] = weights[f"{ours}.attention.out.weight"]
         for name in ("gate", "up", "down"):
-            found[f"{theirs}.mlp.{name}_proj.weight"] = weights[f"{ours}.mlp.{name}.weight"]
-        found[f"{theirs}.input_layernorm.weight"] = weights[f"{ours}.norm1.weight"]
-        found[f"{theirs}.post_attention_layernorm.weight"] = weights[f"{ours}.norm2.weight"]
-    return found
+            renamed[f"{theirs}.mlp.{name}_proj.weight"] = weights[f"{ours}.mlp.{name}.weight"]
+        renamed[f"{theirs}.input_layernorm.weight"] = weights[f"{ours}.norm1.weight"]
+        renamed[f"{theirs}.post_attention_layernorm.weight"] = weights[f"{ours}.norm2.weight"]
+    return renamed
 
 
 def llama_config() -> dict[str, object]:
-    """The `config.json` that goes with `llama_weights`."""
+    """Return the `config.json` for `llama_weights`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

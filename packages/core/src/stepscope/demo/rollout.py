@@ -1,7 +1,7 @@
 """A rollout replica: continuous batching over a KV cache, in an async Ray actor.
 
-Requests queue until a slot of the cache is free, are prefilled with those that were admitted together, and
-are then decoded with all that are running, one token per forward pass. Each leaves when its turn is over.
+Requests wait until a slot of the cache is free. Requests that are admitted together are prefilled together.
+Then all running requests decode one token per forward pass. Each leaves at the end of its turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOTS = 32
 
 
 class Request:
-    """One model turn: a prompt, and what has been sampled after it."""
+    """One model turn: a prompt, and the tokens sampled after it."""
 
     def __init__(self, prompt: list[int], rng: random.Random) -> None:
         self.prompt = prompt
@@ -53,7 +53,7 @@ class RolloutReplica:
     def __init__(self, seed: int, config: ProfileConfig | None = None, replica: int = 0) -> None:
         """
         Args:
-            config: Of the run, for engines that want it when they are built; this one does not.
+            config: The configuration of the run, for engines that need it when they are built.
         """
         torch.set_num_threads(1)
         self.seed = seed
@@ -69,11 +69,11 @@ class RolloutReplica:
         self.model.load_state_dict(weights)
 
     async def generate(self, prompt: list[int], name: str, carried: Mapping[str, object] | None) -> list[int]:
-        """The tokens of one turn of the model.
+        """Return the tokens of one turn of the model.
 
         Args:
-            name: Of the request. With the seed it decides what is sampled, whoever shares the batch.
-            carried: The caller's `carrier()`: what is recorded here hangs below the caller's span.
+            name: The name of the request. With the seed it determines the samples, for any batch.
+            carried: The caller's `carrier()`: spans recorded here are children of the caller's span.
         """
         request = Request(prompt, random.Random(f"{self.seed} {name}"))
         self.waiting.append(request)
@@ -92,10 +92,10 @@ class RolloutReplica:
         return request.output
 
     async def shut_down(self) -> None:
-        """It has no processes of its own."""
+        """Do nothing: this replica has no processes of its own."""
 
     async def _serve(self) -> None:
-        """Runs while there are requests, one forward pass a round. They come and go at the `sleep(0)`s."""
+        """Run forward passes while there are requests, which come and go at the `sleep(0)`s."""
         try:
             while self.waiting or self.running:
                 admitted = self._admit()
@@ -132,7 +132,7 @@ class RolloutReplica:
 
     @torch.inference_mode()
     def _forward(self, requests: list[Request], tokens: Tensor, positions: Tensor, last: Tensor) -> None:
-        """One pass of the model, and the next token of each request."""
+        """Run the model once and sample the next token of each request."""
         slots = torch.tensor([request.slot for request in requests])
         logits = self.model(tokens, View(self.cache, slots, positions))[torch.arange(len(last)), last]
         draws = torch.tensor([[request.rng.random()] for request in requests])

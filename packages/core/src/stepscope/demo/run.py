@@ -1,4 +1,4 @@
-"""`stepscope demo`: starts Ray and the trainer, runs a few steps, and captures some of them."""
+"""The main program of `stepscope demo`: Ray, the trainer, a few steps, and captures of some of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DemoResult:
     captured: tuple[int, ...]
     """The steps that were captured."""
     seconds: float
-    """All of it, the start of Ray included."""
+    """Total duration, with the start of Ray."""
 
 
 def run_demo(
@@ -40,13 +40,13 @@ def run_demo(
     engine: str = "torch",
     on_progress: Callable[[str], None] = print,
 ) -> DemoResult:
-    """Trains for `steps` steps, of which those in `captured` are profiled into `save_path`.
+    """Train for `steps` steps, and profile those in `captured` into `save_path`.
 
-    Ray is started for it and shut down at its end, on every path, unless it runs in this process already.
+    If Ray does not run in this process, it is started, and shut down at the end on every path.
 
     Args:
-        engine: What generates: `torch`, the demo's own continuous batching, or an installed adapter with a
-            replica for the demo (`vllm`, `sglang`). Two of different environments:
+        engine: The engine that generates: `torch`, the demo's own continuous batching, or an installed
+            adapter with a replica for the demo (`vllm`, `sglang`). Two of different environments:
             `vllm=/there/bin/python,sglang=/here/bin/python`, each with this Ray and this stepscope.
 
     Raises:
@@ -78,7 +78,7 @@ def run_demo(
 
 
 def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
-    """All actors, the reference, and the first 200 forward passes of each replica."""
+    """Return a configuration for all actors, the reference, and 200 forward passes of each replica."""
     return ProfileConfig(
         save_path=save_path,
         steps=captured,
@@ -92,24 +92,24 @@ def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
 
 
 def start_ray() -> None:
-    """A Ray of this process alone, whatever RAY_ADDRESS says: no dashboard, no usage report."""
+    """Start a Ray of this process alone, without dashboard and usage report. RAY_ADDRESS does not count."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         address="local",
-        num_cpus=8,  # counted, not pinned: the actors share what cores there are
+        num_cpus=8,  # counted, not pinned: the actors share all cores
         include_dashboard=False,
         object_store_memory=128 * 1024**2,
         logging_level=logging.ERROR,
-        log_to_driver=False,  # what goes wrong in a worker comes back as an exception, or is in the manifest
+        log_to_driver=False,  # a failure of a worker comes back as an exception, or is in the manifest
     )
 
 
 async def train(
     config: ProfileConfig, steps: int, seed: int, engine: str, on_progress: Callable[[str], None]
 ) -> list[float]:
-    """The loop; returns the mean reward of each step."""
+    """Run the training loop and return the mean reward of each step."""
     from stepscope.demo.calculator import Calculator
     from stepscope.demo.trainer import Trainer
 

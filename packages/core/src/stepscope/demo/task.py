@@ -1,12 +1,11 @@
 """The task: work a chain like `8+5-3` out with a calculator, one operation a turn.
 
-A trajectory is one string. The model writes what follows a `=`: up to `>`, a call, or up to `.`, its answer.
-The rest is told to it: the first operation is the prompt, and each call's result comes with the operation
-that is next:
+A trajectory is one string. After a `=`, the model writes a call up to `>`, or its answer up to `.`. The rest
+is given: the first operation is the prompt, and each call's result comes with the next operation:
 
     ^8+5=<8+5>13-3=<13-3>10=10.
 
-So it has to copy an operation into a call as long as there is one, and else the result into an answer.
+So the model has to copy an operation into a call if there is one, and else the result into an answer.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ VOCABULARY = " ^0123456789+-=<>.!"
 PADDING = VOCABULARY.index(" ")
 END_OF_TURN = frozenset(VOCABULARY.index(char) for char in ">.")
 TURN_TOKENS = 8
-"""A turn is cut off here. The longest right one is `<99+9>`."""
+"""The largest length of a turn. The longest correct one is `<99+9>`."""
 OPERATIONS = (1,) * 5 + (2,) * 4 + (3,) * 3 + (5, 5, 8, 12)
-"""Of the problems of one step: most are short, and a few outlast the rest by far."""
+"""Lengths of the problems of one step: most are short, and a few are much longer."""
 REFUSED = "!"
-"""What the calculator answers to what it cannot compute."""
+"""The calculator's answer to an invalid call."""
 EXTRA_TURNS = 2
-"""For calls that were refused."""
+"""Additional turns for calls that were refused."""
 MAX_TOKENS = 6 + (max(OPERATIONS) + 1 + EXTRA_TURNS) * (TURN_TOKENS + 9)
-"""Of a trajectory: at most 6 tokens of prompt, and after each turn at most 9 like `!-9998+9=`."""
+"""The longest trajectory: at most 6 tokens of prompt, and after each turn at most 9 like `!-9998+9=`."""
 
 
 def encode(text: str) -> list[int]:
@@ -40,13 +39,13 @@ def decode(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is left of a chain: `8 + 5 - 3` as terms."""
+    """The rest of a chain: `8 + 5 - 3` as terms."""
 
     terms: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """What the model is told: the next operation, or the last result."""
+        """The next prompt of the model: the next operation, or the last result."""
         return "".join(self.terms[:3]) + "="
 
     @property
@@ -54,11 +53,11 @@ class Problem:
         return len(self.terms) // 2 + 1 + EXTRA_TURNS
 
     def after(self, result: str) -> Problem:
-        """What is left after a call. One that was refused changes nothing."""
+        """Return the rest of the chain after a call. A refused one changes nothing."""
         return self if result == REFUSED else Problem((result, *self.terms[3:]))
 
     def solution(self) -> list[str]:
-        """The turns of a perfect trajectory: each call, then the answer."""
+        """Return the turns of a perfect trajectory: each call, then the answer."""
         turns, left = [], self
         while len(left.terms) > 1:
             first, sign, second = left.terms[:3]
@@ -68,7 +67,7 @@ class Problem:
 
 
 def make_problem(rng: random.Random, operations: int) -> Problem:
-    """A random chain whose results all lie in 0..99."""
+    """Return a random chain with all results in 0..99."""
     value = rng.randint(1, 9)
     terms = [str(value)]
     for _ in range(operations):
@@ -80,7 +79,7 @@ def make_problem(rng: random.Random, operations: int) -> Problem:
 
 
 def reward(problem: Problem, turns: Sequence[str]) -> float:
-    """The share of the solution's turns that were taken, in their order; 1.0: the chain was worked out."""
+    """Return the share of the solution's turns that were taken, in their order; 1.0: all of them."""
     expected, taken = problem.solution(), 0
     for turn in turns:
         if taken < len(expected) and turn == expected[taken]:

@@ -1,4 +1,4 @@
-"""The trainer: GRPO over the actors of one cluster, a step at a time, from the driver."""
+"""The trainer on the driver: GRPO over the actors of one cluster, step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stepscope.errors import StepscopeError
 ACTORS = 2
 REPLICAS = 2
 GROUP = 8
-"""Attempts at each problem."""
+"""The number of attempts at each problem."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepResult:
     solved: float
     """Share of the trajectories with the full reward."""
     tokens: int
-    """Written by the model."""
+    """The number of tokens that the model wrote."""
     kl: float
     seconds: float
 
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class Trainer:
-    """Places the actors on construction; `set_up` before the first `step`."""
+    """A trainer that places its actors on construction. Call `set_up` before the first `step`."""
 
     def __init__(
         self, calculator: Calculator, seed: int, config: ProfileConfig, engine: str = "torch"
@@ -69,11 +69,11 @@ class Trainer:
 
     @property
     def workers(self) -> dict[str, list[ActorHandle[Any]]]:
-        """Whose processes a capture records, by role. The replicas take part through `engines`."""
+        """The workers that a capture records, by role. The replicas take part through `engines`."""
         return {"actor": self.actors, "ref": [self.reference]}
 
     async def set_up(self, warm_up: int) -> float:
-        """Joins the actors, warms the policy up and gives it to the others. Returns the supervised loss."""
+        """Join the actors, warm the policy up and send it to the others. Return the supervised loss."""
         port = await self.actors[0].serve.remote()
         await asyncio.gather(*(actor.join.remote(port) for actor in self.actors))
         losses = await asyncio.gather(*(actor.warm_up.remote(warm_up) for actor in self.actors))
@@ -110,7 +110,7 @@ class Trainer:
         )
 
     async def _rollout(self, step: int) -> list[Trajectory]:
-        """GROUP attempts at each problem of the step, all at once, in turn on each replica."""
+        """Make GROUP attempts at each problem of the step, all at once, in turn on each replica."""
         problems = [task.make_problem(self.rng, operations) for operations in task.OPERATIONS]
         attempts = [(index, attempt) for index in range(len(problems)) for attempt in range(GROUP)]
         return await asyncio.gather(
@@ -127,7 +127,7 @@ class Trainer:
         )
 
     async def _log_probs(self, played: list[Trajectory], advantages: Tensor) -> Batch:
-        """The actors, each on its share, and the reference on all of them, at the same time."""
+        """Compute log-probabilities: each actor on its share, and the reference on all, at the same time."""
         tokens, actions = pad(played)
         *shares, reference = await asyncio.gather(
             *(actor.compute_log_prob.remote(tokens[rank::ACTORS]) for rank, actor in enumerate(self.actors)),
@@ -146,33 +146,33 @@ class Trainer:
 
 
 class Choice(NamedTuple):
-    """What generates, and the Python that it runs on; None: that of this process."""
+    """An engine, and the Python that it runs on; None: that of this process."""
 
     engine: str
     python: str | None
 
 
 def choices(engine: str) -> list[Choice]:
-    """Of `vllm`, or of `vllm=/there/bin/python,sglang=/here/bin/python`: the replicas take them in turn."""
+    """Parse `vllm`, or `vllm=/there/bin/python,sglang=/here/bin/python`: the replicas take them in turn."""
     parts = [part.partition("=") for part in engine.split(",")]
     return [Choice(name.strip(), python.strip() or None) for name, _, python in parts]
 
 
 def replica_class(engine: str) -> type:
-    """`RolloutReplica`, or the class that the package of `engine` has for the demo.
+    """Return `RolloutReplica`, or the class that the package of `engine` has for the demo.
 
     Raises:
         StepscopeError: none has one.
     """
     if engine == "torch":
         return RolloutReplica
-    found = {point.name: point for point in entry_points(group="stepscope.demo_replicas")}
-    if engine not in found:
+    registered = {point.name: point for point in entry_points(group="stepscope.demo_replicas")}
+    if engine not in registered:
         raise StepscopeError(
-            f"the demo has no engine {engine!r}; it has: {', '.join(['torch', *sorted(found)])}. "
+            f"the demo has no engine {engine!r}; it has: {', '.join(['torch', *sorted(registered)])}. "
             f"Fix: pip install 'stepscope[{engine}]'"
         )
-    return cast(type, found[engine].load())
+    return cast(type, registered[engine].load())
 
 
 def _place(cls: type, *args: object, python: str | None = None) -> ActorHandle[Any]:

@@ -1,7 +1,7 @@
-"""The training side: actor workers that train one model together, and the reference that they are held to.
+"""The training side: actor workers that train one model together, and their reference.
 
-Plain classes with plain methods, made Ray actors where they are placed. `profile_step` marks the methods
-that are stages of a step.
+The classes are plain; the trainer places them as Ray actors. `profile_step` marks the methods that are stages
+of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ActorWorker:
         self.model = Transformer()
 
     def serve(self) -> int:
-        """On rank 0: opens the store at which the ranks meet; returns its port, picked by the system."""
+        """Open the store at which the ranks meet, on rank 0. Return its port, which the system picks."""
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self.store.port
 
@@ -49,7 +49,7 @@ class ActorWorker:
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=WARM_UP_RATE, weight_decay=0.0)
 
     def warm_up(self, updates: int, batch_size: int = 32) -> float:
-        """Supervised updates on solved chains, for something to reinforce. Returns the last loss."""
+        """Run supervised updates on solved chains, so that GRPO has rewards. Return the last loss."""
         loss = torch.zeros(())
         for _ in range(updates):
             tokens, actions = pad([solved(self.rng) for _ in range(batch_size)])
@@ -75,7 +75,7 @@ class ActorWorker:
 
     @profile_step(role="actor")
     def sync_weights(self) -> Weights:
-        """The policy's weights, for the replicas to load."""
+        """Return the policy's weights, which the replicas load."""
         return {name: value.detach() for name, value in self.model.state_dict().items()}
 
     def _descend(self, loss: Tensor) -> None:
@@ -86,7 +86,7 @@ class ActorWorker:
 
 
 class ReferenceWorker:
-    """The policy as it was before it was reinforced."""
+    """The policy before its reinforcement."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -102,7 +102,7 @@ class ReferenceWorker:
 
 
 def grpo_loss(policy: nn.Module, batch: Batch, world_size: int) -> tuple[Tensor, dict[str, float]]:
-    """PPO's clipped objective with the group's advantages, and the KL to the reference (estimator k3)."""
+    """Return PPO's clipped loss with the group's advantages, and the KL to the reference (estimator k3)."""
     log_probs = token_log_probs(policy, batch.tokens) * batch.actions
     ratio = (log_probs - batch.old_log_probs * batch.actions).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)

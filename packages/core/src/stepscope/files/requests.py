@@ -152,7 +152,7 @@ def read_listening(layout: RunLayout) -> list[Listening]:
 
 
 def has_ended(listening: Listening) -> bool:
-    """Return whether a process has stopped listening. Killed on another host, it still counts as listening."""
+    """Return whether a process has stopped listening. If killed on another host, it still counts as alive."""
     here = listening.host == socket.gethostname()
     return listening.ended_ns is not None or (here and not is_running(listening.pid))
 

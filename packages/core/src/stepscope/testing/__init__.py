@@ -1,4 +1,4 @@
-"""For tests of code that uses or extends stepscope.
+"""Test tools for code that uses or extends stepscope.
 
 `engine_conformance.EngineConformance`, `backend_conformance.BackendConformance` and
 `reader_conformance.ReaderConformance` are suites to subclass;

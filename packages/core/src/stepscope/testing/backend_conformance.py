@@ -1,4 +1,4 @@
-"""What every `Backend` does, as tests. Subclass `BackendConformance` and give it `make_backend`:
+"""The contract of `Backend`, as tests. Subclass `BackendConformance` and give it `make_backend`:
 
     class TestMyBackend(BackendConformance):
         @pytest.fixture def make_backend(self):
@@ -7,8 +7,8 @@
         def stages_in(self, path):
             return set(re.findall(r"actor\\.(\\w+)", path.read_text()))
 
-The methods under "What a backend can be made to do" are optional: a test that needs one that is not
-overridden is skipped and says which. A profiler that breaks the contract may crash the test process.
+The methods under "Optional controls" may be overridden. A test that needs another one is skipped and names
+it. A profiler that breaks the contract may crash the test process.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class BackendConformance:
 
     @pytest.fixture
     def make_backend(self) -> MakeBackend:
-        """`make_backend()`: an idle backend, new each time."""
+        """Return a function that makes a new, idle backend at each call."""
         raise NotImplementedError("override the fixture `make_backend`")
 
-    # What a backend can be made to do.
+    # Optional controls.
 
     def work(self) -> None:
-        """Does something that the profiler records."""
+        """Do something that the profiler records."""
 
     def stages_in(self, path: Path) -> set[str] | None:
-        """The stages of the markers in a written trace; None when the profiler has no markers."""
+        """Return the stages of the markers in a written trace; None if the profiler has no markers."""
         return None
 
     def fail_halfway(self, backend: Backend) -> Callable[[], None]:
-        """Makes the next start fail after some of it has begun. Returns what repairs it."""
+        """Make the next start fail after some of it has begun. Return a function that repairs it."""
         _cannot("fail_halfway")
 
     # The contract.
@@ -242,13 +242,13 @@ class BackendConformance:
 
 
 def a_window(step: int = 2, stage: str | None = None, index: int = 0) -> Window:
-    """A window of rank 0 of the actor."""
+    """Return a window of rank 0 of the actor."""
     process = ProcessInfo(role="actor", rank=0, world_size=2, host="host-a", pid=os.getpid())
     return Window(step=step, process=process, stage=stage, index=index)
 
 
 def written(pending: list[PendingArtifact], folder: Path) -> list[Path]:
-    """The files of these artifacts. There has to be one."""
+    """Write these artifacts and return their files. There has to be one."""
     assert pending, "the window has no artifact"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -269,7 +269,7 @@ def discard(pending: list[PendingArtifact]) -> None:
 
 
 def in_thread(call: Callable[[], T]) -> T:
-    """What `call` returns on a thread of its own."""
+    """Return the result of `call` on a separate thread."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(call()), name="test-thread")
     thread.start()
@@ -280,7 +280,7 @@ def in_thread(call: Callable[[], T]) -> T:
 
 
 def in_child(passes: Callable[[], bool], timeout_s: float = 30) -> bool:
-    """Whether `passes` is true in the child of a fork, which then leaves without cleaning up."""
+    """Return whether `passes` is true in the child of a fork, which then exits without clean-up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is the point
         child = os.fork()

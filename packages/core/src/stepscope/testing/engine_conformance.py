@@ -1,4 +1,4 @@
-"""What every `EngineProfiler` does, as tests. Subclass `EngineConformance` and give it `make_profiler`:
+"""The contract of `EngineProfiler`, as tests. Subclass `EngineConformance` and give it `make_profiler`:
 
     class TestMyEngine(EngineConformance):
         honours = frozenset({"iterations", "with_stack"})
@@ -10,10 +10,10 @@
         async def work(self, profiler, iterations):
             await profiler.engine.generate(iterations)
 
-The methods under "What an engine can be made to do" are optional: a test that needs one that is not
-overridden is skipped and says which. A skipped fact is not a passed one: a fake that breaks on demand helps.
+The methods under "Optional controls" may be overridden. A test that needs another one is skipped and names
+it. A skipped test proves nothing: a fake that breaks on demand helps.
 
-One file above 400 lines, because a suite that others subclass is read and copied as a whole.
+This file has more than 400 lines, because a suite that others subclass is read and copied as a whole.
 """
 
 from __future__ import annotations
@@ -43,59 +43,62 @@ _OPTIONS: Mapping[str, object] = {
     "by_stage": True,
     "merge": True,
 }
-"""Every option of a capture that an engine may be unable to honour, switched on."""
+"""All options of a capture that an engine may be unable to honour, switched on."""
 
 
 class EngineConformance:
     """The contract of `EngineProfiler`. Every test leaves the engine idle."""
 
     honours: ClassVar[frozenset[str]] = frozenset()
-    """The capture options this engine honours. The others it reports as ignored when it is asked for them."""
+    """The capture options that this engine honours. If requested, the others are reported as ignored."""
     side_by_side: ClassVar[bool] = True
-    """Whether two replicas can record at once in this process."""
+    """True if two replicas can record at once in this process."""
     any_loop: ClassVar[bool] = True
-    """Whether captures may come from different event loops. False: the engine is bound to one."""
+    """True if captures may come from different event loops. False: the engine is bound to one."""
     quick_s: ClassVar[float] = 5.0
-    """What must not wait for a deadline (a stop after the engine died) takes at most this long."""
+    """The longest duration of a call that must not wait for a deadline (a stop after the engine died)."""
     longest_block_s: ClassVar[float] = 0.5
     """The longest time the event loop may stand still: a noisy machine pauses less, a blocking call more."""
 
     @pytest.fixture
     def make_profiler(self) -> MakeProfiler:
-        """`make_profiler(tmp_path, replica)`: an idle profiler of a working engine. Called on a loop."""
+        """Return `make_profiler(tmp_path, replica)`, which makes an idle profiler of a working engine.
+
+        The tests call it on an event loop.
+        """
         raise NotImplementedError("override the fixture `make_profiler`")
 
     def run(self, scenario: Coroutine[None, None, T]) -> T:
-        """Runs one test's coroutine. Override it for an engine that lives in an event loop of its own."""
+        """Run one test's coroutine. Override it for an engine that lives in an event loop of its own."""
         return asyncio.run(scenario)
 
-    # What an engine can be made to do.
+    # Optional controls.
 
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
-        """Makes the engine run this many iterations, so that there is something to record."""
+        """Make the engine run this many iterations, so that there is something to record."""
 
     async def recording(self, profiler: EngineProfiler) -> bool | None:
-        """Whether any worker of the engine records at this moment; None when it cannot be told."""
+        """Return whether any worker of the engine records now; None if unknown."""
         return None
 
     async def die(self, profiler: EngineProfiler) -> None:
-        """Kills the engine."""
+        """Kill the engine."""
         raise NotImplementedError
 
     async def fail_halfway(self, profiler: EngineProfiler) -> None:
-        """Makes the next start fail in one worker after others have begun."""
+        """Make the next start fail in one worker after others have begun."""
         raise NotImplementedError
 
     async def hang_on_start(self, profiler: EngineProfiler) -> None:
-        """Makes the next start hang in one worker after others have begun."""
+        """Make the next start hang in one worker after others have begun."""
         raise NotImplementedError
 
     async def hang_on_stop(self, profiler: EngineProfiler) -> None:
-        """Makes the next stop hang in one worker."""
+        """Make the next stop hang in one worker."""
         raise NotImplementedError
 
     async def repair(self, profiler: EngineProfiler) -> None:
-        """Undoes `fail_halfway`, `hang_on_start` or `hang_on_stop`."""
+        """Undo `fail_halfway`, `hang_on_start` or `hang_on_stop`."""
         raise NotImplementedError
 
     # The contract.
@@ -225,11 +228,12 @@ class EngineConformance:
         async def scenario() -> None:
             profilers = [make_profiler(tmp_path, replica) for replica in (0, 1)]
             captures = [a_capture(tmp_path, replica=replica) for replica in (0, 1)]
-            found = await asyncio.gather(*map(self._record, profilers, captures))
-            for artifacts, capture in zip(found, captures, strict=True):
+            recorded = await asyncio.gather(*map(self._record, profilers, captures))
+            for artifacts, capture in zip(recorded, captures, strict=True):
                 for artifact in artifacts:
                     assert_complete(artifact, capture)
-            assert {each.path for each in found[0]}.isdisjoint({each.path for each in found[1]})
+            paths = [{artifact.path for artifact in artifacts} for artifacts in recorded]
+            assert paths[0].isdisjoint(paths[1])
 
         self.run(scenario())
 
@@ -274,10 +278,10 @@ class EngineConformance:
             try:
                 await profiler.start(capture)
                 await profiler.stop()
-                said = str(dict(profiler.ignored))
+                report = str(dict(profiler.ignored))
             except EngineError as error:
-                said = str(error)
-            assert "no_such_option" in said
+                report = str(error)
+            assert "no_such_option" in report
             assert await profiler.stop() == []
             assert not await self.recording(profiler)
 
@@ -423,7 +427,7 @@ class EngineConformance:
 
 
 def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "capture") -> EngineCapture:
-    """A plain capture below `root`, whose folders do not exist yet."""
+    """Return a plain capture below `root`. Its folders do not exist yet."""
     layout = StepLayout(root / f"step_{step:06d}")
     return EngineCapture(
         step=step,
@@ -437,12 +441,12 @@ def a_capture(root: Path, *, step: int = 1, replica: int = 0, name: str = "captu
 
 
 def assert_complete(artifact: Artifact, capture: EngineCapture) -> None:
-    """The artifact's file and sidecar lie below the capture's folder and agree with the record."""
+    """Assert that the artifact's file and sidecar lie below the capture's folder and match the record."""
     root = Path(capture.step_dir)
     path = root / artifact.path
     assert not Path(artifact.path).is_absolute(), f"{artifact.path} is not relative to the step folder"
     assert path.resolve().is_relative_to(root.resolve())
-    assert path.is_file(), f"{path} was announced and is not there"
+    assert path.is_file(), f"{path} was announced and does not exist"
     assert artifact.size_bytes == path.stat().st_size > 0
     assert artifact.replica == capture.replica
     assert artifact.host
@@ -458,12 +462,12 @@ def files_below(folder: str) -> list[Path]:
 
 
 def contents(folder: str) -> dict[str, bytes]:
-    """{relative path: bytes} of every file below `folder`."""
+    """Return {relative path: bytes} of every file below `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in files_below(folder)}
 
 
 async def longest_gap_s() -> float:
-    """Runs until it is cancelled; the longest time the event loop did not come back to it."""
+    """Run until cancelled, and return the longest time that the event loop did not come back."""
     longest, last = 0.0, time.monotonic()
     try:
         while True:

@@ -1,4 +1,4 @@
-"""A profiler that exists only in memory: it records the markers of its window, and can be told to fail."""
+"""A profiler in memory. It records the markers of its window, and fails on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from stepscope.errors import BackendError, ProfilerBusyError
 
 
 class FakeBackend:
-    """Passes `BackendConformance`. Its traces are JSON: {"step": 2, "stage": null, "events": [...]}."""
+    """A backend that passes `BackendConformance`.
+
+    Its traces are JSON: {"step": 2, "stage": null, "events": [...]}.
+    """
 
     name = "fake"
 
@@ -22,7 +25,7 @@ class FakeBackend:
         self.fails_to_start = False
         """The next start raises, after it has taken the process."""
         self.lacks: str | None = None
-        """What its recordings lack, as `PendingArtifact.lacking`."""
+        """The value of `PendingArtifact.lacking` in its recordings."""
         self._window: Window | None = None
         self._events: list[str] = []
 
@@ -35,7 +38,7 @@ class FakeBackend:
     def start(self, window: Window) -> None:
         if self._window is not None:
             raise ProfilerBusyError(f"step {self._window.step} is being recorded. Fix: stop() before start()")
-        self._window, self._events = window, []  # first: interrupted from here on, stop() undoes it
+        self._window, self._events = window, []  # first: if an interrupt follows, stop() undoes it
         try:
             PROCESS_LOCK.acquire(f"the fake trace of step {window.step}", by=self)
             if self.fails_to_start:
@@ -60,20 +63,20 @@ class FakeBackend:
         window = self._window
         if window is None:
             return []
-        is_parents = PROCESS_LOCK.holder is None  # this is the child of a fork
+        in_child = PROCESS_LOCK.holder is None  # a fork
         self._end()
-        if is_parents:
+        if in_child:
             return []
         trace = {"step": window.step, "stage": window.stage, "events": self._events}
 
         def write(path: Path) -> None:
             path.write_text(json.dumps(trace))
 
-        made = PendingArtifact(
+        artifact = PendingArtifact(
             kind="fake_trace", suffix=".json", write=write, compress=True, lacking=self.lacks
         )
-        return [made]
+        return [artifact]
 
     def _end(self) -> None:
         PROCESS_LOCK.release(by=self)
-        self._window = None  # last: interrupted before, stop() does all of it
+        self._window = None  # last: after an earlier interrupt, stop() repeats everything

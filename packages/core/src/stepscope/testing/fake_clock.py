@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told to go on, so that the times of spans in tests are exact."""
+"""A clock that moves on demand, so that the times of spans in tests are exact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WALL_NS = 1_750_000_000_000_000_000
 
 
 class FakeClock:
-    """In its `with` block this process' spans and clock anchors take their times from it.
+    """A clock for this process' spans and clock anchors, inside of its `with` block.
 
-    Budgets, deadlines and the costs in the manifest stay with the real clock: a test that hangs still ends.
+    Budgets, deadlines and the costs in the manifest use the real clock, so that a test that hangs still ends.
     """
 
     CLOCK_MONOTONIC_RAW = 4  # as in the module `time`, in whose place it stands
@@ -30,7 +30,7 @@ class FakeClock:
         self.now_ns = START_NS
 
     def advance(self, seconds: float) -> None:
-        """Lets so much time pass, to the nanosecond.
+        """Move the clock on, to the nanosecond.
 
         Raises:
             ValueError: `seconds` is negative: the clock of spans never goes back.

@@ -1,7 +1,8 @@
-"""An inference engine that exists only in memory, with faults to switch on, and the profiler that drives it.
+"""An inference engine in memory, with faults to switch on, and its profiler.
 
-The profiler is the pattern for real adapters: state is taken before the first await, a start that fails or is
-cancelled stops whatever had begun, files are described once complete, and disk work leaves the event loop.
+The profiler is the pattern for real adapters. It takes state before the first await. A start that fails or is
+cancelled stops everything that had begun. Files are described once complete, and disk work leaves the event
+loop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _EXTRA = ("verbose",)
 
 @dataclass
 class Recording:
-    """What one worker of the engine records."""
+    """The recording of one worker of the engine."""
 
     window: Iterations
     seen: int = 0
@@ -48,21 +49,21 @@ class Recording:
 
 
 class FakeEngine:
-    """Workers that generate nothing, and can record it. Set a fault before the call that it is to spoil."""
+    """Workers that generate nothing, and can record it. Set a fault before the call that shall fail."""
 
     def __init__(self, workers: int = 2) -> None:
         self.workers = workers
         self.recordings: dict[int, Recording] = {}
-        """Worker -> what it records now."""
+        """{worker: its open recording}"""
         self.dead = False
         self.fails_to_start: int | None = None
-        """This worker raises when it is told to start."""
+        """The worker that raises at its start."""
         self.hangs_on_start: int | None = None
-        """This worker never answers a start; the others do."""
+        """The worker that never answers a start; the others do."""
         self.hangs_on_stop: int | None = None
 
     async def generate(self, iterations: int) -> None:
-        """Runs `iterations` forward passes; other tasks run between them."""
+        """Run `iterations` forward passes; other tasks run between them."""
         for _ in range(iterations):
             began = time.time_ns()
             await asyncio.sleep(0)
@@ -80,19 +81,19 @@ class FakeEngine:
         return self.recordings.pop(worker)
 
     def abort(self) -> None:
-        """Stops all recording and drops it."""
+        """Stop all recordings and drop them."""
         self.recordings.clear()
 
     async def _reach(self, hangs: bool) -> None:
         if self.dead:
             raise ConnectionError("the engine process has died")
         if hangs:
-            await asyncio.Event().wait()  # nobody sets it: only a cancellation ends this
+            await asyncio.Event().wait()  # never set: only a cancellation ends this
         await asyncio.sleep(0)
 
 
 class FakeEngineProfiler(EngineProfilerBase):
-    """Drives a `FakeEngine`. Passes `EngineConformance`."""
+    """Profiler of a `FakeEngine`. Passes `EngineConformance`."""
 
     def __init__(self, engine: FakeEngine, replica: int | None = None) -> None:
         super().__init__(replica)
@@ -127,19 +128,19 @@ class FakeEngineProfiler(EngineProfilerBase):
         if capture is None:
             return []
         try:
-            found = await _all([self.engine.stop_worker(each) for each in self._workers])
+            recordings = await _all([self.engine.stop_worker(each) for each in self._workers])
         except Exception as error:
             raise EngineError(f"the engine's profiler did not stop: {error}") from error
         finally:
             self.engine.abort()
-        return await asyncio.to_thread(self._write, capture, found)
+        return await asyncio.to_thread(self._write, capture, recordings)
 
-    def _write(self, capture: EngineCapture, found: Sequence[Recording]) -> list[Artifact]:
+    def _write(self, capture: EngineCapture, recordings: Sequence[Recording]) -> list[Artifact]:
         folder = Path(capture.out_dir)
         folder.mkdir(parents=True, exist_ok=True)
         closed = read_anchor()
         artifacts = []
-        for worker, recording in enumerate(found):
+        for worker, recording in enumerate(recordings):
             if capture.ranks is not None and self._rank(capture, worker) not in capture.ranks:
                 continue
             path = folder / f"{capture.name}_worker{worker}.json"
@@ -168,7 +169,7 @@ class FakeEngineProfiler(EngineProfilerBase):
 
 
 async def _all(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """The results, once every call is over, also those beside one that failed. Raises the first failure."""
+    """Return the results once every call is over. If one failed, raise the first failure then."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

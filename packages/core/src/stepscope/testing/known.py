@@ -1,8 +1,8 @@
-"""Random steps of several hosts, of which every position is known: for tests of merge and report.
+"""Random steps of several hosts with known true times, for tests of merge and report.
 
-A driver, an agent loop with overlapping trajectories, rollout replicas and actor ranks, which reduce (NCCL)
-while they update. Clocks are skewed and drift, and the owner measures them over ways that take longer in one
-direction. The same seed gives the same step, also with perfect clocks on one host.
+A step has a driver, an agent loop with overlapping trajectories, rollout replicas, and actor ranks that
+reduce (NCCL) while they update. Clocks are skewed and drift, and the owner measures them over paths that take
+longer in one direction. The same seed gives the same step, also with perfect clocks on one host.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 
 MS = 1_000_000
 BASE_NS = OPENED_NS - 7_889_238_000_000_000 // 2
-"""What traces count from: as Kineto's, months before the step."""
+"""The zero of times in traces: like Kineto's, months before the step."""
 
 
 class Clock(NamedTuple):
-    """Of one host, against true time."""
+    """The clock of one host, against true time."""
 
     skew_ns: int
-    """How far its wall clock is ahead at the opening."""
+    """The lead of its wall clock at the opening."""
     drift_ppm: int
-    """How fast it gains; its monotonic clock does too."""
+    """The rate at which its wall clock and its monotonic clock gain."""
     way_ns: int
-    """How long an exchange with it takes, all of it in one direction: half of that is the sample's error, and
-    what it says of its uncertainty. 0: it was not measured."""
+    """Duration of an exchange with it, all of it in one direction. Half of it is the error of the sample, and
+    the uncertainty that the sample states. 0: it was not measured.
+    """
 
 
 class Known(NamedTuple):
-    """Something that is in the files, in true time: ns after the capture opened."""
+    """A span or event of the files, in true time: ns after the capture opened."""
 
     process: str
     """`ProcessInfo.key`."""
@@ -60,13 +61,13 @@ class KnownStep:
         shifted: int = 0,
         killed: str | None = None,
     ) -> None:
-        """The driver and the agent loop are on a host of their own; the others are on those of `clocks`.
+        """Describe a step. The driver and the agent loop share a host; the others are on those of `clocks`.
 
         Args:
-            numbered: Whether torch numbered the collectives. Without, all ranks record the same ones; with
-                numbers, each lacks some at its ends.
-            shifted: How many collectives the second host's ranks missed at the beginning, and all others at
-                the end: as many on all, and not the same ones.
+            numbered: True if torch numbered the collectives. Without numbers all ranks record the same ones;
+                with numbers each rank lacks some at its ends.
+            shifted: The number of collectives that the second host's ranks missed at the beginning, and all
+                others at the end: as many on all, and not the same ones.
             killed: The role whose processes never closed the capture.
         """
         self._seed = seed
@@ -76,12 +77,16 @@ class KnownStep:
         self._shifted = shifted
         self._killed = killed
         self.spans: list[Known] = []
-        """By process, in the order of opening."""
+        """All spans by process, in the order of opening."""
         self.events: list[Known] = []
-        """Of traces; each name is there once."""
+        """All events of traces; each name occurs once."""
 
     def write(self, save_path: str | os.PathLike[str], *, perfect: bool = False) -> Path:
-        """Returns the step's folder. `perfect`: one host, one clock; `spans` and `events` are as before."""
+        """Write the step and return its folder.
+
+        Args:
+            perfect: Use one host with one clock. `spans` and `events` are the same either way.
+        """
         self.spans, self.events = [], []
         self._chance = random.Random(self._seed)
         self._folder = StepFolder(save_path)
@@ -111,7 +116,7 @@ class KnownStep:
         )
 
     def _exchange(self, driver: FakeProcess, others: list[FakeProcess]) -> None:
-        """A moment before the opening and a while after the closing, as captures do."""
+        """Measure clocks shortly before the opening and some time after the closing, as captures do."""
         chance = random.Random(self._seed)  # the rest of the step is the same whatever was measured
         for at_ns in (-80 * MS, self._lasted_ns + 900 * MS):
             for process in others:
@@ -132,7 +137,7 @@ class KnownStep:
     def _rollout(
         self, driver: FakeProcess, loop: FakeProcess, replicas: list[FakeProcess], until_ns: int
     ) -> None:
-        """Trajectories of turns, each of a call to a replica and perhaps of a tool's."""
+        """Add trajectories of turns. Each turn has a call to a replica and perhaps a tool call."""
         rollout = self._span(driver, "rollout", 5 * MS, until_ns)
         for number in range(12):
             name, start_ns = f"t{number}", self._chance.randrange(10 * MS, until_ns // 4)
@@ -152,7 +157,7 @@ class KnownStep:
                     self._span(loop, "tool", middle_ns, to_ns, parent=at, trajectory=name, turn=turn)
 
     def _update(self, driver: FakeProcess, actors: list[FakeProcess], from_ns: int) -> None:
-        """Every rank computes and reduces in turn; a reduction ends for all once the last has entered it."""
+        """Let each rank compute and reduce in turn; a reduction ends for all once the last has entered it."""
         self._span(driver, "update", from_ns, self._lasted_ns - 5 * MS)
         rounds = 60
         each_ns = (self._lasted_ns - from_ns - 20 * MS) // rounds
@@ -181,7 +186,7 @@ class KnownStep:
     def _kernel(
         self, process: FakeProcess, name: str, start_ns: int, end_ns: int, **args: object
     ) -> dict[str, object]:
-        """As Kineto writes one: us by the host's clock."""
+        """Return a kernel as Kineto writes one: us by the host's clock."""
         wall_ns, until_ns = process.wall_ns(start_ns), process.wall_ns(end_ns)
         self.events.append(Known(process.info.key, name, start_ns, end_ns))
         return {
@@ -228,7 +233,7 @@ class KnownStep:
 
 
 def some_clocks(seed: int, *, measured: bool = True) -> Iterator[Clock]:
-    """Three hosts: one far ahead, one that drifts by as much as clocks do, one of no particular kind."""
+    """Yield the clocks of three hosts: one far ahead, one with the largest drift, one random."""
     chance = random.Random(seed)
     for skew_ns, drift_ppm in (
         (11_560 * MS, 0),

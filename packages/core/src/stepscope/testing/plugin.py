@@ -1,7 +1,7 @@
 """Fixtures for tests of code that stepscope instruments: `stepscope_run` and `stepscope_clock`.
 
-Asked for by `pytest_plugins = ["stepscope.testing.plugin"]`, in the root conftest.py or a test module. It is
-no `pytest11` entry point: that would load it into every pytest run of everyone who has stepscope installed.
+Load them with `pytest_plugins = ["stepscope.testing.plugin"]`, in the root conftest.py or a test module. A
+`pytest11` entry point would load them into every pytest run wherever stepscope is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stepscope.testing.recorded_run import RecordedRun
 
 @pytest.fixture
 def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
-    """A configured run in `tmp_path`, in which each `capture` records spans. Taken back after the test."""
+    """Configure a run in `tmp_path` in which each `capture` records spans; restore the old one afterwards."""
     before = configure._configured
     try:
         yield RecordedRun(tmp_path / "stepscope")
@@ -33,6 +33,6 @@ def stepscope_run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 @pytest.fixture
 def stepscope_clock() -> Iterator[FakeClock]:
-    """Span times stand still until the test says `stepscope_clock.advance(seconds)`."""
+    """Stop the time of spans until the test calls `stepscope_clock.advance(seconds)`."""
     with FakeClock() as clock:
         yield clock

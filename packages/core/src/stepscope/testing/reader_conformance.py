@@ -1,4 +1,4 @@
-"""What every `Reader` does, as tests. Subclass `ReaderConformance` and give it a reader and a file:
+"""The contract of `Reader`, as tests. Subclass `ReaderConformance` and give it a reader and a file:
 
 class TestMyReader(ReaderConformance):
     @pytest.fixture
@@ -49,22 +49,22 @@ class ReaderConformance:
 
     @pytest.fixture
     def reader(self) -> Reader:
-        """A reader, as the entry point makes it."""
+        """Return a reader, as the entry point makes it."""
         raise NotImplementedError("override the fixture `reader`")
 
     def write(self, folder: Path) -> Path:
-        """Puts a sound file with some events in a folder, under a name that the reader knows."""
+        """Write a valid file with some events into a folder, under a name that the reader knows."""
         raise NotImplementedError("override `write`")
 
     def sidecar(self) -> Sidecar | None:
-        """The sidecar that the reader needs to read it, if it does."""
+        """Return the sidecar that the reader needs for the file, if it needs one."""
         return None
 
     def found(self, path: Path) -> FoundFile:
         return FoundFile(path=path, name=f"traces/actor/{path.name}", sidecar=self.sidecar())
 
     def read(self, reader: Reader, path: Path) -> tuple[list[Event], dict[str, int | None]]:
-        """The events of a file, and what was noted."""
+        """Return the events of a file, and the notes."""
         notes = Notes()
         with closing(reader.open(self.found(path), notes)) as recording:
             return list(recording.events()), notes.counts
@@ -154,5 +154,5 @@ class ReaderConformance:
         try:
             events, notes = self.read(reader, path)
         except RecordError:
-            return  # whose message the merge shows
+            return  # the merge shows its message
         assert notes or events == whole

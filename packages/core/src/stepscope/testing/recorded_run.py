@@ -1,4 +1,4 @@
-"""A run for tests: configured to record spans in a folder of its own, and read back."""
+"""A run for tests, which records spans in a folder of its own and reads them back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stepscope.recording.capture import configure as run
 
 
 class RecordedRun:
-    """The run that is configured for one test, and what its captures have left on disk."""
+    """The configured run of one test, and the files of its captures."""
 
     def __init__(self, folder: Path) -> None:
-        # No role is called so: spans are recorded, and no profiler starts.
+        # No role has this name, so spans are recorded and no profiler starts.
         roles = {"no role is profiled": {"ranks": "all"}}
         self.config = run.configure(save_path=str(folder), steps="every:1", roles=roles)
         self.layout = RunLayout(folder)
 
     def configure(self, **settings: object) -> ProfileConfig:
-        """Changes the configuration: fields of `ProfileConfig`, over those of the fixture.
+        """Change the configuration: fields of `ProfileConfig`, over those of the fixture.
 
         Raises:
             ConfigError: as `stepscope.configure`.
@@ -34,24 +34,24 @@ class RecordedRun:
         return self.config
 
     def spans(self, step: int | None = None) -> list[Span]:
-        """The finished spans of closed captures by their start, of all processes; of one step or of all."""
-        found = [span for at in self._steps(step) for span in _spans_in(self.layout.step(at).spans)]
-        return sorted(found, key=lambda span: span.start_ns)
+        """Return the finished spans of closed captures, of one step or of all, by their start."""
+        spans = [span for number in self._steps(step) for span in _spans_in(self.layout.step(number).spans)]
+        return sorted(spans, key=lambda span: span.start_ns)
 
     def stages(self, step: int | None = None) -> list[str]:
-        """`role/stage` of each of `spans`."""
+        """Return `role/stage` of each of `spans`."""
         return [f"{span.role}/{span.stage}" for span in self.spans(step)]
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest as it stands on disk.
+        """Return the manifest on disk.
 
         Raises:
             RecordError: the step was not captured.
         """
         parts, _ = read_parts(self.layout.step(step))
         if not parts:
-            there = ", ".join(map(str, self.layout.steps())) or "none"
-            raise RecordError(f"step {step} was not captured; captured: {there}")
+            captured = ", ".join(map(str, self.layout.steps())) or "none"
+            raise RecordError(f"step {step} was not captured; captured: {captured}")
         return fold(parts)
 
     def _steps(self, step: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Writes the folder of a captured step as processes would have left it: for tests of readers and reports.
+"""Folders of captured steps with a known answer, for tests of readers and reports.
 
 Times are ns after the capture opened, in true time; each process turns them into its own clocks.
 """
@@ -26,7 +26,7 @@ from stepscope.files.spans import End, Header, Open, Span, SpanLink
 from stepscope.files.values import AttrValue
 
 OPENED_NS = 1_750_000_000_000_000_000
-"""When the capture opened: unix ns, true time."""
+"""Opening of the capture: unix ns, true time."""
 
 
 class StepFolder:
@@ -41,7 +41,10 @@ class StepFolder:
         opened_ns: int = OPENED_NS,
         capture: int = 1,
     ) -> None:
-        """`capture`: the how-manieth of this step in these processes."""
+        """
+        Args:
+            capture: The number of this capture among those of the step in these processes.
+        """
         self.layout: StepLayout = RunLayout(save_path).step(step)
         self.step = step
         self.run_id = run_id
@@ -54,20 +57,22 @@ class StepFolder:
         owner: bool = False, skew_ns: int = 0, drift_ppm: int = 0, mono_ppm: int = 0,
         cost: OwnCost | None = None, replica: int | None = None,
     ) -> FakeProcess:  # fmt: skip
-        """A process whose wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`;
-        its monotonic clock gains `mono_ppm`.
+        """Add a process.
+
+        Its wall clock is `skew_ns` ahead of true time at the opening and gains `drift_ppm`. Its monotonic
+        clock gains `mono_ppm`.
         """
         pid = 1000 + len(self.processes) if pid is None else pid
         info = ProcessInfo(role=role, rank=rank, world_size=None, host=host, pid=pid, replica=replica)
-        made = FakeProcess(
+        process = FakeProcess(
             self, info, owner=owner, skew_ns=skew_ns, drift_ppm=drift_ppm, mono_ppm=mono_ppm,
             cost=cost or OwnCost(),
         )  # fmt: skip
-        self.processes.append(made)
-        return made
+        self.processes.append(process)
+        return process
 
     def write(self) -> Path:
-        """Puts all files in place and returns the step's folder."""
+        """Write all files and return the step's folder."""
         for process in self.processes:
             process.write()
         return self.layout.root
@@ -91,15 +96,15 @@ class FakeProcess:
         self.expected: list[Expectation] = []
         self.absent: list[Absent] = []
         self.began: dict[str, str] = {}
-        """Of the owner: {`ProcessInfo.key`: name} of its workers."""
+        """Owner only: {`ProcessInfo.key`: name} of its workers."""
         self.clocks: list[ClockOffset] = []
         self.dropped = 0
         self.error: str | None = None
         self.ended_by: EndedBy | None = None
-        """What ended its capture, if it was an exception or a signal."""
+        """The cause of an early end of its capture."""
         self.opened_by: OpenedBy = "program"
         self.profiled = False
-        """Whether a profiler ran in it."""
+        """True if a profiler ran in it."""
         self.closed_ns: int | None = None
         self._folder = folder
         self._owner = owner
@@ -110,7 +115,7 @@ class FakeProcess:
         self._records: list[Open] = []
 
     def anchor(self, at_ns: int) -> ClockAnchor:
-        """What its clocks show at one moment of true time."""
+        """Return the readings of its clocks at one moment of true time."""
         return ClockAnchor(wall_ns=self.wall_ns(at_ns), mono_ns=self.mono_ns(at_ns))
 
     def mono_ns(self, at_ns: int) -> int:
@@ -125,7 +130,7 @@ class FakeProcess:
         policy_version: int | None = None, trajectory: str | None = None, turn: int | None = None,
         error: str | None = None, attrs: dict[str, AttrValue] | None = None,
     ) -> int:  # fmt: skip
-        """Records a span and returns its number. `end_ns=None`: it never ended."""
+        """Record a span and return its number. `end_ns=None`: it never ended."""
         opened = Open(
             span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
             start_ns=self.mono_ns(start_ns), step=step, policy_version=policy_version, trajectory=trajectory,
@@ -144,19 +149,19 @@ class FakeProcess:
         return opened.span
 
     def link(self, span: int) -> SpanLink:
-        """What a carrier says of one of its spans."""
+        """Return the link that a carrier makes of one of its spans."""
         return SpanLink(process=self.info.key, span=span, step=self._folder.step)
 
     def measures(self, other: FakeProcess, at_ns: int, uncertainty_ns: int = 0, error_ns: int = 0) -> None:
-        """The owner measures the other's clock, and is wrong by `error_ns` (the way back took longer)."""
+        """Let the owner measure the other's clock with an error of `error_ns` (the way back took longer)."""
         offset_ns = other.wall_ns(at_ns) - self.wall_ns(at_ns) + error_ns
-        found = ClockOffset(
+        offset = ClockOffset(
             process=other.info.key,
             offset_ns=offset_ns,
             uncertainty_ns=uncertainty_ns,
             at_mono_ns=self.mono_ns(at_ns),
         )
-        self.clocks.append(found)
+        self.clocks.append(offset)
 
     def close(self, at_ns: int) -> None:
         self.closed_ns = at_ns
