@@ -100,14 +100,14 @@ def test_a_step_is_captured_and_reported_without_the_extra_of_the_command(tmp_pa
     outcome = without_cli(
         """
 import stepscope
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.timeline import load_step
 
 stepscope.configure(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
 with stepscope.capture(1) as capture, stepscope.span("tool"):
     pass
 stepscope.flush()
-print(report_step(load_step(capture.result.path)).breakdown)
+print(step_report(load_step(capture.result.path)).breakdown)
 """,
         str(tmp_path),
     )

@@ -10,7 +10,7 @@ import pytest
 import dev
 from stepscope.demo.run import DemoResult, run_demo
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.timeline import Timeline, load_step, load_traces, merge_step
 
 STEP = 1
@@ -59,5 +59,5 @@ def test_both_traces_are_placed_in_one_timeline(layout: StepLayout) -> None:
 
 
 def test_the_report_has_iterations_of_both_engines(layout: StepLayout, timeline: Timeline) -> None:
-    engines = report_step(timeline, load_traces(layout.root, timeline)).engines
+    engines = step_report(timeline, load_traces(layout.root, timeline)).engines
     assert {each.replica for each in engines if each.source == "iterations"} == {"replica 0", "replica 1"}

@@ -14,7 +14,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
 from stepscope.files.uncaptured import UncapturedStep
-from stepscope.report import Advice, find_phaseless
+from stepscope.report import Advice, phaseless_engines
 from stepscope.report.blocks.engines import say_phaseless
 from stepscope.testing.steps import OPENED_NS, FakeProcess
 from stepscope.timeline import load_step
@@ -202,6 +202,6 @@ def test_an_engine_that_was_given_is_not_asked_for(tmp_path: Path, given: bool) 
     for process in case.folder.processes:
         process.close(1000 * MS)
     timeline = load_step(case.folder.write())
-    text = say_phaseless(find_phaseless(timeline, ()))
+    text = say_phaseless(phaseless_engines(timeline, ()))
     assert ("capture(engines=" in text) is not given
     assert ("of the engines given" in text) is given

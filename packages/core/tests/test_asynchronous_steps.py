@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stepscope import ProfileConfig, attach, capture, carrier, consume, span, trajectory, turn
 from stepscope.files.layout import RunLayout
-from stepscope.report import Lag, StepReport, report_step, to_scalars
+from stepscope.report import Lag, StepReport, step_report, to_scalars
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import Span, Timeline, load_step, merge_step
@@ -60,7 +60,7 @@ def drawn(layout: RunLayout, step: int) -> dict[tuple[str, str | None], dict[str
 
 
 def report(layout: RunLayout, step: int) -> StepReport:
-    return report_step(load_step(layout.step(step).root))
+    return step_report(load_step(layout.step(step).root))
 
 
 def test_each_capture_knows_whose_its_work_is_and_under_which_weights(recorded: RunLayout) -> None:
@@ -143,11 +143,11 @@ def test_how_stale_each_trajectory_is_that_the_step_consumes(stale: RunLayout) -
 def test_staleness_is_in_the_tables_the_page_and_the_scalars(stale: RunLayout) -> None:
     path = stale.step(7).root
     timeline = load_step(path)
-    text, page = under(stale, 7), render_step(timeline, report_step(timeline))
+    text, page = under(stale, 7), render_step(timeline, step_report(timeline))
     for said in (text, page):
         assert "5 trajectories consumed by this step, under policy version 6; 1 written by several" in said
         assert "Stalest trajectories" in said
-    found = to_scalars(report_step(timeline))
+    found = to_scalars(step_report(timeline))
     assert {name: value for name, value in found.items() if name.startswith("staleness/")} == {
         "staleness/steps_p50": 1, "staleness/steps_max": 4,
         "staleness/versions_p50": 1, "staleness/versions_max": 4,

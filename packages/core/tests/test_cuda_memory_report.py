@@ -15,7 +15,7 @@ from stepscope.backends.cuda_memory.summary import LISTED, summarise
 from stepscope.files.cuda_memory import OOM_SUMMARY, SUMMARY, MemorySummary
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
@@ -158,7 +158,7 @@ def shifted(summary: MemorySummary, us: int) -> bytes:
 
 def report(folder: StepFolder) -> StepReport:
     timeline = load_step(folder.layout.root)
-    return report_step(timeline, load_traces(folder.layout.root, timeline))
+    return step_report(timeline, load_traces(folder.layout.root, timeline))
 
 
 @pytest.mark.parametrize("skew_ns", [0, 11_560 * MS])

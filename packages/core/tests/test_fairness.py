@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stepscope import ProfileConfig, attach, capture, carrier, prepare, profile_step, trajectory
 from stepscope.files.layout import RunLayout
-from stepscope.report import Advice, StepReport, report_step
+from stepscope.report import Advice, StepReport, step_report
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
@@ -115,7 +115,7 @@ def captured_once(
                     used[index] += cpu
     cap.result.wait(120)
     disturbed = any(wall > 1.2 * cpu for wall, cpu in zip(seconds, used, strict=True))
-    report = report_step(load_step(RunLayout(config.save_path).step(0).root))
+    report = step_report(load_step(RunLayout(config.save_path).step(0).root))
     return Step(report, {advice.rule: advice for advice in report.advice}, seconds), disturbed
 
 

@@ -18,7 +18,7 @@ from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import AWAITED, Expectation, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.report.tables.health import find_cut
+from stepscope.report.tables.health import cut_processes
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.timeline import load_step
 
@@ -220,7 +220,7 @@ def test_a_user_error_in_the_words_of_an_exit_cuts_nothing(tmp_path: Path) -> No
     cap = capture(1, config=config).open()
     cap.close(error="the process exited")
     assert cap.result.path is not None
-    assert not find_cut(load_step(cap.result.path))
+    assert not cut_processes(load_step(cap.result.path))
 
 
 def test_an_expectation_says_of_what_kind_it_is() -> None:

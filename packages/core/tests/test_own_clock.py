@@ -18,7 +18,7 @@ from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout
 from stepscope.recording.output import exporter
-from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.timeline import load_step
 
 MS = 1_000_000
@@ -80,7 +80,7 @@ def reported(config: ProfileConfig, step: int) -> Times:
 
 
 def account_of(config: ProfileConfig, step: int) -> Breakdown:
-    return break_down(load_step(RunLayout(config.save_path).step(step).root))
+    return step_breakdown(load_step(RunLayout(config.save_path).step(step).root))
 
 
 def one_step(config: ProfileConfig, step: int) -> Times:
@@ -263,5 +263,5 @@ def test_a_program_that_ends_after_its_step_records_all_of_the_closing(tmp_path:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, check=True, text=True
     )
-    account = break_down(load_step(RunLayout(tmp_path).step(0).root))
+    account = step_breakdown(load_step(RunLayout(tmp_path).step(0).root))
     assert account.closing_ns == pytest.approx(int(ran.stdout), abs=5 * MS)

@@ -9,7 +9,7 @@ import pytest
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 from stepscope.timeline.step.profiled import profiled_keys
@@ -70,7 +70,7 @@ def served(root: Path, profiled: tuple[int, ...]) -> StepReport:
         process.close(1000 * MS)
     for rank in profiled:
         replicas[rank].profiled = True
-    return report_step(load_step(folder.write()))
+    return step_report(load_step(folder.write()))
 
 
 def rules(report: StepReport) -> set[str]:

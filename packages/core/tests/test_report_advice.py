@@ -11,9 +11,9 @@ import pytest
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Expectation, OwnCost
 from stepscope.files.sidecar import Artifact
-from stepscope.report import Advice, Table, check_health, report_step
+from stepscope.report import Advice, Table, step_health, step_report
 from stepscope.report.advice.evidence import Evidence
-from stepscope.report.advice.rules import advise
+from stepscope.report.advice.rules import step_advice
 from stepscope.report.blocks.health import say_other
 from stepscope.report.tables.long_tail import Late
 from stepscope.testing.steps import FakeProcess, StepFolder
@@ -50,7 +50,7 @@ class Case:
             process.close(1000 * MS)
         path = self.folder.write()
         timeline = load_step(path)
-        report = report_step(timeline, load_traces(path, timeline) if traces else None)
+        report = step_report(timeline, load_traces(path, timeline) if traces else None)
         return {each.rule: each for each in report.advice}
 
 
@@ -102,7 +102,7 @@ def test_work_for_a_later_step_may_go_on_when_the_capture_closes(tmp_path: Path)
     case = Case(tmp_path)
     case.driver.span("trajectory", 600 * MS, None, role="agent_loop", trajectory="next", step=3)
     assert "never-ended" not in case.advice()
-    health = check_health(load_step(case.folder.layout.root))
+    health = step_health(load_step(case.folder.layout.root))
     (other,) = health.other_steps
     assert (health.open_spans, other.spans, other.under_way) == ((), 1, 1)
     assert say_other(other).endswith("; 1 went on when the capture closed")
@@ -165,7 +165,7 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
     driver.span("update", 0, None)
     actor.span("update_policy", 300 * MS, None)
     driver.close(1000 * MS)
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     assert [span.process for span in report.health.open_spans] == ["actor 1", "trainer"]
     (found,) = (each for each in report.advice if each.rule == "never-ended")
     assert found.what == "1 call never ended: its process was killed, or still runs"
@@ -250,11 +250,11 @@ def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
     case.replica.span("decode", 0, 900 * MS, trajectory="next", step=3)
     for process in case.folder.processes:
         process.close(1000 * MS)
-    report = report_step(load_step(case.folder.write()))
+    report = step_report(load_step(case.folder.write()))
     tail = report.long_tail
     assert tail is not None
     assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
-    found = advise(
+    found = step_advice(
         Evidence(
             breakdown=report.breakdown, baseline=report.baseline, stages=Table(report.stages),
             idle=Table(report.idle), long_tail=msgspec.structs.replace(tail, consumed=consumed),

@@ -12,7 +12,7 @@ import pytest
 from packages.core.tests.pictures import rl_step
 from packages.core.tests.traces import add_trace, op
 from stepscope.errors import StepscopeError
-from stepscope.report import time_stages
+from stepscope.report import stage_times
 from stepscope.timeline import load_step
 
 PAGE = Path(__file__).parents[3] / "docs" / "report.md"
@@ -22,7 +22,7 @@ def test_the_example_in_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (example,) = (text for text in blocks if "find_idle" in text)
+    (example,) = (text for text in blocks if "idle_times" in text)
     folder = rl_step(tmp_path / "outputs" / "profile")
     add_trace(folder, folder.processes[2], [op("aten::mm", 600_000, 50)])
     folder.write()
@@ -39,7 +39,7 @@ def test_without_the_library_the_error_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    table = time_stages(load_step(rl_step(tmp_path).write()))
+    table = stage_times(load_step(rl_step(tmp_path).write()))
     with pytest.raises(StepscopeError, match=f"pip install {library}"):
         getattr(table, f"to_{library}")()
 
@@ -51,7 +51,7 @@ def test_with_it_a_frame_has_a_row_for_each_row(
     module = ModuleType(library)
     vars(module)["DataFrame"] = lambda rows, **options: rows
     monkeypatch.setitem(sys.modules, library, module)
-    table = time_stages(load_step(rl_step(tmp_path).write()))
+    table = stage_times(load_step(rl_step(tmp_path).write()))
     rows = getattr(table, f"to_{library}")()
     assert [row["stage"] for row in rows] == [stage.stage for stage in table]
     stated = {"process", "rank", "calls", "busy_ns", "stalled_ns", "profiled"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stepscope.files.manifest.records import Absent, Expectation, OwnCost
 from stepscope.files.spans import PROFILING
-from stepscope.report import Breakdown, break_down, check_health, time_stages
+from stepscope.report import Breakdown, stage_times, step_breakdown, step_health
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import load_step
 
@@ -28,7 +28,7 @@ def wall(breakdown: Breakdown) -> dict[str, int]:
 
 
 def account(folder: StepFolder) -> dict[str, int]:
-    return wall(break_down(load_step(folder.write())))
+    return wall(step_breakdown(load_step(folder.write())))
 
 
 def driver_of(folder: StepFolder, cost: OwnCost | None = None) -> FakeProcess:
@@ -68,7 +68,7 @@ def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path:
     folder.process("actor", 0).span("compute_log_prob", 0, 6 * MS)
     folder.process("ref", 0).span("compute_log_prob", 2 * MS, 10 * MS)
     close(folder, 10 * MS)
-    breakdown = break_down(load_step(folder.write()))
+    breakdown = step_breakdown(load_step(folder.write()))
     assert wall(breakdown) == {"actor compute_log_prob": 4, "ref compute_log_prob": 6}
     ((overlap),) = breakdown.overlaps
     assert (overlap.stages, overlap.wall_ns) == (
@@ -119,7 +119,7 @@ def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
     for role in ("actor", "critic", "ref"):
         folder.process(role, 0).span("forward", 0, 10)
     close(folder, 10)
-    breakdown = break_down(load_step(folder.write()))
+    breakdown = step_breakdown(load_step(folder.write()))
     assert [line.wall_ns for line in breakdown.lines] == [4, 3, 3, 0]
 
 
@@ -140,7 +140,7 @@ def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(t
     driver.span("rollout", 0, 10 * MS)
     close(folder, 10 * MS)
     assert account(folder) == {"trainer rollout": 10}
-    found = break_down(load_step(folder.write()))
+    found = step_breakdown(load_step(folder.write()))
     assert (found.opening_ns, found.window_ns, found.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
     assert found.total_ns == 15 * MS
 
@@ -154,7 +154,7 @@ def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(t
     actor.span(PROFILING, 7 * MS, 8 * MS, link=driver.link(update))
     close(folder, 10 * MS)
     assert account(folder) == {"actor update_policy": 4, "profiler": 3, "trainer update": 3}
-    assert [stage.stage for stage in time_stages(load_step(folder.write()))] == ["update", "update_policy"]
+    assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_policy"]
 
 
 def test_what_reaches_beyond_the_window_is_clipped_to_it(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Pa
     driver.absent.append(gone)
     driver.close(10 * MS)
     path = folder.write()
-    assert wall(break_down(load_step(path))) == {"trainer update": 7, "actor forward": 3}
-    health = check_health(load_step(path))
+    assert wall(step_breakdown(load_step(path))) == {"trainer update": 7, "actor forward": 3}
+    health = step_health(load_step(path))
     assert (health.state, health.complete) == ("missing", False)
     (hung,) = health.open_spans
     assert (hung.process, hung.stage, hung.start_ns, hung.wall_ns) == (
@@ -213,12 +213,12 @@ def test_an_unaligned_process_is_in_no_wall_time_and_is_named(tmp_path: Path) ->
     actor.span("update_policy", 2 * MS, 9 * MS)
     close(folder, 10 * MS)
     timeline = load_step(folder.write())
-    breakdown = break_down(timeline)
+    breakdown = step_breakdown(timeline)
     assert wall(breakdown) == {"trainer update": 10}
     assert breakdown.left_out == ("actor 0",)
-    busy = {stage.stage: stage.total_ns // MS for stage in time_stages(timeline)}
+    busy = {stage.stage: stage.total_ns // MS for stage in stage_times(timeline)}
     assert busy == {"update": 10, "update_policy": 7}
-    assert not check_health(timeline).complete
+    assert not step_health(timeline).complete
 
 
 def test_ranks_that_each_own_their_capture_are_equals(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_work_of_another_step_is_in_the_account_and_counted_by_its_owner(tmp_pat
         replica.span("generate", 0, 4 * MS, step=5, policy_version=version)
     close(folder, 10 * MS)
     path = folder.write()
-    assert wall(break_down(load_step(path))) == {"rollout generate": 4, "trainer update": 6}
-    (other,) = check_health(load_step(path)).other_steps
+    assert wall(step_breakdown(load_step(path))) == {"rollout generate": 4, "trainer update": 6}
+    (other,) = step_health(load_step(path)).other_steps
     assert (other.step, other.spans, other.total_ns, other.policy_versions) == (5, 2, 8 * MS, (2, 3))
 
 
@@ -247,7 +247,7 @@ def test_dropped_spans_are_counted_and_make_a_step_incomplete(tmp_path: Path) ->
     driver = driver_of(folder)
     driver.dropped = 7
     close(folder, 10 * MS)
-    health = check_health(load_step(folder.write()))
+    health = step_health(load_step(folder.write()))
     assert (health.dropped, health.complete) == (7, False)
 
 
@@ -259,7 +259,7 @@ def test_a_whole_step_is_complete_and_errors_of_the_user_do_not_change_that(tmp_
         Expectation(name="torch trace", kind="trace", state="skipped", reason="role trainer is not selected")
     )
     close(folder, 10 * MS)
-    health = check_health(load_step(folder.write()))
+    health = step_health(load_step(folder.write()))
     assert health.complete
     assert [row.error for row in health.errors] == ["ValueError: no such tool"]
     assert health.skipped == ("trainer_host-a_pid1000: torch trace: role trainer is not selected",)
@@ -272,6 +272,6 @@ def test_a_broken_file_makes_a_step_incomplete(tmp_path: Path) -> None:
     path = folder.write()
     with driver.span_path.open("ab") as file:
         file.write(b"garbage\n")
-    health = check_health(load_step(path))
+    health = step_health(load_step(path))
     assert not health.complete
     assert [problem.what for problem in health.broken] == ["lines that are no record"]

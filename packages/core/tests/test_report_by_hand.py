@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from rich.console import Console
 
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
@@ -195,7 +195,7 @@ class ByHand:
 
 def printed(step: Path) -> str:
     out = io.StringIO()
-    Console(file=out, width=400).print(render(report_step(load_step(step))))
+    Console(file=out, width=400).print(render(step_report(load_step(step))))
     return out.getvalue()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.formatting import signed
 from stepscope.report.tables.diff import Diff, diff
 from stepscope.report.terminal.diff import render_diff
@@ -27,7 +27,7 @@ def step(path: Path, number: int = 2, closes_ms: int = 20, **stages_ms: int) -> 
         driver.span(stage, at * MS, (at + milliseconds) * MS)
         at += milliseconds
     driver.close(closes_ms * MS)
-    return report_step(load_step(folder.write()))
+    return step_report(load_step(folder.write()))
 
 
 def printed(found: Diff) -> str:
@@ -115,7 +115,7 @@ def test_the_printed_diff_fits_100_columns_and_names_both_sides(tmp_path: Path) 
 def test_the_lines_of_a_side_add_up_to_its_step(
     tmp_path_factory: pytest.TempPathFactory, a: list[int], b: list[int]
 ) -> None:
-    base = report_step(load_step(_one(tmp_path_factory.mktemp("step"))))
+    base = step_report(load_step(_one(tmp_path_factory.mktemp("step"))))
     sides = [[_with(base, wall_ns) for wall_ns in side] for side in (a, b)]
     found = diff(*sides)
     assert sum(change.delta_ns for change in found.changes) == found.delta_ns

@@ -21,7 +21,7 @@ from packages.core.tests.traces import add_trace, event
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.values import AttrValue
-from stepscope.report import Engine, StepReport, report_step
+from stepscope.report import Engine, StepReport, step_report
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
@@ -33,7 +33,7 @@ RECORDED = Path(__file__).with_name("recorded_engines")
 
 def report_of(step: Path) -> StepReport:
     timeline = load_step(step)
-    return report_step(timeline, load_traces(step, timeline))
+    return step_report(timeline, load_traces(step, timeline))
 
 
 def recorded(name: str) -> Engine:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from packages.core.tests.test_report_html import page_of
-from stepscope.report import find_idle, report_step
+from stepscope.report import idle_times, step_report
 from stepscope.report.accounting import Interval
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
-from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.gaps import find_stretches
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import FakeProcess, StepFolder
@@ -24,7 +24,7 @@ SEND, RECEIVE = "send_weights", "receive_weights"
 
 
 def account_of(folder: StepFolder) -> Breakdown:
-    return break_down(load_step(folder.write()))
+    return step_breakdown(load_step(folder.write()))
 
 
 def gaps(folder: StepFolder) -> list[tuple[str | None, str | None, int, int]]:
@@ -73,7 +73,7 @@ def test_the_three_largest_gaps_are_printed_and_the_rest_summed_up(tmp_path: Pat
     folder = StepFolder(tmp_path)
     driver_with_gaps(folder)
     out = io.StringIO()
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     Console(file=out, width=100).print(render(report))
     section = out.getvalue().split("Unaccounted: the largest gaps")[1].split("\n\n")[0]
     rows = [" ".join(line.split()) for line in section.splitlines()[3:]]
@@ -95,7 +95,7 @@ def test_the_page_names_the_gaps(tmp_path: Path) -> None:
 def test_the_advice_on_unaccounted_time_names_the_largest_gap(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_with_gaps(folder)
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     (advice,) = (advice for advice in report.advice if advice.rule == "blind-spot")
     assert "of that 60.0 ms after the last span, trainer update" in advice.because
 
@@ -131,7 +131,7 @@ def test_what_passes_between_the_ends_of_a_weight_sync_has_a_name(tmp_path: Path
 def test_who_is_idle_meanwhile_waits_for_the_weight_sync(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     synced(folder, first=("actor", SEND), then=("rollout", RECEIVE))
-    for row in find_idle(load_step(folder.write())):
+    for row in idle_times(load_step(folder.write())):
         assert row.causes[0].kind == "weight sync"
         assert row.busy_ns + sum(cause.wall_ns for cause in row.causes) == 70 * MS
 
@@ -171,5 +171,5 @@ def test_a_span_called_tool_inside_a_trajectory_counts_as_a_tool(tmp_path: Path)
         root = driver.span("trajectory", 0, 100 * MS, trajectory=name, role="agent_loop")
         driver.span("tool_call", 10 * MS, 90 * MS, parent=root, trajectory=name, role="agent_loop")
     driver.close(100 * MS)
-    rules = {advice.rule for advice in report_step(load_step(folder.write())).advice}
+    rules = {advice.rule for advice in step_report(load_step(folder.write())).advice}
     assert "slow-tools" in rules

@@ -12,7 +12,7 @@ from rich.console import Console
 from packages.core.tests.pictures import HOSTILE, MS, rl_step
 from packages.core.tests.traces import add_trace, event, kernel, memory, op
 from stepscope.files.manifest.records import Absent
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag, text
 from stepscope.report.html.run import RunStep, render_run
@@ -61,12 +61,12 @@ class Page(HTMLParser):
 
 
 def report_of(folder: StepFolder) -> StepReport:
-    return report_step(load_step(folder.write()))
+    return step_report(load_step(folder.write()))
 
 
 def page_of(folder: StepFolder, *files: StepFile) -> str:
     timeline = load_step(folder.write())
-    return render_step(timeline, report_step(timeline), files)
+    return render_step(timeline, step_report(timeline), files)
 
 
 @pytest.mark.parametrize("ranks", [8, 512])
@@ -266,7 +266,7 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
     add_trace(folder, folder.processes[0], [kernel(HOSTILE, 0, 10)])
     path = folder.write()
     timeline = load_step(path)
-    page = Page(render_step(timeline, report_step(timeline, load_traces(path, timeline))))
+    page = Page(render_step(timeline, step_report(timeline, load_traces(path, timeline))))
     assert page.marks["engines"] > 100
     assert page.marks["idle"] >= 3 * min(ranks, 100)
     assert page.marks["kernels"] >= 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packages.core.tests.pictures import rl_step
 from packages.core.tests.traces import add_trace, event, kernel, op
-from stepscope.report import Idle, find_idle
+from stepscope.report import Idle, idle_times
 from stepscope.report.blocks.idle import say_collectives
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
@@ -22,7 +22,7 @@ def rows(folder: StepFolder, *, traces: bool = False) -> dict[str, Idle]:
     path = folder.write()
     timeline = load_step(path)
     activities = load_traces(path, timeline).activities if traces else ()
-    return {row.process: row for row in find_idle(timeline, activities)}
+    return {row.process: row for row in idle_times(timeline, activities)}
 
 
 def causes(row: Idle) -> list[tuple[str, str | None, int]]:

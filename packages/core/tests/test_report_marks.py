@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.core.tests.pictures import MS, rl_step
-from stepscope.report import time_stages
+from stepscope.report import stage_times
 from stepscope.report.charts.gantt import FULL_ROWS, Gantt, draw_gantt
 from stepscope.report.charts.lanes import pack, pack_trajectories
 from stepscope.report.charts.marks import Mark, blend_short, join_near, pick
@@ -19,7 +19,7 @@ A, B = ("actor", "forward"), ("actor", "backward")
 
 def chart(folder: StepFolder, budget: int = 12_000) -> Gantt:
     timeline = load_step(folder.write())
-    return draw_gantt(timeline, time_stages(timeline), budget)
+    return draw_gantt(timeline, stage_times(timeline), budget)
 
 
 def lanes_of(drawn: Gantt, role: str, row: int = 0) -> list[list[str]]:

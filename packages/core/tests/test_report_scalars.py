@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from packages.core.tests.pictures import HOSTILE, rl_step
-from stepscope.report import report_step, to_scalars
+from stepscope.report import step_report, to_scalars
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 
 
 def scalars(folder: StepFolder) -> dict[str, float]:
-    return to_scalars(report_step(load_step(folder.write())))
+    return to_scalars(step_report(load_step(folder.write())))
 
 
 def test_stages_and_the_rest_add_up_to_the_step_without_its_capture(tmp_path: Path) -> None:

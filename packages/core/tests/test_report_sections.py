@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from packages.core.tests.pictures import rl_step
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.html.step import render_step
 from stepscope.report.sections import SECTIONS
 from stepscope.report.terminal.text import render
@@ -83,7 +83,7 @@ def test_the_docs_explain_each_section_in_the_order_of_the_list() -> None:
 @pytest.mark.usefixtures("install")
 def test_a_section_of_another_package_stands_at_the_end_of_terminal_page_and_json(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
-    report = report_step(timeline)
+    report = step_report(timeline)
     text, page = printed(report), render_step(timeline, report)
     assert text.index("Toy spans") > text.index("Processes")
     assert "step 2" in text[text.index("Toy spans") :]
@@ -97,7 +97,7 @@ def test_a_section_of_another_package_stands_at_the_end_of_terminal_page_and_jso
 @pytest.mark.usefixtures("install")
 def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path / "run", ranks=2).write())
-    report = report_step(timeline)
+    report = step_report(timeline)
     text, page = printed(report), render_step(timeline, report)
     for note in (
         "section toy-broken failed: ZeroDivisionError: division by zero",
@@ -112,4 +112,4 @@ def test_a_section_that_fails_is_noted_and_breaks_nothing(tmp_path: Path) -> Non
 
 
 def test_without_such_a_package_nothing_is_added(tmp_path: Path) -> None:
-    assert report_step(load_step(rl_step(tmp_path, ranks=2).write())).added == ()
+    assert step_report(load_step(rl_step(tmp_path, ranks=2).write())).added == ()

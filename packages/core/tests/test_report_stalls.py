@@ -10,7 +10,7 @@ from packages.core.tests.test_report_breakdown import account, close, driver_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
-from stepscope.report import break_down, report_step
+from stepscope.report import step_breakdown, step_report
 from stepscope.report.html.step import render_step
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step
@@ -139,7 +139,7 @@ def test_a_slow_trajectory_waited_for_the_profiler(tmp_path: Path) -> None:
     expect(driver, 0, recorded(driver, 0, (10, 90)))
     close(folder, 100 * MS)
     timeline = load_step(folder.write())
-    report = report_step(timeline)
+    report = step_report(timeline)
     tail = report.long_tail
     assert tail is not None
     assert 'class="m profiler"' in render_step(timeline, report).split('id="slowest"')[1].split("</table>")[0]
@@ -153,7 +153,7 @@ def test_the_account_says_how_long_engines_stalled(tmp_path: Path) -> None:
     driver.span("decode", 0, 100 * MS, role="rollout")
     expect(driver, 0, recorded(driver, 0, (10, 50), (60, 90)))
     close(folder, 100 * MS)
-    assert break_down(load_step(folder.write())).stalled_ns == 70 * MS
+    assert step_breakdown(load_step(folder.write())).stalled_ns == 70 * MS
 
 
 def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_advice_says_what_the_step_would_have_taken(tmp_path: Path) -> None:
     close(folder, 100 * MS)
     timeline = load_step(folder.write())
     near = tuple(UncapturedStep(step=step, start_ns=0, dur_ns=20 * MS) for step in range(10, 15))
-    (advice,) = report_step(msgspec.structs.replace(timeline, uncaptured=near)).advice
+    (advice,) = step_report(msgspec.structs.replace(timeline, uncaptured=near)).advice
     assert advice.rule == "not-typical"
     assert advice.because[1].startswith("engines served nothing for 80.0 ms, 80.0 % of the step")
     assert advice.because[1].endswith("Without that it took 20.0 ms")
@@ -176,12 +176,12 @@ def test_without_steps_to_compare_with_an_engine_that_writes_for_long_is_told(tm
     driver.span("decode", 0, 100 * MS, role="rollout")
     expect(driver, 0, recorded(driver, 0, (10, 90)))
     close(folder, 100 * MS)
-    (advice,) = report_step(load_step(folder.write())).advice
+    (advice,) = step_report(load_step(folder.write())).advice
     assert (advice.rule, advice.kind) == ("not-typical", "alarm")
 
 
 def rules(folder: StepFolder) -> set[str]:
-    return {advice.rule for advice in report_step(load_step(folder.write())).advice}
+    return {advice.rule for advice in step_report(load_step(folder.write())).advice}
 
 
 def test_a_replica_that_writes_is_no_straggler(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_trajectories_that_wait_for_an_engine_that_writes_are_no_long_tail(tmp_p
         driver.span("decode", 0, end_ns, role="rollout", parent=above, trajectory=name)
     expect(driver, 0, recorded(driver, 0, (10, 99)))
     close(folder, 100 * MS)
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     assert report.long_tail is not None
     assert (report.long_tail.held_ns, report.long_tail.stalled_ns) == (90 * MS, 89 * MS)
     assert "long-tail" not in {advice.rule for advice in report.advice}

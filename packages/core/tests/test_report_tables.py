@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.files.manifest.records import OwnCost
-from stepscope.report import StepReport, break_down, find_long_tail, report_step, time_stages
+from stepscope.report import StepReport, stage_times, step_breakdown, step_long_tail, step_report
 from stepscope.report.blocks.breakdown import say_left_out
 from stepscope.report.blocks.health import worst_first
 from stepscope.report.blocks.long_tail import trajectories
@@ -51,7 +51,7 @@ def test_calls_are_counted_and_timed_by_stage(tmp_path: Path) -> None:
         driver.span("reward", 0, milliseconds * MS, error="ValueError" if milliseconds == 10 else None)
     driver.span("reward", 0, None)
     driver.close(20 * MS)
-    (stage,) = time_stages(load_step(folder.write()))
+    (stage,) = stage_times(load_step(folder.write()))
     assert (stage.calls, stage.open, stage.errors) == (4, 1, 1)
     assert (stage.total_ns, stage.mean_ns, stage.p50_ns, stage.max_ns) == (16 * MS, 4 * MS, 2 * MS, 10 * MS)
     assert (stage.imbalance, stage.slowest) == (None, None)
@@ -63,7 +63,7 @@ def test_concurrent_calls_in_one_process_are_busy_once(tmp_path: Path) -> None:
     for start in (0, 1, 2):
         replica.span("generate", start * MS, (start + 4) * MS)
     replica.close(20 * MS)
-    (stage,) = time_stages(load_step(folder.write()))
+    (stage,) = stage_times(load_step(folder.write()))
     assert (stage.total_ns, stage.processes[0].busy_ns) == (12 * MS, 6 * MS)
 
 
@@ -78,7 +78,7 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
     for process in folder.processes:
         process.close(10 * MS)
     timeline = load_step(folder.write())
-    report = report_step(timeline)
+    report = step_report(timeline)
     assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
     for said in (" ".join(printed(report).split()), render_step(timeline, report)):
         assert "rollout 1: nothing says when they read prompts" in said
@@ -99,7 +99,7 @@ def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None
         if process is not actors[63]:
             process.close(10 * MS)
     timeline = load_step(folder.write())
-    report = report_step(timeline)
+    report = step_report(timeline)
     ordered, said = worst_first(report.health.processes, 24)
     assert [row.name for row in ordered[:6]] == [
         "trainer", "actor 60", "actor 63", "actor 61", "actor 62", "actor 0"
@@ -115,7 +115,7 @@ def test_an_exception_that_ended_the_capture_is_said_once_and_leaves_nothing_inc
     path = folder.write()
     part = folder.processes[0].part_path
     part.write_text(json.dumps({**json.loads(part.read_text()), "error": "ValueError: bad batch"}))
-    report = report_step(load_step(path))
+    report = step_report(load_step(path))
     text = printed(report)
     assert report.health.complete
     assert "The capture ended with ValueError: bad batch: what follows is up to there" in text
@@ -137,7 +137,7 @@ def test_the_median_of_two_processes_lies_between_them(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     for rank, ms in enumerate((100, 300)):
         folder.process("actor", rank).span("update", 0, ms * MS)
-    (stage,) = time_stages(load_step(folder.write()))
+    (stage,) = stage_times(load_step(folder.write()))
     assert (stage.slowest, stage.imbalance) == ("actor 1", 1.5)
     assert middle([1, 2, 9, 4]) == 3
 
@@ -146,7 +146,7 @@ def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     for rank, milliseconds in enumerate((10, 10, 15, 10)):
         folder.process("actor", rank).span("update_policy", 0, milliseconds * MS)
-    (stage,) = time_stages(load_step(folder.write()))
+    (stage,) = stage_times(load_step(folder.write()))
     assert (stage.slowest, stage.imbalance) == ("actor 2", 1.5)
     assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == [
         (0, 10),
@@ -157,7 +157,7 @@ def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
 
 
 def test_the_last_tenth_of_the_trajectories_holds_the_others(tmp_path: Path) -> None:
-    tail = find_long_tail(load_step(rollout(tmp_path).write()))
+    tail = step_long_tail(load_step(rollout(tmp_path).write()))
     assert tail is not None
     assert (tail.trajectories, tail.last, tail.held_ns, tail.rollout_ns) == (20, 2, 2 * MS, 20 * MS)
 
@@ -166,7 +166,7 @@ def test_the_bubble_is_what_replicas_idle_in_the_tail(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     folder.process("rollout", 1).span("decode", 0, 19 * MS)
     folder.processes[-1].close(20 * MS)
-    tail = find_long_tail(load_step(folder.write()))
+    tail = step_long_tail(load_step(folder.write()))
     assert tail is not None
     assert [(hold.percent, hold.trajectories) for hold in tail.holds] == [(10, 2), (5, 1)]
     assert [hold.held_ns for hold in tail.holds] == [2 * MS, MS]
@@ -181,7 +181,7 @@ def test_processes_that_only_call_replicas_are_none_in_the_bubble(tmp_path: Path
         loop = folder.process("agent_loop", rank)
         loop.span("generate", 0, 19 * MS, role="rollout")
         loop.close(20 * MS)
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     assert report.long_tail is not None
     assert report.long_tail.bubble is not None
     assert (report.long_tail.bubble.replicas, report.long_tail.bubble.idle_ns) == (1, 0)
@@ -189,7 +189,7 @@ def test_processes_that_only_call_replicas_are_none_in_the_bubble(tmp_path: Path
 
 
 def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
-    tail = find_long_tail(load_step(rollout(tmp_path, 100).write()))
+    tail = step_long_tail(load_step(rollout(tmp_path, 100).write()))
     assert tail is not None
     assert [(spread.role, spread.stage) for spread in tail.spreads] == [
         ("agent_loop", "trajectory"),
@@ -202,7 +202,7 @@ def test_percentiles_name_the_trajectories_behind_them(tmp_path: Path) -> None:
 
 
 def test_the_slowest_trajectories_say_what_they_waited_for(tmp_path: Path) -> None:
-    tail = find_long_tail(load_step(rollout(tmp_path).write()))
+    tail = step_long_tail(load_step(rollout(tmp_path).write()))
     assert tail is not None
     assert [slow.trajectory for slow in tail.worst] == [f"t{index}" for index in range(19, 9, -1)]
     worst = tail.worst[0]
@@ -213,7 +213,7 @@ def test_the_slowest_trajectories_say_what_they_waited_for(tmp_path: Path) -> No
 def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> None:
     folder = rollout(tmp_path)
     folder.processes[0].span("trajectory", 5 * MS, None, role="agent_loop", trajectory="hung")
-    tail = find_long_tail(load_step(folder.write()))
+    tail = step_long_tail(load_step(folder.write()))
     assert tail is not None
     assert tail.open == 1
     hung = next(slow for slow in tail.worst if slow.trajectory == "hung")
@@ -223,7 +223,7 @@ def test_a_trajectory_that_never_ended_is_among_the_slowest(tmp_path: Path) -> N
 def test_without_trajectories_there_is_no_long_tail(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span("update", 0, MS)
-    assert find_long_tail(load_step(folder.write())) is None
+    assert step_long_tail(load_step(folder.write())) is None
 
 
 def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_10_000_trajectories_are_reported_in_seconds(tmp_path: Path) -> None:
         process.close(200 * MS)
     path = folder.write()
     began = time.process_time()
-    report = report_step(load_step(path))
+    report = step_report(load_step(path))
     took = time.process_time() - began
     assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.window_ns
     assert took < 20, f"100,000 spans took {took:.1f} s; 2 to 3 s are usual"
@@ -271,7 +271,7 @@ def test_of_many_unaligned_processes_a_few_are_named(tmp_path: Path) -> None:
     folder.process("trainer", owner=True).close(MS)
     for rank in range(LISTED + 3):
         folder.process("actor", rank, host="elsewhere").span("update", 0, MS)
-    said = say_left_out(break_down(load_step(folder.write())))
+    said = say_left_out(step_breakdown(load_step(folder.write())))
     assert said.endswith(f"actor {LISTED - 1} and 3 more")
 
 
@@ -292,7 +292,7 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
         folder.process("actor", rank, host="a-host-with-a-rather-long-name").span(
             "a_stage_with_quite_a_long_name[bold]", 0, 5 * MS
         )
-    text = printed(report_step(load_step(folder.write())))
+    text = printed(step_report(load_step(folder.write())))
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
     for said in (
@@ -313,6 +313,6 @@ def test_ranks_stand_side_by_side_up_to_eight_and_are_summed_up_beyond(tmp_path:
         folder = StepFolder(tmp_path / str(ranks))
         for rank in range(ranks):
             folder.process("actor", rank).span("update_policy", 0, (rank + 1) * MS)
-        text = printed(report_step(load_step(folder.write())))
+        text = printed(step_report(load_step(folder.write())))
         line = next(line for line in text.splitlines() if "max/median" in line)
         assert header in line

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packages.core.tests.test_report_advice import MS, Case, other_host
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.timeline.step.load import load_step
 
 IN_CODE = ("prepare()", "capture(", "span(", "profile_step", "decorate", "trajectory(")
@@ -18,7 +18,7 @@ def unedited(case: Case) -> StepReport:
     case.driver.opened_by = "instrument"
     for process in case.folder.processes:
         process.close(1000 * MS)
-    return report_step(load_step(case.folder.write()))
+    return step_report(load_step(case.folder.write()))
 
 
 def costly(folder: Path) -> Case:

@@ -11,7 +11,7 @@ from rich.console import Console
 from stepscope.config.presets import read_preset
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.values import AttrValue
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
@@ -23,7 +23,7 @@ WAIT: dict[str, AttrValue] = {"wait": True}
 def report_of(folder: StepFolder, until_ms: int = 4480) -> StepReport:
     for process in folder.processes:
         process.close(until_ms * MS)
-    return report_step(load_step(folder.write()))
+    return step_report(load_step(folder.write()))
 
 
 def polling_step(root: Path, *, generates: bool = True) -> StepFolder:

@@ -10,7 +10,7 @@ from rich.console import Console
 from packages.core.tests.traces import add_trace, op
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import load_step, load_traces
@@ -61,7 +61,7 @@ def test_traces_of_an_earlier_capture_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_report_says_that_there_was_an_earlier_one(tmp_path: Path) -> None:
-    report = report_step(load_step(tried_again(tmp_path)))
+    report = step_report(load_step(tried_again(tmp_path)))
     text = StringIO()
     Console(file=text, width=100).print(render(report))
     assert report.health.complete

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from stepscope.errors import RecordError
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import FakeProcess, StepFolder
 from stepscope.timeline import Timeline, load_step
@@ -193,6 +193,6 @@ def test_no_damage_to_the_files_is_an_exception(tmp_path: Path, seed: int) -> No
         target.write_bytes(data)
     timeline = load_step(path)
     assert "step" in stages(timeline)
-    report = report_step(timeline)
+    report = step_report(timeline)
     assert sum(line.wall_ns for line in report.breakdown.lines) == report.breakdown.window_ns
     Console(file=StringIO(), width=100).print(render(report))

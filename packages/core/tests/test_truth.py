@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.report.blocks.health import clock, clock_notes
-from stepscope.report.tables.breakdown import break_down
-from stepscope.report.tables.health import check_health
+from stepscope.report.tables.breakdown import step_breakdown
+from stepscope.report.tables.health import step_health
 from stepscope.testing.known import Clock, Known, KnownStep, some_clocks
 from stepscope.testing.steps import OPENED_NS
 from stepscope.timeline import Timeline, load_step, merge_step
@@ -78,8 +78,8 @@ def test_every_kernel_is_where_it_was_within_the_stated_uncertainty(tmp_path: Pa
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_percentage_is_that_of_a_perfect_clock(tmp_path: Path, seed: int) -> None:
     step = known(seed)
-    found = break_down(load_step(step.write(tmp_path / "skewed")))
-    true = break_down(load_step(step.write(tmp_path / "perfect", perfect=True)))
+    found = step_breakdown(load_step(step.write(tmp_path / "skewed")))
+    true = step_breakdown(load_step(step.write(tmp_path / "perfect", perfect=True)))
     shares = [
         {(line.kind, line.role, line.stage): 100 * line.wall_ns / account.window_ns for line in account.lines}
         for account in (found, true)
@@ -134,12 +134,12 @@ def test_windows_that_differ_unseen_place_nothing_wrongly(tmp_path: Path, seed: 
 
 def test_the_report_says_what_each_clock_rests_on(tmp_path: Path) -> None:
     step = KnownStep(0, tuple(some_clocks(0)), numbered=False, shifted=1)
-    health = check_health(load_step(step.write(tmp_path / "shifted")))
+    health = step_health(load_step(step.write(tmp_path / "shifted")))
     said = {process.host: clock(process) for process in health.processes}
     assert re.fullmatch(r"moved 3\.00 s, drift \+\d+\.\d ppm, \+-\d+ us", said["host-2"])
     (note, *_) = clock_notes(health)
     assert re.match(r"actor 1, actor 4, rollout 1: allreduce of actor: .* not the same ones", note)
-    health = check_health(load_step(known(0).write(tmp_path / "matched")))
+    health = step_health(load_step(known(0).write(tmp_path / "matched")))
     said = {process.host: clock(process) for process in health.processes}
     assert re.fullmatch(r"moved 3\.00 s by 56 collectives, drift \+\d+\.\d ppm, \+-[\d.]+ us", said["host-2"])
     assert clock_notes(health) == []

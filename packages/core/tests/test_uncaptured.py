@@ -18,7 +18,7 @@ from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
 from stepscope.recording.capture import baseline
 from stepscope.recording.process import shutdown
-from stepscope.report import StepReport, report_step, to_scalars
+from stepscope.report import StepReport, step_report, to_scalars
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.testing.steps import OPENED_NS, StepFolder
@@ -146,7 +146,7 @@ def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = No
         with file.open("ab") as out:
             out.write(b'{"step":%d,"start_ns":%d,"dur_ns":%d%s}\n'
                       % (step, start_ns, ms * MS, b',"first":true' if last else b""))  # fmt: skip
-    return report_step(load_step(folder.layout.root))
+    return step_report(load_step(folder.layout.root))
 
 
 def text_of(report: StepReport) -> str:
@@ -194,7 +194,7 @@ def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
 def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).close(10 * MS)
-    report = report_step(load_step(folder.write()))
+    report = step_report(load_step(folder.write()))
     assert report.baseline is None
     assert "loops that open capture(step) for every step have some" in text_of(report)
 
@@ -202,7 +202,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
 def test_a_real_run_is_compared(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[10])
     loop(config, range(20))
-    report = report_step(load_step(RunLayout(tmp_path).step(10).root))
+    report = step_report(load_step(RunLayout(tmp_path).step(10).root))
     assert report.baseline is not None
     assert report.baseline.steps == (
         *range(1, 10),
@@ -226,7 +226,7 @@ def test_the_first_step_of_a_loop_warms_up_and_is_no_neighbour_to_compare_with(t
     loop(config, range(2))
     assert [(each.step, each.warm_up) for each in kept(config)] == [(0, True)]
     step = RunLayout(tmp_path).step(1)
-    assert report_step(load_step(step.root)).baseline is None
+    assert step_report(load_step(step.root)).baseline is None
     assert [row.uncaptured_ns for row in rows_of(1, step)] == [None]
 
 

@@ -13,7 +13,7 @@ import pytest
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.files.layout import RunLayout
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER
-from stepscope.report.tables.breakdown import Breakdown, break_down
+from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")
@@ -55,7 +55,7 @@ def synced(
             ray.get(engine.receive_weights.remote(trainer.send_weights.remote()))
         took_ns = time.perf_counter_ns() - began_ns
     cap.result.wait()
-    return break_down(load_step(RunLayout(folder).step(0).root)), took_ns
+    return step_breakdown(load_step(RunLayout(folder).step(0).root)), took_ns
 
 
 def moved_ns(account: Breakdown) -> int:

@@ -28,7 +28,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter as export
-from stepscope.report import report_step, to_scalars
+from stepscope.report import step_report, to_scalars
 from stepscope.timeline import Timeline, load_step
 from stepscope.writers.otel import send
 from stepscope.writers.protocol import ReportedStep
@@ -73,7 +73,7 @@ def run_id(run: RunLayout) -> str:
 
 def scalars(run: RunLayout, step: int = 2) -> dict[str, float]:
     """As a report made here has them."""
-    values = to_scalars(report_step(load_step(run.step(step).root)))
+    values = to_scalars(step_report(load_step(run.step(step).root)))
     assert read_scalars(run.step(step), run_id(run)).values == values
     assert values["stage/actor/update_policy_seconds"] > 0
     return values
@@ -150,7 +150,7 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
 
 def a_reported_step(run: RunLayout) -> tuple[ReportedStep, Timeline]:
     timeline = load_step(run.step(2).root)
-    report = report_step(timeline)
+    report = step_report(timeline)
     return ReportedStep(run=run, report=report, timeline=timeline, scalars=to_scalars(report)), timeline
 
 

@@ -29,7 +29,7 @@ from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
@@ -238,7 +238,7 @@ def test_no_token_comes_while_sglang_writes_and_the_account_bills_that_to_the_pr
         assert stall.source == ("stamps" if COUNTS else "file")
         began_ns, ended_ns = stall.start_ns + SLACK_NS, stall.end_ns - SLACK_NS
         assert not [at for at in tokens_ns if began_ns < at < ended_ns]
-    breakdown = report_step(load_step(RunLayout(tmp_path).steps()[1].root)).breakdown
+    breakdown = step_report(load_step(RunLayout(tmp_path).steps()[1].root)).breakdown
     wrote_ns = sum(stall.end_ns - stall.start_ns for stall in stalls)
     assert abs(breakdown.stalled_ns - wrote_ns) < SLACK_NS
     generate_ns = next(line.wall_ns for line in breakdown.lines if line.stage == "generate")

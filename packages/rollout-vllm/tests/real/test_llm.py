@@ -21,7 +21,7 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope.report import report_step
+from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope.timeline import load_step
 from stepscope_vllm import VllmProfiler, _line, _versions
@@ -149,7 +149,7 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
     (artifact,) = replica_of(cap).artifacts
     assert artifact.ended == "count"
     (wrote_ns,) = (each.end_ns - each.start_ns for each in artifact.stalls if each.doing == "writing")
-    breakdown = report_step(load_step(RunLayout(run_folder).step(905).root)).breakdown
+    breakdown = step_report(load_step(RunLayout(run_folder).step(905).root)).breakdown
     assert wrote_ns > 0
     assert abs(breakdown.stalled_ns - wrote_ns) < 50_000_000
 

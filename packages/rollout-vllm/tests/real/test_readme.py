@@ -19,7 +19,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.capture import configure
-from stepscope.report.tables.long_tail import find_long_tail
+from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.testing.engine_conformance import a_capture
 from stepscope.timeline import Span, load_step
 from stepscope_vllm import VllmProfiler
@@ -115,7 +115,7 @@ def _holds(outer: Span, inner: Span) -> bool:
 
 
 def test_the_long_tail_says_what_the_slow_turns_waited_for(captured: RunLayout) -> None:
-    tail = find_long_tail(load_step(captured.step(2).root))
+    tail = step_long_tail(load_step(captured.step(2).root))
     assert tail is not None
     for slow in tail.worst:
         by_stage = {wait.stage: wait.wall_ns for wait in slow.waits}

@@ -16,7 +16,7 @@ from stepscope.cli.ls import unreached
 from stepscope.cli.pages import Pages
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.report import StepReport, report_step
+from stepscope.report import StepReport, step_report
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
@@ -102,7 +102,7 @@ def _read(
         timeline = load_step(step.root, run_id=run, on_read=done)
     except RecordError as error:
         return str(error)
-    found = report_step(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
+    found = step_report(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
     if pages is not None:
         pages.add_step(step, timeline, found)
     return found

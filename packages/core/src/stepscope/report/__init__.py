@@ -1,14 +1,14 @@
 """Tables of a step's time: pure functions of a timeline, and the tables as text."""
 
 from stepscope.report.advice.evidence import Advice, Evidence
-from stepscope.report.advice.rules import advise
+from stepscope.report.advice.rules import step_advice
+from stepscope.report.model import StepReport
 from stepscope.report.scalars import to_scalars
-from stepscope.report.step import report_step
-from stepscope.report.step_report import StepReport
+from stepscope.report.step import step_report
 from stepscope.report.table import Table
-from stepscope.report.tables.baseline import Baseline, find_baseline
-from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, break_down
-from stepscope.report.tables.cuda_memory import CudaMemory, Holder, find_holders
+from stepscope.report.tables.baseline import Baseline, step_baseline
+from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
+from stepscope.report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
 from stepscope.report.tables.devices import (
     DeviceRow,
     MemoryRow,
@@ -16,15 +16,15 @@ from stepscope.report.tables.devices import (
     OperatorRow,
     TraceRow,
     TraceTables,
-    explain_no_device,
-    find_peaks,
-    rank_operators,
-    tabulate_traces,
-    use_devices,
+    device_usage,
+    memory_peaks,
+    missing_devices,
+    operator_times,
+    trace_tables,
 )
-from stepscope.report.tables.engine import Engine, Load, Phaseless, find_phaseless, view_engines
-from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow, check_health
-from stepscope.report.tables.idle import Cause, Idle, find_idle
+from stepscope.report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
+from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
+from stepscope.report.tables.idle import Cause, Idle, idle_times
 from stepscope.report.tables.long_tail import (
     Bubble,
     Extreme,
@@ -33,11 +33,11 @@ from stepscope.report.tables.long_tail import (
     SlowTrajectory,
     Spread,
     Wait,
-    find_long_tail,
+    step_long_tail,
 )
-from stepscope.report.tables.stages import Share, Stage, time_stages
-from stepscope.report.tables.staleness import Lag, Staleness, StaleTrajectory, find_staleness
-from stepscope.report.tables.waiting import VainWait, find_vain_waits
+from stepscope.report.tables.stages import Share, Stage, stage_times
+from stepscope.report.tables.staleness import Lag, Staleness, StaleTrajectory, step_staleness
+from stepscope.report.tables.waiting import VainWait, waits_in_vain
 
 __all__ = [
     "Advice",
@@ -78,23 +78,23 @@ __all__ = [
     "TraceTables",
     "VainWait",
     "Wait",
-    "advise",
-    "break_down",
-    "check_health",
-    "explain_no_device",
-    "find_baseline",
-    "find_holders",
-    "find_idle",
-    "find_long_tail",
-    "find_peaks",
-    "find_phaseless",
-    "find_staleness",
-    "find_vain_waits",
-    "rank_operators",
-    "report_step",
-    "tabulate_traces",
-    "time_stages",
+    "cuda_memory_peaks",
+    "device_usage",
+    "engine_usage",
+    "idle_times",
+    "memory_peaks",
+    "missing_devices",
+    "operator_times",
+    "phaseless_engines",
+    "stage_times",
+    "step_advice",
+    "step_baseline",
+    "step_breakdown",
+    "step_health",
+    "step_long_tail",
+    "step_report",
+    "step_staleness",
     "to_scalars",
-    "use_devices",
-    "view_engines",
+    "trace_tables",
+    "waits_in_vain",
 ]

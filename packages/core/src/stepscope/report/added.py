@@ -29,8 +29,8 @@ from importlib.metadata import EntryPoint, entry_points
 import msgspec
 
 from stepscope.report.blocks.block import Block
+from stepscope.report.model import AddedSection
 from stepscope.report.section import Section, Sources
-from stepscope.report.step_report import AddedSection
 
 GROUP = "stepscope.report_sections"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 
 _ODD = re.compile(r"[^\w.-]+")
 

@@ -12,7 +12,7 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html
 from stepscope.report.html.page import draw_section
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.timeline import Timeline, TraceActivity, Traces
 
 Value = TypeVar("Value")

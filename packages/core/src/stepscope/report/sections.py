@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.report.advice.evidence import Advice, Evidence
-from stepscope.report.advice.rules import advise
+from stepscope.report.advice.rules import step_advice
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.breakdown import breakdown_blocks
 from stepscope.report.blocks.cuda_memory import cuda_memory_blocks
@@ -29,28 +29,28 @@ from stepscope.report.html.kernels import draw_traces
 from stepscope.report.html.tail import draw_long_tail
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
-from stepscope.report.tables.baseline import find_baseline
-from stepscope.report.tables.breakdown import Breakdown, break_down
-from stepscope.report.tables.cuda_memory import find_holders
-from stepscope.report.tables.devices import TraceTables, tabulate_traces
-from stepscope.report.tables.engine import Engine, Phaseless, find_phaseless, view_engines
-from stepscope.report.tables.health import check_health, find_cut
-from stepscope.report.tables.idle import find_idle
-from stepscope.report.tables.long_tail import find_long_tail
-from stepscope.report.tables.profiling import find_profiling
-from stepscope.report.tables.stages import time_stages
-from stepscope.report.tables.staleness import find_staleness
-from stepscope.report.tables.waiting import find_vain_waits
+from stepscope.report.tables.baseline import step_baseline
+from stepscope.report.tables.breakdown import Breakdown, step_breakdown
+from stepscope.report.tables.cuda_memory import cuda_memory_peaks
+from stepscope.report.tables.devices import TraceTables, trace_tables
+from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
+from stepscope.report.tables.health import cut_processes, step_health
+from stepscope.report.tables.idle import idle_times
+from stepscope.report.tables.long_tail import step_long_tail
+from stepscope.report.tables.profiling import step_profilers
+from stepscope.report.tables.stages import stage_times
+from stepscope.report.tables.staleness import step_staleness
+from stepscope.report.tables.waiting import waits_in_vain
 
 
 def _traces(sources: Sources) -> TraceTables | None:
     traces = sources.traces
-    return None if traces is None else tabulate_traces(traces, sources.timeline.window.start_ns)
+    return None if traces is None else trace_tables(traces, sources.timeline.window.start_ns)
 
 
 def _advice(sources: Sources) -> tuple[Advice, ...]:
     timeline = sources.timeline
-    return advise(
+    return step_advice(
         Evidence(
             breakdown=sources.value_of(BREAKDOWN),
             baseline=sources.value_of(BASELINE),
@@ -61,16 +61,16 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             engines=sources.value_of(ENGINES),
             traces=sources.value_of(TRACES),
             health=sources.value_of(HEALTH),
-            profiling=find_profiling(timeline, sources.activities),
-            cut=find_cut(timeline),
-            over_budget=find_cut(timeline, by_a_budget=True),
+            profiling=step_profilers(timeline, sources.activities),
+            cut=cut_processes(timeline),
+            over_budget=cut_processes(timeline, by_a_budget=True),
         )
     )
 
 
 def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
     engines: Table[Engine] = sources.value_of(ENGINES)
-    return find_phaseless(sources.timeline, engines)
+    return phaseless_engines(sources.timeline, engines)
 
 
 ADVICE = Section(
@@ -78,12 +78,12 @@ ADVICE = Section(
 )
 BASELINE = Section(
     name="baseline",  # drawn in the head of the report
-    compute=lambda sources: find_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
+    compute=lambda sources: step_baseline(sources.timeline, sources.value_of(BREAKDOWN)),
 )
 BREAKDOWN: Section[Breakdown] = Section(
     name="breakdown",
     title="Where it went",
-    compute=lambda sources: break_down(sources.timeline),
+    compute=lambda sources: step_breakdown(sources.timeline),
     terminal=breakdown_blocks,
     html=draw_account,
     page=0,
@@ -91,7 +91,7 @@ BREAKDOWN: Section[Breakdown] = Section(
 STAGES = Section(
     name="stages",
     title="Calls",
-    compute=lambda sources: time_stages(sources.timeline),
+    compute=lambda sources: stage_times(sources.timeline),
     terminal=stage_blocks,
     html=draw_stages,
     page=2,
@@ -99,16 +99,16 @@ STAGES = Section(
 IDLE = Section(
     name="idle",
     title="Idle",
-    compute=lambda sources: find_idle(sources.timeline, sources.activities),
+    compute=lambda sources: idle_times(sources.timeline, sources.activities),
     terminal=idle_blocks,
     html=draw_idle,
     page=1,
 )
-VAIN_WAITS = Section(name="vain_waits", compute=lambda sources: find_vain_waits(sources.timeline))
+VAIN_WAITS = Section(name="vain_waits", compute=lambda sources: waits_in_vain(sources.timeline))
 LONG_TAIL = Section(
     name="long_tail",
     title="Long tail",
-    compute=lambda sources: find_long_tail(sources.timeline),
+    compute=lambda sources: step_long_tail(sources.timeline),
     terminal=long_tail_blocks,
     html=draw_long_tail,
     page=0,
@@ -116,14 +116,14 @@ LONG_TAIL = Section(
 STALENESS = Section(
     name="staleness",
     title="Staleness",
-    compute=lambda sources: find_staleness(sources.timeline),
+    compute=lambda sources: step_staleness(sources.timeline),
     terminal=staleness_blocks,
     page=0,
 )
 ENGINES: Section[Table[Engine]] = Section(
     name="engines",
     title="Engines",
-    compute=lambda sources: view_engines(sources.timeline, sources.activities),
+    compute=lambda sources: engine_usage(sources.timeline, sources.activities),
     terminal=engine_blocks,
     html=draw_engines,
     page=0,
@@ -142,7 +142,7 @@ TRACES = Section(
 CUDA_MEMORY = Section(
     name="cuda_memory",
     title="CUDA memory at its highest",
-    compute=lambda sources: find_holders(
+    compute=lambda sources: cuda_memory_peaks(
         sources.timeline, () if sources.traces is None else sources.traces.memory
     ),
     terminal=cuda_memory_blocks,
@@ -150,7 +150,7 @@ CUDA_MEMORY = Section(
 HEALTH = Section(
     name="health",
     title="Complete, or not",
-    compute=lambda sources: check_health(sources.timeline),
+    compute=lambda sources: step_health(sources.timeline),
     terminal=health_blocks,
     html=draw_health,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from stepscope.report.added import added_sections
+from stepscope.report.model import StepReport
 from stepscope.report.section import Sources
 from stepscope.report.sections import SECTIONS
-from stepscope.report.step_report import StepReport
 from stepscope.timeline import Timeline, Traces
 
 
-def report_step(timeline: Timeline, traces: Traces | None = None) -> StepReport:
+def step_report(timeline: Timeline, traces: Traces | None = None) -> StepReport:
     """Return the report of one step. The same timeline and traces give the same tables.
 
     Args:

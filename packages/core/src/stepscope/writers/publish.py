@@ -10,7 +10,7 @@ from pathlib import Path
 from stepscope.errors import StepscopeError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.scalars import StepScalars, write_scalars
-from stepscope.report import report_step, to_scalars
+from stepscope.report import step_report, to_scalars
 from stepscope.timeline import load_step
 from stepscope.writers.installed import load_writer
 from stepscope.writers.protocol import ReportedStep, ReportWriter
@@ -48,7 +48,7 @@ def publish_step(
         RecordError: The step cannot be read.
     """
     timeline = load_step(step.root, run_id=run_id)
-    report = report_step(timeline)
+    report = step_report(timeline)
     values = to_scalars(report)
     reported = ReportedStep(run=run, report=report, timeline=timeline, scalars=values)
     figures = StepScalars(

@@ -47,7 +47,7 @@ RULES: Sequence[Rule] = (
 )
 
 
-def advise(evidence: Evidence) -> Table[Advice]:
+def step_advice(evidence: Evidence) -> Table[Advice]:
     """Return the advice: alarms first, then by possible savings, and last the capture's own cost."""
     found = [advice for rule in RULES if (advice := rule(evidence)) is not None]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.block import Block, Remark, Remarks
 from stepscope.report.formatting import duration, percents
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 
 
 def advice_blocks(advice: Sequence[Advice], report: StepReport) -> Iterator[Block]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.formatting import LISTED, duration, percents
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.breakdown import Breakdown, Line
 from stepscope.report.tables.gaps import GAPS, LEAST, name_gap
 

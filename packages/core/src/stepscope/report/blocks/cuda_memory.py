@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.formatting import duration, size
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.cuda_memory import CudaMemory
 
 HELD = 4

@@ -8,7 +8,7 @@ from stepscope.files.manifest.records import OpenedBy
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.profiled import PROFILED, starred
 from stepscope.report.formatting import LISTED, duration, percents
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.engine import Engine, Phaseless
 
 

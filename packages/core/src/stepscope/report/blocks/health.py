@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.formatting import LISTED, count, duration, plain, turn
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
 
 NOT_COMPLETE = "Not complete"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.formatting import LISTED, count, duration, percents
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.idle import Idle
 
 

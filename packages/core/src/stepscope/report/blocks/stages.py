@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepscope.report.blocks.block import Block, TextTable
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.formatting import duration, middle
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.stages import Stage
 
 SIDE_BY_SIDE = 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.formatting import duration, percents, size
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
 SHOWN = 10

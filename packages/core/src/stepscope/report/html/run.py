@@ -16,7 +16,7 @@ from stepscope.report.html.account import LINES
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.markup import Html, join, tag
 from stepscope.report.html.page import listing, page, percent, section, table
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.diff import Change, diff
 
 OTHERS = ("profiler", "unaccounted")

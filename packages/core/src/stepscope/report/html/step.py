@@ -12,9 +12,9 @@ from stepscope.report.html.colours import Colours
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import draw_section, page
+from stepscope.report.model import StepReport
 from stepscope.report.section import Page
 from stepscope.report.sections import SECTIONS
-from stepscope.report.step_report import StepReport
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Timeline

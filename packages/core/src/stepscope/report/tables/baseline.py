@@ -43,8 +43,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The same with opening and closing the capture: an estimate of all that it cost."""
 
 
-def find_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
-    """None where no uncaptured step is known that the captured one compares with."""
+def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
+    """Return the uncaptured steps near this one. None if none is known that compares with it."""
     used = comparable(timeline.uncaptured)
     if not used:
         return None

@@ -73,8 +73,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Unaligned processes: where their spans belong is not known, so that they are in no line."""
 
 
-def break_down(timeline: Timeline) -> Breakdown:
-    """The account of the owner's wall clock from the capture's opening to its closing, by role and stage."""
+def step_breakdown(timeline: Timeline) -> Breakdown:
+    """Return the account of the owner's wall clock during the capture, by role and stage."""
     window = timeline.window
     work = work_of(timeline, range(len(timeline.spans)))
     shares = _divide(timeline, work, window.start_ns, window.end_ns)

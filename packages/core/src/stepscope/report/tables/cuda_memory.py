@@ -56,8 +56,8 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of the most: neither in `before_bytes` nor in `holders`."""
 
 
-def find_holders(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
-    """Each device of each snapshot, the fullest first."""
+def cuda_memory_peaks(timeline: Timeline, records: Sequence[MemoryRecord]) -> Table[CudaMemory]:
+    """Return a row for each device of each snapshot, the fullest first."""
     spans: dict[int, _Stack] = {}
     rows = []
     for record in records:

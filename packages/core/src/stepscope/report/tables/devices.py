@@ -99,22 +99,22 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[FileProblem, ...]
 
 
-def tabulate_traces(traces: Traces, opened_ns: int) -> TraceTables:
-    """All tables that need nothing but the traces."""
+def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
+    """Return all tables that need nothing but the traces."""
     found = traces.activities
     return TraceTables(
         traces=Table(map(_trace, found)),
-        operators=rank_operators(found),
-        devices=use_devices(found),
-        without_device=explain_no_device(found),
-        memory=find_peaks(found, opened_ns),
+        operators=operator_times(found),
+        devices=device_usage(found),
+        without_device=missing_devices(found),
+        memory=memory_peaks(found, opened_ns),
         unread=traces.unread,
         problems=traces.problems,
     )
 
 
-def rank_operators(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
-    """What took longest, by role."""
+def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
+    """Return the operators and kernels of each role, the longest own time first."""
     found: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
     found = defaultdict(list)
     for activity in activities:
@@ -156,8 +156,8 @@ def _operator(
     )
 
 
-def use_devices(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
-    """Each device of each process; traces of several stages are added up."""
+def device_usage(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
+    """Return a row for each device of each process. Traces of several stages are added up."""
     found: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
     for activity in activities:
         for device in activity.content.devices:
@@ -182,8 +182,8 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
     )
 
 
-def explain_no_device(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
-    """Traces in which no device did anything, by the likely cause. Nothing of a torch for CPUs alone."""
+def missing_devices(activities: Iterable[TraceActivity]) -> Table[NoDevice]:
+    """Return the traces in which no device did anything, by likely cause. None of a torch for CPUs alone."""
     causes: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for activity in activities:
         without_cuda = activity.versions.get("torch", "").endswith("+cpu")
@@ -216,8 +216,8 @@ def _why_no_device(activity: TraceActivity) -> tuple[str, str | None]:
     return "no call to a device was recorded: the process used none while it was recorded", None
 
 
-def find_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
-    """The highest of each device in each process, where `profile_memory` was on."""
+def memory_peaks(activities: Iterable[TraceActivity], opened_ns: int) -> Table[MemoryRow]:
+    """Return the peak of each device in each process, if `profile_memory` was on."""
     highest: dict[tuple[str, str], MemoryRow] = {}
     for activity in activities:
         for peak in activity.content.memory:

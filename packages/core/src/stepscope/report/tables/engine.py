@@ -106,8 +106,8 @@ class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engines were given to the capture: none of their traces names iterations."""
 
 
-def view_engines(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
-    """Return a row for each replica of which something says when it worked, or that it did nothing."""
+def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
+    """Return a row for each replica whose work is known, or known to be none."""
     replicas = [replica for replica in find_replicas(timeline, activities) if _is_known(replica)]
     pieces = [list(_pieces(timeline, replica)) for replica in replicas]
     window = _window(timeline, pieces)
@@ -118,8 +118,8 @@ def view_engines(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -
     )
 
 
-def find_phaseless(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
-    """Processes that `view_engines` has no row of, though they seem to be engines.
+def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
+    """Return the processes that seem to be engines, and have no row in `engine_usage`.
 
     None where an engine's trace names its iterations: that engine may run in any of the processes. Spans of
     role `rollout` in a process that is no replica are taken for the wait for one, unless it is the only

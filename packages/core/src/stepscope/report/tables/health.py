@@ -91,7 +91,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing is missing, partial, failed, dropped, broken or unaligned; every process closed its capture."""
 
 
-def check_health(timeline: Timeline) -> Health:
+def step_health(timeline: Timeline) -> Health:
     manifest = timeline.manifest
     missing = () if manifest is None else (*manifest.problems(), *manifest.awaited())
     dropped = sum(process.dropped or 0 for process in timeline.processes)
@@ -120,7 +120,7 @@ def check_health(timeline: Timeline) -> Health:
     )
 
 
-def find_cut(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
+def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
     """Names of processes whose recording ended before their work did: by a budget, SIGTERM or their exit.
 
     Args:

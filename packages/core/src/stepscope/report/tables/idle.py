@@ -77,8 +77,8 @@ class _Kind(NamedTuple):
     work: _Work
 
 
-def find_idle(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
-    """Each aligned process in the timeline's order.
+def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Idle]:
+    """Return a row for each aligned process, in the timeline's order.
 
     Args:
         activities: What the step's traces say; they tell time in collectives.

@@ -132,8 +132,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
 
 
-def find_long_tail(timeline: Timeline) -> LongTail | None:
-    """None when the step has no span that belongs to a trajectory."""
+def step_long_tail(timeline: Timeline) -> LongTail | None:
+    """Return the long tail of the step. None if no span belongs to a trajectory."""
     members: dict[str, list[int]] = defaultdict(list)
     kinds: dict[Label, list[Span]] = defaultdict(list)
     for index, span in enumerate(timeline.spans):

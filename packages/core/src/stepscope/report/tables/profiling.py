@@ -36,8 +36,8 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the processes that the owner had an answer from: they are among its workers."""
 
 
-def find_profiling(timeline: Timeline, activities: Sequence[TraceActivity]) -> Profiling:
-    """The profilers, by the manifest and by the traces."""
+def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> Profiling:
+    """Return the profilers that ran, by the manifest and by the traces."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     recorded = {index for index, process in enumerate(timeline.processes) if process.profiled}
     recorded |= {activity.process for activity in activities if activity.process is not None}

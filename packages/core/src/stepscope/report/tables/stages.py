@@ -60,8 +60,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         return len({share.profiled for share in self.processes}) > 1
 
 
-def time_stages(timeline: Timeline) -> Table[Stage]:
-    """Every role's stages, the longest total first."""
+def stage_times(timeline: Timeline) -> Table[Stage]:
+    """Return the stages of every role, the longest total first."""
     spans: dict[Label, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.stage != PROFILING:

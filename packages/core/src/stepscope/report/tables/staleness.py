@@ -63,8 +63,8 @@ class _Consumed:
             self.versions.add(version)
 
 
-def find_staleness(timeline: Timeline) -> Staleness | None:
-    """None where nothing is stale, as in synchronous RL, or nothing says so."""
+def step_staleness(timeline: Timeline) -> Staleness | None:
+    """Return the staleness of the step. None if nothing is known to be stale, as in synchronous RL."""
     found = _consumed(timeline)
     trainer = _trainer_version(timeline)
     rows = [_row(name, each, timeline.step, trainer) for name, each in found.items()]

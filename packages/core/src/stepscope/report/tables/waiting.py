@@ -28,8 +28,8 @@ class VainWait(msgspec.Struct, frozen=True, kw_only=True):
     else anybody."""
 
 
-def find_vain_waits(timeline: Timeline) -> Table[VainWait]:
-    """Waits that were in vain for some time, the longest in vain first.
+def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
+    """Return the waits that were in vain for some time, the longest in vain first.
 
     Left out are waits for work that no process recorded in this step. Empty if a process is unaligned,
     because it may have been busy.

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from stepscope.report.blocks.breakdown import BESIDE
 from stepscope.report.formatting import LISTED, both, count, duration, percentage, plain, signed
-from stepscope.report.step_report import StepReport
+from stepscope.report.model import StepReport
 from stepscope.report.tables.diff import Change, Diff, Side, diff
 from stepscope.report.terminal.layout import table
 

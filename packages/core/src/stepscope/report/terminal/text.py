@@ -13,8 +13,8 @@ from stepscope.report.blocks.block import Block
 from stepscope.report.blocks.breakdown import BESIDE, account_table
 from stepscope.report.blocks.health import say_again, say_ended, say_incomplete
 from stepscope.report.formatting import duration, moment, percents, plain
+from stepscope.report.model import StepReport
 from stepscope.report.sections import SECTIONS
-from stepscope.report.step_report import StepReport
 from stepscope.report.terminal.layout import draw, table
 
 
