@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import CORE, PACKAGES, files, project
+from tests.tree import ADAPTERS, CORE, PACKAGES, files, imports, project
 
 
 @pytest.fixture(scope="module", params=PACKAGES, ids=lambda path: path.name)
@@ -72,3 +72,27 @@ def names(requirements: list[str]) -> set[str]:
 def test_an_empty_adapter_registers_nothing(package: Path) -> None:
     sources = [file for file in (package / "src").rglob("*.py") if file.name != "__init__.py"]
     assert sources or "entry-points" not in project(package)
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
+def test_an_adapter_requires_what_it_imports_and_not_its_engine(package: Path) -> None:
+    table = project(package)
+    required = modules(table["dependencies"])
+    engines = modules(table["optional-dependencies"]["engine"])
+    own = {path.name for path in (package / "src").iterdir()}
+    imported = {found.target.partition(".")[0] for found in imports(package)}
+    assert imported - own - engines - {"torch"} - sys.stdlib_module_names == required  # it brings torch
+    assert not engines & required
+
+
+@pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
+def test_an_extra_of_the_sdk_brings_an_adapter_alone(package: Path) -> None:
+    table = project(package)
+    extras = project(CORE)["optional-dependencies"].values()
+    brought = [lines for lines in extras if any(table["name"] in line for line in lines)]
+    assert brought == [[f"{table['name']}=={table['version']}"]]
+
+
+def modules(requirements: list[str]) -> set[str]:
+    """Return the modules that requirements are named after."""
+    return {name.replace("-", "_") for name in names(requirements)}

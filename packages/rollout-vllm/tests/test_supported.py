@@ -1,0 +1,22 @@
+"""The `engine` extra of this distribution is the range that holds at run time."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.engines import supported
+from stepscope.engines.supported import supported_by
+from stepscope.errors import EngineError
+from stepscope_vllm import _versions
+
+
+def test_an_engine_above_the_range_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    supported._warn.cache_clear()
+    _versions.expect_supported("99.0.0")
+    (record,) = caplog.records
+    assert f"vllm 99.0.0 is newer than {supported_by(_versions.ADAPTER)}" in record.getMessage()
+
+
+def test_an_engine_below_the_range_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"vllm 0\.0\.1 is too old.*Fix: pip install 'vllm>="):
+        _versions.expect_supported("0.0.1")
