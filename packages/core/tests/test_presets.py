@@ -227,9 +227,7 @@ def launch(
     )
 
 
-def test_a_step_boundary_that_never_fires_is_said_once_at_the_end_and_stays_in_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_boundary_that_never_fires_is_said_once_at_the_end(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, loop\nsubprocess.run([sys.executable, '-c', 'import loop'], check=True)\n"
     )
@@ -237,10 +235,7 @@ def test_a_step_boundary_that_never_fires_is_said_once_at_the_end_and_stays_in_t
     (line,) = [line for line in done.stderr.splitlines() if "no step began" in line]
     assert "loop:Loop.step (step: around) was patched, and was never called" in line
     assert "other_loop:Loop.step (step: begin)" in line
-    assert "else under `instrument` name a function" in line
-    for command in (["ls"], ["report"], ["report", "--json"]):
-        assert main.run([*command, str(tmp_path / "run")]) == 3
-        assert "was patched, and was never called" in capsys.readouterr().err
+    assert "Else list under `instrument` the preset" in line
 
 
 def test_a_boundary_that_a_child_process_calls_is_no_silence(tmp_path: Path) -> None:
@@ -280,23 +275,17 @@ ray.get(loop.remote({steps}))
 """
 
 
-@pytest.mark.parametrize("steps", [2, 0])
-def test_a_loop_on_a_ray_host_with_a_folder_of_its_own_is_no_silence(
-    tmp_path: Path, ray_cluster: None, steps: int
+@pytest.mark.parametrize("elsewhere", ["run", "elsewhere"])
+def test_a_loop_on_a_ray_host_leaves_its_mark_in_the_folder_that_is_there(
+    tmp_path: Path, ray_cluster: None, elsewhere: str
 ) -> None:
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    program = ON_RAY.format(address=address, elsewhere=str(tmp_path / "elsewhere"), steps=steps)
+    program = ON_RAY.format(address=address, elsewhere=str(tmp_path / elsewhere), steps=2)
     done = launch(tmp_path, program, entries="steps: [0]\n" + ENTRIES)
-    assert (tmp_path / "elsewhere" / "step_000000").exists() == (steps == 2)
-    assert done.stderr.count("no step began, and none was captured") == (steps == 0)
-
-
-def test_what_a_ray_that_was_shut_down_can_no_longer_say_is_not_claimed(tmp_path: Path) -> None:
-    (tmp_path / "ray.py").write_text("def is_initialized(): return False")
-    done = launch(tmp_path, "import ray, loop\n")
-    assert "no step began that is known here (Ray could not be asked" in done.stderr
+    assert (tmp_path / elsewhere / "step_000000").exists()
+    assert ("no step began on this host (Ray workers of other hosts" in done.stderr) == (elsewhere != "run")
 
 
 def test_the_ranks_of_a_launcher_say_it_once(tmp_path: Path) -> None:

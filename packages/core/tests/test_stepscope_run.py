@@ -105,7 +105,7 @@ def test_a_program_that_fails_before_its_first_step_is_told_so(tmp_path: Path, e
     if "raise" in end:
         assert line.endswith("the program ended before, with ValueError: no data")
     else:
-        assert "Fix: if the program failed, that first; else" in line
+        assert "Fix: if the program failed, fix that first. Else" in line
     assert done.returncode == 1
 
 

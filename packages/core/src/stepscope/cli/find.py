@@ -11,8 +11,6 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.run import RunRecord
 from stepscope.files.storage.reading import read_record
-from stepscope.files.unreached import Unreached, read_unreached
-from stepscope.report.formatting import moment
 
 _SHOWN = 10
 
@@ -27,9 +25,6 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     steps = layout.steps()
     if steps:
         return steps
-    unreached = read_unreached(layout)
-    if unreached:
-        raise CommandError(f"{path} holds no captured step. {say_unreached(unreached[-1])}", Exit.INCOMPLETE)
     records = [path for path in layout.runs() if path.is_file()]
     if records:
         raise CommandError(f"{path} holds no captured step. {_why_none(records[0])}", Exit.INCOMPLETE)
@@ -51,11 +46,6 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
             f"{path} is the folder of a step whose number nothing in it says: give the run's: {path.parent}"
         )
     return {parts[0].step: layout}
-
-
-def say_unreached(record: Unreached) -> str:
-    """Which run it was, and why it has no step."""
-    return f"Run {record.run_id} ({record.host} pid {record.pid}, {moment(record.at_ns)}): {record}"
 
 
 def find_steps(path: Path, step: int | None = None, run: str | None = None) -> list[StepLayout]:

@@ -12,14 +12,13 @@ from rich.console import RenderableType
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_numbered, say_unreached
+from stepscope.cli.find import find_numbered
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest, ProcessPart, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.uncaptured import uncaptured_near
-from stepscope.files.unreached import read_unreached
 from stepscope.report.formatting import count, duration, middle, moment, size
 from stepscope.report.tables.baseline import comparable
 from stepscope.report.terminal.layout import listing, table
@@ -77,7 +76,7 @@ def ls(
     if json:
         screen.show_json(rows)
     else:
-        screen.show(*_render(run, rows), *_out_of_memory(shortages), *unreached(run))
+        screen.show(*_render(run, rows), *_out_of_memory(shortages))
     sound = all(row.state in ("ok", "skipped") and not row.problems for row in rows)
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
 
@@ -180,13 +179,6 @@ def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     for title, lines in lists.items():
         if lines:
             yield listing(title, [f"step {row.step}: {line}" for row, line in lines])
-
-
-def unreached(run: Path) -> Iterator[RenderableType]:
-    """Runs in the folder whose configuration says where steps begin, and in which none did."""
-    found = read_unreached(RunLayout(run))
-    if found:
-        yield listing("Runs in which no step began", [say_unreached(record) for record in found])
 
 
 def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]:

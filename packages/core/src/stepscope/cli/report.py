@@ -12,7 +12,6 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps, is_step
-from stepscope.cli.ls import unreached
 from stepscope.cli.pages import Pages
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -67,7 +66,6 @@ def report(
         screen.show_json(reports)
     else:
         show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
-        screen.show(*unreached(path))
     failed = False if pages is None else say_pages(pages)
     complete = all(found.health.complete and not trouble(found) for found in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)

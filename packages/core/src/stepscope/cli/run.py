@@ -18,7 +18,7 @@ from stepscope.config import ProfileConfig, check_program, check_save_path, chec
 
 STARTUP = Path(__file__).parent.parent / "startup"
 RUN_PID = "STEPSCOPE_RUN_PID"
-"""Which process speaks for the run when it is over: `recording.unreached`."""
+"""The process that says at the end that no step began: `recording.instrument.no_step`."""
 
 
 def run(

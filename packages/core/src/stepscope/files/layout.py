@@ -83,13 +83,6 @@ class RunLayout:
         """Return the mark of a step that began in a run whose loop is not edited."""
         return self.root / f".reached_{safe(run_id)}"
 
-    def unreached(self, run_id: str) -> Path:
-        """Return the record of a run in which no step began."""
-        return self.root / f"unreached_{safe(run_id)}.json"
-
-    def all_unreached(self) -> list[Path]:
-        return sorted(self.root.glob("unreached_*.json"))
-
     @property
     def report(self) -> Path:
         """The page of the whole run; each step has its own."""

@@ -137,8 +137,8 @@ class _Work:
 
 
 def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
-    """Copies what lies beside the steps: `run.json` and its like, `oom/`, `uncaptured/`, and why a run has no
-    step. Another run's `run.json` stays, as it would in a folder.
+    """Copies what lies beside the steps: `run.json` and its like, `oom/` and `uncaptured/`.
+    Another run's `run.json` stays, as it would in a folder.
 
     Returns:
         What failed, and why.
@@ -146,12 +146,6 @@ def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
     failed: dict[str, str] = {}
     for files in (sorted(run.oom.glob("[!.]*")), run.uncaptured_files()):
         _copy_folder(store, files, failed)
-    for file in run.all_unreached():
-        try:
-            if store.read(file.name) != file.read_bytes():
-                store.put(file, file.name, md5_of(file))
-        except Exception as error:
-            failed[file.name] = _say(error)
     for file in run.runs():
         try:
             mine, name = file.read_bytes(), file.name
