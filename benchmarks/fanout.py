@@ -24,7 +24,7 @@ from _measure import Measured, arguments, header, interleaved, table, verdict
 from stepscope import ProfileConfig
 from stepscope.fleet.ray import RayFleet, Worker, fleet_of
 from stepscope.recording.fanout.fleet import WorkerOutcome
-from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
 
 SIZES = (2, 8, 32)
 ROUNDS = 9

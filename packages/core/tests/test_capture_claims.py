@@ -14,7 +14,8 @@ import pytest
 from stepscope import Capture, ProfileConfig, capture
 from stepscope.errors import CaptureError, CaptureOpenError
 from stepscope.recording.capture import capture as captures
-from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope.recording.fanout.worker_side import start_worker, stop_worker
 from stepscope.recording.process import run
 from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim

@@ -30,7 +30,7 @@ from stepscope.fleet.ray import RayFleet, fleet_of, start_here
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.capture import Capture
 from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
-from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.process import failures
 from stepscope.recording.spans import slot
 

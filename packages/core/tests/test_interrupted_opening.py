@@ -30,7 +30,8 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import capture as captures
-from stepscope.recording.fanout.worker_side import StartRequest, StopRequest, start_worker, stop_worker
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope.recording.fanout.worker_side import start_worker, stop_worker
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import shutdown
 from stepscope.recording.session.profiler_windows import Windows

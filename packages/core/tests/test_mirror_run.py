@@ -16,7 +16,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.files.mirror import uncopied
 from stepscope.mirror import program
 from stepscope.recording.fanout import worker_side
-from stepscope.recording.fanout.worker_side import StartRequest, StopRequest
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.testing.steps import StepFolder
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")

@@ -21,7 +21,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.recording.fanout import worker_side
-from stepscope.recording.fanout.worker_side import PrepareRequest
+from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.session import budget, oom
 from stepscope.testing.backend_conformance import a_window
 

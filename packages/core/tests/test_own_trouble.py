@@ -27,7 +27,8 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.temporary import remove_abandoned, temporary
 from stepscope.files.values import settled_value
 from stepscope.recording.capture import on_demand
-from stepscope.recording.fanout.worker_side import StartRequest, start_worker
+from stepscope.recording.fanout.messages import StartRequest
+from stepscope.recording.fanout.worker_side import start_worker
 from stepscope.recording.output import exporter
 from stepscope.recording.process import private_loop
 from stepscope.recording.session import budget

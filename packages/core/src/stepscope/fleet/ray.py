@@ -32,7 +32,7 @@ from stepscope.files.storage.processes import boot_id
 from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fetch import Home, Remote
 from stepscope.recording.fanout.fleet import WorkerOutcome, not_workers
-from stepscope.recording.fanout.worker_side import (
+from stepscope.recording.fanout.messages import (
     GatherRequest,
     PrepareAnswer,
     PrepareRequest,
@@ -40,11 +40,8 @@ from stepscope.recording.fanout.worker_side import (
     StartRequest,
     StopAnswer,
     StopRequest,
-    drain_worker,
-    prepare_worker,
-    start_worker,
-    stop_worker,
 )
+from stepscope.recording.fanout.worker_side import drain_worker, prepare_worker, start_worker, stop_worker
 from stepscope.recording.process import failures
 from stepscope.recording.process.clock import Estimate, Exchange, estimate_offset
 from stepscope.recording.spans import wrapping

@@ -331,7 +331,7 @@ class Capture:
             say(omissions.WORKERS, reason, kind="selection")
 
     async def _start_others(self, others: Others, session: Session) -> None:
-        from stepscope.recording.fanout.worker_side import StartRequest
+        from stepscope.recording.fanout.messages import StartRequest
 
         request = StartRequest(
             capture_id=session.capture_id,
@@ -529,7 +529,7 @@ class Capture:
         deadline_s: float | None,
         discard: str | None,
     ) -> None:
-        from stepscope.recording.fanout.worker_side import StopRequest
+        from stepscope.recording.fanout.messages import StopRequest
 
         self._told_to_stop = True
         request = StopRequest(capture_id=session.capture_id, ending=ending, discard=discard)

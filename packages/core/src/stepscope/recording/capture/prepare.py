@@ -19,7 +19,7 @@ from stepscope.recording.process import failures, run, sigusr1
 from stepscope.recording.process.event_loop import in_event_loop
 
 if TYPE_CHECKING:
-    from stepscope.recording.fanout.worker_side import PrepareAnswer
+    from stepscope.recording.fanout.messages import PrepareAnswer
 
 _prepared = 0
 """Id of the process if it was prepared; a forked child was not. One writer: this module."""
@@ -76,7 +76,8 @@ def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
     """
     if not config.steps and not config.control.requests:
         return None
-    from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
+    from stepscope.recording.fanout.messages import PrepareRequest
+    from stepscope.recording.fanout.worker_side import prepare_worker
 
     selecting = config if config.steps else config.replace(steps=[0])
     return prepare_worker(PrepareRequest(config=selecting, run_id=run.run_id(), role=role))
@@ -137,7 +138,8 @@ async def abefore_first_step(config: ProfileConfig, workers: object, role: str) 
 
 
 def _prepare_alone(config: ProfileConfig, role: str) -> None:
-    from stepscope.recording.fanout.worker_side import PrepareRequest, prepare_worker
+    from stepscope.recording.fanout.messages import PrepareRequest
+    from stepscope.recording.fanout.worker_side import prepare_worker
 
     configure.check(config, on_ray=False)
     answer = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))

@@ -14,8 +14,9 @@ from stepscope.errors import CaptureError
 from stepscope.recording.capture import configure, omissions
 from stepscope.recording.fanout.engines import warn_of_long_stops
 from stepscope.recording.fanout.fleet import WorkerOutcome
+from stepscope.recording.fanout.messages import PrepareAnswer, PrepareRequest
 from stepscope.recording.fanout.participants import Others
-from stepscope.recording.fanout.worker_side import PrepareAnswer, PrepareRequest, prepare_worker
+from stepscope.recording.fanout.worker_side import prepare_worker
 from stepscope.recording.process import failures, identity, run
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within

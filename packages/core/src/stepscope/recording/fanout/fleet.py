@@ -13,7 +13,7 @@ from stepscope.errors import ConfigError
 from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest.records import State
 from stepscope.recording.fanout.fetch import Home
-from stepscope.recording.fanout.worker_side import GatherRequest, PrepareRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import GatherRequest, PrepareRequest, StartRequest, StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

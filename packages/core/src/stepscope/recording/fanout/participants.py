@@ -11,7 +11,7 @@ from stepscope.recording.after import pipeline
 from stepscope.recording.fanout.engines import EngineGroup, profilers_of
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
-from stepscope.recording.fanout.worker_side import GatherRequest, StartRequest, StopRequest
+from stepscope.recording.fanout.messages import GatherRequest, StartRequest, StopRequest
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session

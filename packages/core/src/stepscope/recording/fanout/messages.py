@@ -1,0 +1,84 @@
+"""Requests to the workers of a capture, and their answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stepscope.config import ProfileConfig
+from stepscope.files.manifest.records import Ending
+from stepscope.files.sidecar import ProcessInfo
+
+
+class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens a capture in a worker. The same for all workers, but for `role`, `position` and `replica`."""
+
+    capture_id: str
+    run_id: str
+    step: int
+    config: ProfileConfig
+    role: str | None = None
+    """None: found from the decorated methods of the worker's class, or else `worker`."""
+    position: int | None = None
+    """Index among the workers given: the rank, where nothing better says."""
+    world_size: int | None = None
+    replica: int | None = None
+    """Number of the inference replica that the worker belongs to, if any."""
+    spans_only: str | None = None
+    """Why no profiler of ours starts there; None: the configuration decides."""
+    owner_part: str | None = None
+    """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
+
+
+class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo
+    recorded: bool
+    why: str
+    refused: str | None = None
+    """Why no session was opened; None when one was."""
+    off: bool = False
+    """Whether that is on purpose: all is off in this process."""
+    apart: bool = False
+    """Whether this process writes to a folder that the owner does not see."""
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
+    capture_id: str
+    ending: Ending | None = None
+    """Why the capture ended early on the owner's side."""
+    discard: str | None = None
+    """Why what was recorded is unwanted (the worker started too late); None to keep it."""
+
+
+class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    process: ProcessInfo | None
+    """None when no such capture was open here: the process is new (a restarted actor) or never heard of
+    it.
+    """
+    problems: tuple[str, ...] = ()
+
+
+class GatherRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetches what workers recorded that share no folder with the owner."""
+
+    capture_id: str
+    engine_files: dict[str, list[str]]
+    """{host: paths in the step's folder} of what engines wrote there."""
+
+
+class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Makes a worker ready for captures to come. Fields as in `StartRequest`."""
+
+    config: ProfileConfig
+    run_id: str
+    role: str | None = None
+    position: int | None = None
+    world_size: int | None = None
+
+
+class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    roles: tuple[str, ...]
+    """All roles that the worker does the work of, its own first."""
+    problem: str | None = None
+    """Why its profiler cannot work."""
+    warnings: tuple[str, ...] = ()
+    """A line for each thing that the configuration asks for and nobody has."""
