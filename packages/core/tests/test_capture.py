@@ -31,7 +31,7 @@ from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import capture as capture_module
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.output import manifest_part
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, prepared
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import current
@@ -750,6 +750,19 @@ async def test_the_loop_keeps_beating_while_a_capture_opens_and_closes(config: P
 
 
 # Before the first step
+
+
+def test_the_manifest_knows_whether_prepare_ran(
+    config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_process", 0)
+    with capture(2, config=config):
+        pass
+    stepscope.prepare(config=config)
+    with capture(3, config=config):
+        pass
+    parts = [part for step in (2, 3) for part in manifest_of(config, step).processes]
+    assert [part.prepared for part in parts] == [False, True]
 
 
 async def test_prepare_finds_what_would_go_wrong(config: ProfileConfig) -> None:

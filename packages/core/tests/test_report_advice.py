@@ -219,6 +219,14 @@ def test_who_took_longest_to_record_is_named_with_a_remedy_that_fits(tmp_path: P
     assert opening.do == "prepare() before the first step pays the one-off part of opening"
 
 
+def test_who_called_prepare_is_not_told_to(tmp_path: Path) -> None:
+    case = Case(tmp_path, cost_ms=400)
+    case.driver.prepared = True
+    advice = case.advice()["profiler-cost"]
+    assert advice.because[1].startswith("trainer took longest: 400 ms to open, 0 to close")
+    assert advice.do == "look at `Processes`: a busy worker, or a slow folder, makes all others wait"
+
+
 def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
     """A wait of 3 % of the step is one, also where opening took as long as three steps."""
     case = Case(tmp_path, cost_ms=3000)

@@ -103,6 +103,7 @@ class FakeProcess:
         self.ended_by: EndedBy | None = None
         """The cause of an early end of its capture."""
         self.opened_by: OpenedBy = "program"
+        self.prepared = False
         self.profiled = False
         """True if a profiler ran in it."""
         self.closed_ns: int | None = None
@@ -190,7 +191,7 @@ class FakeProcess:
             recorded=True, why="every rank", expected=(spans, *self.expected), spans=self._finished,
             dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
             ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,
-            opened_by=self.opened_by,
+            opened_by=self.opened_by, prepared=self.prepared,
             profiled=self.profiled, began=self.began,
         )  # fmt: skip
 

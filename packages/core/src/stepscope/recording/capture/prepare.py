@@ -6,7 +6,6 @@ before it (torch.profiler's first start in a process takes 1.2 to 2.5 s, more on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,14 +14,11 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError
 from stepscope.recording.capture import configure, omissions
-from stepscope.recording.process import failures, run, sigusr1
+from stepscope.recording.process import failures, prepared, run, sigusr1
 from stepscope.recording.process.event_loop import in_event_loop
 
 if TYPE_CHECKING:
     from stepscope.recording.fanout.messages import PrepareAnswer
-
-_prepared = 0
-"""Id of the process if it was prepared; a forked child was not. One writer: this module."""
 
 
 def prepare(
@@ -92,8 +88,7 @@ async def _prepare(
     alone: PrepareAnswer | None = None,
 ) -> None:
     """Args: alone: What preparing this process itself has led to; None if that is still to be done."""
-    global _prepared
-    _prepared = os.getpid()
+    prepared.mark()
     if workers is not None and not omissions.none_meant(workers):
         omissions.workers_prepared()
     if not config.steps and not config.control.requests:
@@ -149,8 +144,7 @@ def _prepare_alone(config: ProfileConfig, role: str) -> None:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    global _prepared
-    _prepared = os.getpid()
+    prepared.mark()
     try:
         yield
     except StepscopeError as error:
@@ -160,4 +154,4 @@ def _logged() -> Iterator[None]:
 
 
 def _is_due(config: ProfileConfig) -> bool:
-    return bool(config.steps) and _prepared != os.getpid()
+    return bool(config.steps) and not prepared.is_prepared()

@@ -30,7 +30,7 @@ from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.recording.process import clock, failures
+from stepscope.recording.process import clock, failures, prepared
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
@@ -111,6 +111,7 @@ class Session:
             why=self.decision.reason,
             roles=roles,
             opened_by=opened_by,
+            prepared=prepared.is_prepared(),
         )
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))

@@ -139,7 +139,7 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str) -> s
     """Return the remedies that fit what was recorded."""
     remedies = []
     cost = None if worst is None else worst.cost
-    prepared = is_unedited(evidence)
+    prepared = evidence.profiling.prepared or is_unedited(evidence)
     if cost is not None and cost.start_ns >= cost.stop_ns and not prepared:
         remedies.append("prepare() before the first step pays the one-off part of opening")
     ways = _less(evidence.profiling)

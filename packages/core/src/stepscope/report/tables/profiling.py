@@ -32,6 +32,8 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a trace shows a GPU. False without traces."""
     npu: bool = False
     """Whether a trace shows an Ascend NPU."""
+    prepared: bool = False
+    """Whether the owner called `prepare` before the capture, so that its one-off cost was paid."""
     met: frozenset[str] = frozenset()
     """Names of the processes that the owner had an answer from: they are among its workers."""
 
@@ -60,6 +62,7 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
         given=timeline.replicas > 0,
         gpu=bool(devices or named) and not npu,
         npu=npu,
+        prepared=any(part.prepared for part in parts if part.owner),
         met=_met(timeline, parts),
     )
 
