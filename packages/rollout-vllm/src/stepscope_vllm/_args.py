@@ -1,21 +1,22 @@
-"""What to build an engine with, so that its profiler can be started later."""
+"""Arguments and variables to build an engine with, so that its profiler can be started later."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from stepscope import ProfileConfig, switch
 from stepscope.config import RoleConfig
 from stepscope.engines.supported import numbers
 from stepscope.errors import ConfigError
-from stepscope_vllm import _facts, _versions
+from stepscope_vllm import _versions
 
 if TYPE_CHECKING:
     from stepscope.doctor import Row
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
 Value = str | int | float | bool | None
+
+CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
+"""Has vLLM 0.11.1 to 0.12 open CUDA profiler ranges; later ones have `ProfilerConfig(profiler="cuda")`."""
+FOLDER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+VARIABLES = {
+    "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
+    "torch_profiler_record_shapes": "VLLM_TORCH_PROFILER_RECORD_SHAPES",
+    "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
+    "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
+}
+"""Settings before there was a `ProfilerConfig` (vLLM 0.12 and older); before 0.10.2 only the folder."""
+
+_built_in: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
+"""Engine -> settings of its profiler. One writer: `building`."""
 
 
 def engine_args(
@@ -74,7 +89,7 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
             raise ConfigError(
                 "tool", "nsys", f"torch with vLLM {release}{_versions.since('cuda')}", "install that vLLM"
             )
-        return {_facts.CUDA_VARIABLE: "1"}
+        return {CUDA_VARIABLE: "1"}
     torch = config.torch
     options = {
         "torch_profiler_with_stack": torch.with_stack,
@@ -82,8 +97,8 @@ def engine_env(config: ProfileConfig, replica: int = 0, *, installed: str | None
         "torch_profiler_with_memory": torch.profile_memory,
         "torch_profiler_with_flops": torch.with_flops,
     }
-    named = {_facts.VARIABLES[field]: str(int(value)) for field, value in options.items()}
-    return {_facts.FOLDER_VARIABLE: _folder(config, replica), **named}
+    named = {VARIABLES[field]: str(int(value)) for field, value in options.items()}
+    return {FOLDER_VARIABLE: _folder(config, replica), **named}
 
 
 @contextmanager
@@ -91,13 +106,13 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
     """Around building an engine: sets `engine_env` for it and takes it back, also when building fails. What
     an engine was built with is remembered: its captures need it.
     """
-    from stepscope_vllm import _built, _engines  # not at the top: asyncio comes with them
+    from stepscope_vllm import _engines  # not at the top: asyncio comes with them
 
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        with _built.building(_engines.owned) if wanted else nullcontext():
+        with building(_engines.owned) if wanted else nullcontext():
             yield
     finally:
         for name, value in before.items():
@@ -105,6 +120,41 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def building(owned: Callable[[], list[object]]) -> Iterator[None]:
+    """Keep the settings of the environment for the engines that are built inside.
+
+    Args:
+        owned: The engines that live in this process.
+    """
+    earlier = owned()
+    yield
+    settings = settings_of_environment()
+    for engine in owned():
+        if all(engine is not each for each in earlier):
+            _built_in[engine] = settings
+
+
+def settings_of(engine: object) -> Mapping[str, object]:
+    """Return the settings by the environment that an engine was built in; by today's if that is unknown."""
+    known = _built_in.get(engine)
+    return settings_of_environment() if known is None else known
+
+
+def settings_of_environment() -> dict[str, object]:
+    """Return the settings that the environment states now, as a `ProfilerConfig` has them."""
+    if os.environ.get(CUDA_VARIABLE) == "1":
+        return {"profiler": "cuda"}
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return {}
+    found: dict[str, object] = {"profiler": "torch", "torch_profiler_dir": os.path.abspath(folder)}
+    for field, variable in VARIABLES.items():
+        default = "1" if field == "torch_profiler_with_stack" else "0"
+        found[field] = os.environ.get(variable, default) != "0"
+    return found
 
 
 def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
@@ -131,9 +181,9 @@ def doctor_rows() -> list[Row]:
 
     if find_spec("vllm") is None:
         return []
-    folder = os.environ.get(_facts.FOLDER_VARIABLE)
+    folder = os.environ.get(FOLDER_VARIABLE)
     found = (
-        f"{_facts.FOLDER_VARIABLE}={folder} switches it on"
+        f"{FOLDER_VARIABLE}={folder} switches it on"
         if folder
         else "on where `engine_args` or `server_args` made the engine: prepare() looks"
     )

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm import _ascend, _built, _extension, _facts, _fetch, _line, _versions
+from stepscope_vllm import _args, _ascend, _extension, _facts, _line, _traces, _versions
 from stepscope_vllm._ranks import Layout
 from stepscope_vllm._versions import Dialect
 
@@ -137,7 +137,7 @@ class Driver:
 
     @property
     def environment(self) -> Mapping[str, object]:
-        return _built.environment_of(self.engine)
+        return _args.settings_of(self.engine)
 
     @property
     def folder(self) -> Path:
@@ -262,7 +262,7 @@ class Driver:
             method: Any = _extension.release if self.in_this_process else "stepscope_release"
             released = await self.call("collective_rpc", method)
             self.told = [worker for worker in released if worker]
-            left = await _fetch.bring_home(self.call, folder, released)
+            left = await _traces.bring_home(self.call, folder, released)
         return left if lost is None else {**left, "frontend": lost}
 
     def frontend_records(self) -> bool | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -24,18 +23,6 @@ _METRICS = {
 }
 """vLLM's Prometheus names -> ours."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
-
-CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
-"""Has vLLM 0.11.1 to 0.12 open CUDA profiler ranges; later ones have `ProfilerConfig(profiler="cuda")`."""
-FOLDER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
-VARIABLES = {
-    "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
-    "torch_profiler_record_shapes": "VLLM_TORCH_PROFILER_RECORD_SHAPES",
-    "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
-    "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
-}
-"""Settings before there was a `ProfilerConfig` (vLLM 0.12 and older); before 0.10.2 only the folder."""
-
 
 _PHASES = ("queue", "prefill", "decode")
 _STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
@@ -158,17 +145,3 @@ def steady(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     """Those that do not change while an engine lives."""
     counted = set(_METRICS.values())
     return {name: value for name, value in facts.items() if name not in counted}
-
-
-def settings_of_environment() -> dict[str, object]:
-    """As a `ProfilerConfig` would have them."""
-    if os.environ.get(CUDA_VARIABLE) == "1":
-        return {"profiler": "cuda"}
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        return {}
-    found: dict[str, object] = {"profiler": "torch", "torch_profiler_dir": os.path.abspath(folder)}
-    for field, variable in VARIABLES.items():
-        default = "1" if field == "torch_profiler_with_stack" else "0"
-        found[field] = os.environ.get(variable, default) != "0"
-    return found

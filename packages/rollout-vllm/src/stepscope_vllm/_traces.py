@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepscope.engines.artifacts import recorded_window
+from stepscope.engines.fetch import arrive
+from stepscope.errors import EngineError
 from stepscope_vllm._extension import TEMPORARY
 
 _TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
@@ -37,6 +41,9 @@ _TAIL = 1 << 12
 _ITERATION = b'"name": "execute_'
 _WAIT_S = 10.0
 """For a file that is still growing although its worker has answered (a slow shared disk)."""
+
+Call = Callable[..., Awaitable[Any]]
+"""`Driver.call`."""
 
 
 class Trace(NamedTuple):
@@ -251,3 +258,39 @@ def unfinished(path: Path) -> str | None:
     except Exception as error:  # igzip's own error is no OSError
         return f"{type(error).__name__}: {error}"
     return None if last.rstrip().endswith(b"}") else "its last bracket is not there"
+
+
+async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, Any] | None]) -> dict[str, str]:
+    """Copy the traces of workers on other hosts, whose disks this process does not see.
+
+    A worker with our extension hands over the files of its last capture in pieces, through the engine's own
+    calls. They stay there as well.
+
+    Args:
+        folder: Where the capture's files belong; what lies elsewhere is left alone.
+        reports: The answers of the workers' `stepscope_release`.
+
+    Returns:
+        `{"worker on <host>": why}` for what stays there alone.
+    """
+    left: dict[str, str] = {}
+    for worker in reports:
+        for name in (worker or {}).get("wrote", ()):
+            if await asyncio.to_thread(os.path.exists, name):
+                continue
+            host = (worker or {})["host"]
+            try:
+                if Path(name).parent != folder:
+                    raise EngineError(f"it is not in {folder}")
+                await arrive(Path(name), partial(_piece, call, name))
+            except (EngineError, OSError) as error:
+                left[f"worker on {host}"] = f"{name} is there and not here: {error}"
+    return left
+
+
+async def _piece(call: Call, path: str, offset: int) -> bytes:
+    answers = await call("collective_rpc", "stepscope_read", args=(path, offset))
+    pieces = [piece for piece in answers if piece is not None]
+    if not pieces:
+        raise EngineError("no worker has it any more")
+    return bytes(pieces[0])
