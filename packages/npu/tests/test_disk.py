@@ -34,7 +34,7 @@ def test_without_device_data_it_is_whole_where_none_was_asked_for(folder: Path) 
 
 def test_what_the_calls_raised_is_said_of_a_recording_that_looks_whole(folder: Path) -> None:
     found = _disk.look(folder.parent, records_device=True, errors=["stop: 100000", "finalize: 7"])
-    assert found.lacking == "torch_npu failed along the way. It said: stop: 100000; finalize: 7."
+    assert found.lacking == "torch_npu failed along the way. Its errors: stop: 100000; finalize: 7."
 
 
 def test_without_its_information_it_is_none(folder: Path) -> None:

@@ -20,17 +20,17 @@ def test_without_torch_npu_there_is_one_row_and_it_is_no_trouble() -> None:
 
 
 def test_a_machine_without_cann_breaks_import_torch_and_one_variable_repairs_it() -> None:
-    seen = Seen(torch_npu="2.13.0", autoloads=True, said=LIBHCCL)
+    seen = Seen(torch_npu="2.13.0", autoloads=True, message=LIBHCCL)
     [torch_npu, cann, msprof, autoload] = rows_of(seen)
     assert (torch_npu.state, cann.state, msprof.state, autoload.state) == ("red", "amber", "amber", "red")
     assert "libhccl.so" in torch_npu.found
     assert "set_env.sh" in str(torch_npu.fix)
     assert autoload.fix == "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     repaired = Seen(
-        torch_npu="2.13.0", autoloads=True, said=LIBHCCL, environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        torch_npu="2.13.0", autoloads=True, message=LIBHCCL, environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(repaired)
-    old = Seen(torch_npu="2.1.0.post8", said=LIBHCCL)  # `import torch` leaves it alone
+    old = Seen(torch_npu="2.1.0.post8", message=LIBHCCL)  # `import torch` leaves it alone
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in states(old)
 
 

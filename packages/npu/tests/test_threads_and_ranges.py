@@ -140,4 +140,4 @@ def test_a_thread_that_cannot_leave_is_said_in_the_log_and_no_error(
     _operators.join(torch_npu, FLAGS)
     monkeypatch.setattr(torch_npu.interface, "_stop_profiler", fail)
     _operators.leave(torch_npu)
-    assert caplog.messages == ["stepscope: torch_npu goes on watching MainThread: 100000"]
+    assert caplog.messages == ["stepscope: torch_npu still watches MainThread: 100000"]

@@ -1,5 +1,5 @@
 """The Ascend NPU side of stepscope: a backend that records with torch_npu.profiler and mstx (`tool: npu`).
 
-It needs a torch_npu, which is the user's own; the range it is written for is the `engine` extra of this
-distribution. It imports stepscope's public modules only.
+It needs the user's own torch_npu; the `engine` extra of this distribution holds the supported range. It
+imports stepscope's public modules only.
 """

@@ -1,8 +1,8 @@
-"""The offline analysis of a recording: `torch_npu.profiler`'s own, in a process of its own.
+"""Offline analysis of a recording by `torch_npu.profiler`, in a separate process.
 
-In the process that is profiled it would be in the way: it takes minutes, changes the start method of
-`multiprocessing` there, and refuses to run at all in a daemon, such as a worker of vLLM. The process started
-here is none, whoever starts it, and it has a deadline.
+In the profiled process it would disturb the training: it takes minutes, and changes the start method of
+`multiprocessing`. In a daemon, such as a worker of vLLM, it refuses to run. The process here is no daemon,
+and it has a deadline.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ analyse(folder, **({"export_type": export} if export and "export_type" in known 
 
 
 def analysed(folder: Path) -> list[Path]:
-    """What an analysis left that a timeline is made of."""
+    """Return the files of an analysis that a timeline reads."""
     return [path for pattern in _ANALYSED for path in sorted((folder / OUTPUT).glob(pattern))]
 
 
 def analyse(folder: Path, *, timeout_s: float, export: str | None = None) -> list[Path]:
-    """Analyses one recording, unless it is analysed already.
+    """Analyse one recording, unless it is analysed already.
 
     Args:
-        folder: One that ends in `_ascend_pt`.
-        export: `text` or `db`; None: as it was recorded. The oldest torch_npu know no other.
+        folder: A recording; its name ends in `_ascend_pt`.
+        export: `text` or `db`; None: as recorded. The oldest versions of torch_npu ignore it.
 
     Returns:
-        The files that a timeline is made of.
+        The files that a timeline reads.
 
     Raises:
-        BackendError: it failed, or took longer than `timeout_s`; says what it printed last.
+        BackendError: it failed, or took longer than `timeout_s`. The message has its last output.
     """
-    found = analysed(folder)
-    if found:
-        return found
+    files = analysed(folder)
+    if files:
+        return files
     had_output = (folder / OUTPUT).exists()
     try:
-        code, said = _run([sys.executable, "-c", _PROGRAM, str(folder), export or ""], timeout_s)
+        code, output = _run([sys.executable, "-c", _PROGRAM, str(folder), export or ""], timeout_s)
         if code is None:
             raise BackendError(
                 f"the analysis of {folder} took longer than {timeout_s:g} s and was ended. "
                 "Fix: stepscope analyse --timeout <seconds>, later"
             )
-        found = analysed(folder)
-        if not found:
+        files = analysed(folder)
+        if not files:
             hint = "" if shutil.which("msprof") else " (msprof is not on PATH: source CANN's set_env.sh)"
             raise BackendError(
                 f"the analysis of {folder} wrote no timeline, and exited with {code}{hint}. "
-                f"It said: {said or 'nothing'}"
+                f"Its output: {output or 'none'}"
             )
     except BaseException:
         if not had_output:
             shutil.rmtree(folder / OUTPUT, ignore_errors=True)  # half a timeline would count as one
         raise
-    return found
+    return files
 
 
 class NpuAnalyser:
-    """The recordings below a step's folder, whoever made them: the backend, vllm-ascend, SGLang."""
+    """Analyser of all recordings below a step's folder: the backend's, vllm-ascend's, SGLang's."""
 
     name = "npu"
 
@@ -90,16 +90,18 @@ class NpuAnalyser:
         ]
 
     def analyse(self, recording: Path, timeout_s: float) -> str:
-        made = [path.name for path in analyse(recording, timeout_s=timeout_s)]
-        return ", ".join([*made, *advise(recording, timeout_s)])
+        names = [path.name for path in analyse(recording, timeout_s=timeout_s)]
+        return ", ".join([*names, *advise(recording, timeout_s)])
 
 
 def advise(folder: Path, timeout_s: float) -> list[str]:
-    """What msprof-analyze, where it is installed, says of an analysed recording: names of its files, a page
-    first; or why there are none. Empty where it is not installed.
+    """Run msprof-analyze on an analysed recording, if it is installed.
 
-    It is never needed, so what it fails at is its own. Nothing that it prints is shown: its banner holds the
+    Its failures are harmless, because nothing needs its files. Its output is not shown: the banner holds the
     address of a repository with a password in it.
+
+    Returns:
+        The names of its files, a page first, or the reason why there are none. Empty if it is not installed.
     """
     tool = shutil.which("msprof-analyze")
     if tool is None:
@@ -116,7 +118,7 @@ def advise(folder: Path, timeout_s: float) -> list[str]:
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """(exit code, its last lines); None when it had to be ended, with all that it started."""
+    """Run a command. Return its exit code and last lines; None if it was killed with its children."""
     # Without torch's autoload: it imports torch_npu at a moment when a broken CANN hides its own message.
     env = {name: value for name, value in os.environ.items() if name not in MSPROF_VARIABLES}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -128,13 +130,13 @@ def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # a group of its own: the analysis starts processes in its turn
+        start_new_session=True,  # a group of its own, because the analysis starts processes
     ) as process:
         try:
-            said, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 return None, ""
             raise
-    return process.returncode, " | ".join(deque(filter(str.strip, said.splitlines()), maxlen=4))
+    return process.returncode, " | ".join(deque(filter(str.strip, output.splitlines()), maxlen=4))

@@ -1,6 +1,6 @@
 """The `npu` backend: torch_npu.profiler and mstx, made safe.
 
-Not run on an NPU so far: docs/npu.md says what was run, over which stand-ins, and how to close the gap.
+No NPU has run it so far: docs/npu.md lists the runs over stand-ins, and the way to close the gap.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NOTHING = nullcontext()
 
 
 class NpuBackend:
-    """Records this process and its NPU with torch_npu.profiler.
+    """Recorder of this process and its NPU with torch_npu.profiler.
 
-    A window holds the operators of the thread that opens it, and of no other; device data and the markers of
-    spans are of the whole process.
+    A window holds the operators of the thread that opens it alone. Device data and the markers of spans are
+    of the whole process.
     """
 
     name = "npu"
@@ -39,48 +39,48 @@ class NpuBackend:
         self._resolved: Options | None = None
 
     def check(self) -> None:
-        """Raises `BackendError`: torch_npu is absent or broken, finds no NPU, or lacks what is asked for."""
+        """Raise `BackendError` if torch_npu is absent or broken, finds no NPU, or lacks a feature."""
         self._options()
 
     def prepare(self) -> None:
-        """Looks at the installed torch_npu, once."""
+        """Inspect the installed torch_npu, and hook it once."""
         _process.hook(self._options().torch_npu)
 
     def start(self, window: Window) -> None:
         self._held.refuse_second()
-        made = self._make(window)
-        _operators.leave(made.options.torch_npu)  # of a window that another thread has stopped
-        self._held.begin(made)
-        if made.options.records_operators:
-            self._have_operators(made)
+        npu_window = self._make(window)
+        _operators.leave(npu_window.options.torch_npu)  # of a window that another thread has stopped
+        self._held.begin(npu_window)
+        if npu_window.options.records_operators:
+            self._join_operators(npu_window)
 
     def advance(self) -> None:
         if self._config.npu.schedule is not None:
             self._held.advance()
 
     def range(self, span: SpanInfo) -> AbstractContextManager[None]:
-        """An mstx range `<role>.<stage>` on the calling thread. By id, so interleaved tasks may have one."""
+        """Return an mstx range `<role>.<stage>` on this thread, by id: interleaved tasks may use it."""
         window = self._held.window
         if window is None or not window.options.markers or window.phase != "active":
             return _NOTHING
         return window.ranges.range(f"{span.role}.{span.stage}")
 
     def stop(self) -> list[PendingArtifact]:
-        """Ends the window: one artifact, a folder; with a schedule, one for each cycle.
+        """End the window: one artifact, which is a folder, or with a schedule one for each cycle.
 
-        On a thread that is not the window's it waits up to 1 s for that to come out of C code. Where it does
-        not, the artifact is one whose `write` waits on, up to `budget.export_seconds`.
+        Another thread than the window's waits up to 1 s for that one to leave C code. After that it returns
+        an artifact whose `write` waits on, up to `budget.export_seconds`.
 
         Raises:
-            BackendError: nothing was recorded, and why; or this is a signal handler that interrupted the
-                start or stop of this very window, which completes once the handler returns.
+            BackendError: nothing was recorded, with the reason. Or the caller is a signal handler that
+                interrupted the start or stop of this window, which completes once the handler returns.
         """
         ended = self._held.end()
         if ended is None:
             return []
         window, late = ended
         _operators.leave(window.options.torch_npu)
-        artifacts = [self._artifact(window, one) for one in window.take()]
+        artifacts = [self._artifact(window, recorded) for recorded in window.take()]
         return artifacts if late is None else [*artifacts, self._late_artifact(window, late)]
 
     def _options(self) -> Options:
@@ -101,8 +101,8 @@ class NpuBackend:
             about=about(window),
         )
 
-    def _have_operators(self, window: NpuWindow) -> None:
-        """torch_npu records the thread that starts it, which is not this one where the window has its own."""
+    def _join_operators(self, window: NpuWindow) -> None:
+        """Record the operators of this thread, even if the window, and so torch_npu, is on another one."""
         why = None
         if not window.thread.is_current():
             why = _operators.join(window.options.torch_npu, window.options.flags)
@@ -134,26 +134,26 @@ class NpuBackend:
 
     def _write(self, recorded: Recorded, ignored: dict[str, str], path: Path) -> None:
         if not recorded.folder.is_dir():
-            raise BackendError("this recording of the NPU is written or discarded already")
+            raise BackendError("this recording of the NPU was written or discarded already")
         _disk.place(recorded.folder, path)
         if self._config.npu.analysis:
             self._analyse(path, ignored)
 
     def _analyse(self, path: Path, ignored: dict[str, str]) -> None:
-        """Beside the training, in a process of its own. What fails costs the analysis and nothing else."""
+        """Analyse the recording in a process beside the training. A failure costs the analysis alone."""
         try:
             _analysis.analyse(path, timeout_s=self._config.budget.export_seconds)
         except Exception as error:
             ignored["npu.analysis"] = str(error)  # in time: the sidecar is written after this
 
     def _late_artifact(self, window: NpuWindow, late: Late) -> PendingArtifact:
-        """Of a window whose thread has not ended it yet."""
+        """Return the artifact of a window whose thread has not ended it yet."""
 
         def write(path: Path) -> None:
             late.wait(self._config.budget.export_seconds)
             first, *others = window.take()
             _disk.place(first.folder, path)
-            for recorded in others:  # cycles of a schedule: how many there were is known only now
+            for recorded in others:  # cycles of a schedule: their number is known only now
                 _disk.place(recorded.folder, path / f"cycle{recorded.cycle}{_disk.SUFFIX}")
 
         return PendingArtifact(

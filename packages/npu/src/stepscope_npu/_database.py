@@ -1,8 +1,8 @@
-"""Reads `ascend_pytorch_profiler*.db`: one SQLite file, all times unix ns.
+"""Reader of `ascend_pytorch_profiler*.db`: one SQLite file with all times in unix ns.
 
-Names stand in STRING_IDS. `globalTid` is `pid << 32 | tid`. Columns have another order in every producer, and
-what a level leaves out is not there at all, so tables and columns are looked up by name; in PYTORCH_API the
-times are text. Format: the reference of msprof's database, and torch_npu's own writer.
+STRING_IDS holds the names. `globalTid` is `pid << 32 | tid`. Each producer orders columns differently, and a
+lower level lacks tables, so tables and columns are looked up by name. In PYTORCH_API the times are text.
+Format: the reference of msprof's database, and torch_npu's own writer.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from stepscope_npu._layers import layer_category
 BACKWARDS = "events that end before they begin"
 NO_TIME = "events without a time"
 _NAMES = 100_000
-"""Names that are kept in memory; beyond, they are looked up anew."""
+"""The number of names that are kept in memory; others are looked up again."""
 _API_TYPES = {50001: "cpu_op", 50002: "queue", 50003: "python_function", 50004: "user_annotation"}
 _MARKS = (0, 3)
-"""Of `MSTX_EVENTS.eventType`; 1 and 2 are ranges."""
+"""Values of `MSTX_EVENTS.eventType` for marks; 1 and 2 are ranges."""
 _Key: TypeAlias = tuple[str, object, object]
 
 
 class Database:
-    """One file. `correction_ns` is added to its times, unless CANN has recorded any of them."""
+    """One open file. `correction_ns` is added to its times, unless CANN has recorded any of them."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int) -> None:
         self._notes = notes
@@ -108,13 +108,13 @@ class Database:
         for start, dur, device, stream, kind, task, connection in self._rows("TASK", *wanted):
             key = ("device", device, stream)
             yield from self._declare(key, f"NPU {device} stream {stream}", 300, overlapping=True)
-            said = self._name(kind)
-            name, category = compute(task), layer_category(said)
+            task_type = self._name(kind)
+            name, category = compute(task), layer_category(task_type)
             if name is not None:
                 category = "kernel"
             elif (name := communication(task)) is not None:
                 category = "communication"
-            yield self._slice(key, name or said, start, dur, category, {"Task Type": said})
+            yield self._slice(key, name or task_type, start, dur, category, {"Task Type": task_type})
             if connection in linked and connection not in launched:
                 launched.add(connection)
                 yield self._flow(key, start, connection, "end")
@@ -132,13 +132,13 @@ class Database:
             yield self._slice(key, "GC", start, dur, "GC")
 
     def _rows(self, table: str, *wanted: str) -> Iterator[Any]:
-        """(start, duration, the wanted columns), by their start. A column that is not there is None."""
+        """Yield (start, duration, the wanted columns) by start. An absent column is None."""
         has = self._columns.get(table, frozenset())
         if not {"startNs", "endNs"} <= has:
             if table in self._columns:
                 self._notes.file(f"left out: {table} has no columns startNs and endNs")
             return
-        columns = ", ".join(each if each in has else "NULL" for each in wanted)
+        columns = ", ".join(column if column in has else "NULL" for column in wanted)
         start, end = "CAST(startNs AS INTEGER)", "CAST(endNs AS INTEGER)"
         for row in self._database.execute(
             f"SELECT {start}, {end}, {columns} FROM {table} ORDER BY 1, 2 DESC"
@@ -151,25 +151,25 @@ class Database:
                 yield (row[0] + self._shift_ns, row[1] - row[0], *row[2:])
 
     def _linked(self) -> dict[int, int]:
-        """{connection: when the first call of it began}, of calls that something ran on a device for."""
+        """Return {connection: start of its first call}, for calls that ran something on a device."""
         for table in ("CANN_API", "TASK"):
             if not {"startNs", "connectionId"} <= self._columns.get(table, frozenset()):
                 return {}
-        found = self._database.execute(
+        first_calls = self._database.execute(
             "SELECT connectionId, MIN(CAST(startNs AS INTEGER)) FROM CANN_API WHERE connectionId IN"
             " (SELECT connectionId FROM TASK) GROUP BY connectionId"
         )
-        return dict(found)
+        return dict(first_calls)
 
     def _lookup(self, table: str, column: str) -> Callable[[object], str | None]:
-        """The name of a task in a table that says more of it; None where it is not in it."""
+        """Return a function that maps a task to its name in a table of details, or to None."""
         if not {"globalTaskId", column} <= self._columns.get(table, frozenset()):
             return lambda task: None
         query = f"SELECT {column} FROM {table} WHERE globalTaskId = ? LIMIT 1"
 
         def look(task: object) -> str | None:
-            found = self._database.execute(query, (task,)).fetchone()
-            return None if found is None else self._name(found[0])
+            row = self._database.execute(query, (task,)).fetchone()
+            return None if row is None else self._name(row[0])
 
         return look
 
@@ -180,8 +180,8 @@ class Database:
             if len(self._names) >= _NAMES:
                 self._names.clear()
             query = "SELECT value FROM STRING_IDS WHERE id = ?"
-            found = self._database.execute(query, (number,)).fetchone()
-            self._names[number] = f"(name {number})" if found is None else str(found[0])
+            row = self._database.execute(query, (number,)).fetchone()
+            self._names[number] = f"(name {number})" if row is None else str(row[0])
         return self._names[number]
 
     def _declare(self, key: _Key, name: str, sort: int, *, overlapping: bool = False) -> Iterator[Track]:
@@ -209,7 +209,7 @@ class Database:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read-only, without locks or files of its own beside it."""
+    """Open a database read-only, without locks and without files beside it."""
     uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
     database = sqlite3.connect(uri, uri=True, check_same_thread=False)
     database.text_factory = lambda text: text.decode(errors="replace")
@@ -217,7 +217,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _columns(database: sqlite3.Connection) -> dict[str, frozenset[str]]:
-    """{table: its columns}"""
+    """Return {table: its columns}."""
     tables = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
     return {
         table: frozenset(row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,)))

@@ -1,4 +1,4 @@
-"""What a recording left on disk: the only place where torch_npu and CANN tell the truth about it.
+"""Files of a recording, the only reliable evidence of what torch_npu and CANN recorded.
 
 <worker>_<pid>_<time>_ascend_pt/
     profiler_info[_RANK].json    written when the recording is stopped
@@ -17,45 +17,47 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUFFIX = "_ascend_pt"
-"""What torch_npu, MindStudio and msprof-analyze know such a folder by."""
+"""The suffix by which torch_npu, MindStudio and msprof-analyze know such a folder."""
 _PLOG = "CANN's log (~/ascend/log, and ASCEND_SLOG_PRINT_TO_STDOUT=1) says why"
 
 
 class Look(NamedTuple):
-    """One recording as it lies there."""
+    """The state of one recording on disk."""
 
     folder: Path | None
     lacking: str | None
-    """What is not in it, and why."""
+    """The missing part, with the reason."""
     failed: str | None
-    """Why it is no recording at all."""
+    """The reason why it is no recording at all."""
 
 
 def look(parent: Path, *, records_device: bool, errors: Sequence[str] = ()) -> Look:
-    """Looks at the one recording in `parent`.
+    """Inspect the one recording in `parent`.
 
     Args:
-        records_device: NPU data was asked for.
-        errors: What the calls into C++ raised.
+        records_device: True if NPU data was requested.
+        errors: Errors of the calls into C++.
     """
-    said = f" It said: {'; '.join(errors)}." if errors else ""
+    messages = f" Its errors: {'; '.join(errors)}." if errors else ""
     folders = sorted(parent.glob(f"*{SUFFIX}"))
     if not folders:
-        return Look(None, None, f"torch_npu made no folder.{said or ' Its messages are on stdout'}")
+        return Look(None, None, f"torch_npu made no folder.{messages or ' Its messages are on stdout'}")
     folder = folders[-1]
     device = any(path.is_dir() for path in folder.glob("PROF_*"))
     host = any(path.is_file() and path.stat().st_size for path in folder.glob("FRAMEWORK/*"))
     if not any(folder.glob("profiler_info*.json")):
-        return Look(folder, None, f"torch_npu did not finish it: no profiler_info.json.{said}")
+        return Look(folder, None, f"torch_npu did not finish it: no profiler_info.json.{messages}")
     if not device and not host:
-        return Look(folder, None, f"it is empty: neither PROF_* nor FRAMEWORK data.{said} {_PLOG}")
+        return Look(folder, None, f"it is empty: neither PROF_* nor FRAMEWORK data.{messages} {_PLOG}")
     if records_device and not device:
-        return Look(folder, f"no device data (no PROF_* folder): CANN recorded nothing.{said} {_PLOG}", None)
-    return Look(folder, f"torch_npu failed along the way.{said}" if errors else None, None)
+        return Look(
+            folder, f"no device data (no PROF_* folder): CANN recorded nothing.{messages} {_PLOG}", None
+        )
+    return Look(folder, f"torch_npu failed along the way.{messages}" if errors else None, None)
 
 
 def make_folder(above: Path) -> Path:
-    """A new folder below `above` for one recording.
+    """Make a new folder below `above` for one recording.
 
     Raises:
         OSError: it cannot be made.
@@ -64,13 +66,13 @@ def make_folder(above: Path) -> Path:
         above.mkdir(parents=True, exist_ok=True)
         try:
             return Path(tempfile.mkdtemp(dir=above))
-        except FileNotFoundError:  # the exporter has just moved the last recording out, and removed it
+        except FileNotFoundError:  # the exporter has just removed `above` with its last recording
             continue
     raise FileNotFoundError(f"{above} is removed again and again")
 
 
 def place(folder: Path, target: Path) -> None:
-    """Moves a recording to where it shall lie, and removes the folder it was made in."""
+    """Move a recording to `target`, and remove the folder in which it was made."""
     try:
         os.rename(folder, target)
     except OSError:  # another file system
@@ -79,7 +81,7 @@ def place(folder: Path, target: Path) -> None:
 
 
 def remove(parent: Path) -> None:
-    """Removes the folder that one recording was made in, and those above it that are empty now."""
+    """Remove the folder in which one recording was made, and empty folders above it."""
     shutil.rmtree(parent, ignore_errors=True)
     for above in (parent.parent, parent.parent.parent):
         try:
@@ -89,12 +91,12 @@ def remove(parent: Path) -> None:
 
 
 def cann_version(folder: Path) -> str | None:
-    """As the recording says; None when it does not."""
+    """Return the version of CANN in the recording; None if it has none."""
     for path in folder.glob("profiler_info*.json"):
         try:
             info = json.loads(path.read_bytes())
         except (OSError, ValueError):
             continue
-        found = info.get("cann_version")
-        return None if not found or found == "not known" else str(found)
+        version = info.get("cann_version")
+        return None if not version or version == "not known" else str(version)
     return None

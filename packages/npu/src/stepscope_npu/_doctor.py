@@ -1,4 +1,4 @@
-"""What `stepscope doctor` says of Ascend NPUs: what was seen here, and what it means."""
+"""Rows of `stepscope doctor` about Ascend NPUs: the state of this machine, and its meaning."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ print(torch_npu.npu.is_available(), torch_npu.npu.device_count(), sep="|")
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What there is to know, found without importing torch_npu into this process."""
+    """The state of this machine, found without an import of torch_npu into this process."""
 
     torch_npu: str | None
     """Its version; None: not installed."""
     autoloads: bool = False
-    """`import torch` imports it too."""
+    """True if `import torch` imports it too."""
     environ: Mapping[str, str] = field(default_factory=dict)
     imported: str | None = None
-    """`True|8`: an NPU is there, and how many; None: the import failed."""
-    said: str = ""
-    """The last line of an import that failed."""
+    """`True|8`: availability and number of NPUs; None: the import failed."""
+    message: str = ""
+    """The last line of output of an import that failed."""
     cann: Path | None = None
     """CANN's folder."""
     msprof: str | None = None
@@ -42,33 +42,32 @@ class Seen:
 
 
 def rows() -> list[Row]:
-    """The entry point."""
+    """Return the rows of this machine. The entry point."""
     return rows_of(look())
 
 
 def rows_of(seen: Seen) -> list[Row]:
-    """What is to be said of it. Pure."""
+    """Return the rows of a state. Pure."""
     if seen.torch_npu is None:
         return [
             Row(subject="torch_npu", state="absent", found="not installed; only `tool: npu` needs it"),
         ]
-    found = [_torch_npu(seen), _cann(seen), _msprof(seen)]
+    findings = [_torch_npu(seen), _cann(seen), _msprof(seen)]
     if seen.autoloads and seen.imported is None and seen.environ.get(_AUTOLOAD) != "0":
         broken = "`import torch` loads torch_npu by itself, and fails with it"
-        found.append(Row(subject=_AUTOLOAD, state="red", found=broken, fix=f"export {_AUTOLOAD}=0"))
+        findings.append(Row(subject=_AUTOLOAD, state="red", found=broken, fix=f"export {_AUTOLOAD}=0"))
     for name in MSPROF_VARIABLES:
         if seen.environ.get(name):
-            what = f"{seen.environ[name]}: msprof profiles this process, and torch_npu's profiler is inert"
-            found.append(Row(subject=name, state="red", found=what, fix=f"unset {name}"))
-    return found
+            inert = f"{seen.environ[name]}: msprof profiles this process, and torch_npu's profiler is inert"
+            findings.append(Row(subject=name, state="red", found=inert, fix=f"unset {name}"))
+    return findings
 
 
 def _torch_npu(seen: Seen) -> Row:
     if seen.imported is None:
         fix = f"{SOURCE_CANN}; its version has to fit the driver's (npu-smi info) and torch_npu's"
-        return Row(
-            subject="torch_npu", state="red", found=f"{seen.torch_npu} does not import: {seen.said}", fix=fix
-        )
+        broken = f"{seen.torch_npu} does not import: {seen.message}"
+        return Row(subject="torch_npu", state="red", found=broken, fix=fix)
     available, _, count = seen.imported.partition("|")
     if available != "True":
         fix = "npu-smi info; ASCEND_RT_VISIBLE_DEVICES; does the driver's version fit CANN's?"
@@ -79,8 +78,8 @@ def _torch_npu(seen: Seen) -> Row:
 def _cann(seen: Seen) -> Row:
     if seen.cann is None:
         return Row(subject="CANN", state="amber", found="ASCEND_HOME_PATH is not set", fix=SOURCE_CANN)
-    said = cann_version(seen.cann) or "version unknown"
-    return Row(subject="CANN", state="green", found=f"{said}, {seen.cann}")
+    number = cann_version(seen.cann) or "version unknown"
+    return Row(subject="CANN", state="green", found=f"{number}, {seen.cann}")
 
 
 def _msprof(seen: Seen) -> Row:
@@ -92,29 +91,29 @@ def _msprof(seen: Seen) -> Row:
 
 
 def cann_version(folder: Path) -> str | None:
-    """As one of its own files says (torch_npu itself reads the first kind); None when none does."""
+    """Return the version in one of CANN's own files (torch_npu reads the first kind); None if absent."""
     kinds = ("ascend_*_install.info", "*version.info")
     for path in [path for kind in kinds for path in sorted(folder.rglob(kind))[:20]]:
         for line in path.read_text(errors="replace").splitlines():
-            name, _, said = line.partition("=")
-            if name.strip().lower() == "version" and said.strip():
-                return said.strip()
+            name, _, value = line.partition("=")
+            if name.strip().lower() == "version" and value.strip():
+                return value.strip()
     return None
 
 
 def look() -> Seen:
-    """Looks at this machine. Imports torch_npu in a process of its own: that may fail in many ways."""
+    """Inspect this machine. Import torch_npu in a separate process, because that fails in many ways."""
     installed = _version("torch-npu")
     if installed is None:
         return Seen(torch_npu=None)
-    imported, said = _probe()
+    imported, message = _probe()
     home = os.environ.get("ASCEND_HOME_PATH")
     return Seen(
         torch_npu=installed,
         autoloads=any(point.name == "torch_npu" for point in entry_points(group="torch.backends")),
         environ=dict(os.environ),
         imported=imported,
-        said=said,
+        message=message,
         cann=Path(home) if home else None,
         msprof=shutil.which("msprof"),
         msprof_analyze=_version("msprof-analyze") is not None,
@@ -129,7 +128,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _probe() -> tuple[str | None, str]:
-    """(what it prints, the last line of what it says)"""
+    """Run the probe. Return its result, or None with the last line of its output."""
     env = {**os.environ, _AUTOLOAD: "0"}
     try:
         done = subprocess.run(
@@ -137,7 +136,7 @@ def _probe() -> tuple[str | None, str]:
         )
     except subprocess.TimeoutExpired:
         return None, f"it took longer than {_DEADLINE_S} s"
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+    last_line = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
     if done.returncode:
-        return None, said[0] if said else f"exit code {done.returncode}"
+        return None, last_line[0] if last_line else f"exit code {done.returncode}"
     return done.stdout.strip().splitlines()[-1], ""

@@ -1,4 +1,4 @@
-"""What SGLang does to torch's profiler on an NPU, and what that costs SGLang itself."""
+"""Changes that SGLang makes to torch's profiler on an NPU, and their consequences for SGLang."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import sys
 
 
 def sglang_profiler() -> str | None:
-    """What is to be known where SGLang has touched torch's profiler, or could not; None elsewhere.
+    """Describe SGLang's change of torch's profiler in this process, or its failure; None if there is none.
 
-    Imported on an NPU, SGLang sets torch_npu's `profile` in the place of `torch.profiler.profile`, and
-    torch_npu's activities in that of `ProfilerActivity.CPU` and `.CUDA`, which torch's own profiler does not
-    survive: `tool: torch` is refused there. The backend here does not go through `torch.profiler`, and so
-    works either way.
+    On an NPU, the import of SGLang replaces `torch.profiler.profile` by torch_npu's, and
+    `ProfilerActivity.CPU` and `.CUDA` by torch_npu's activities. That breaks torch's own profiler, so
+    `tool: torch` is refused there. The npu backend does not use `torch.profiler` and works either way.
     """
     torch, torch_npu = sys.modules.get("torch"), sys.modules.get("torch_npu")
     if torch is None or torch_npu is None:
@@ -21,7 +20,7 @@ def sglang_profiler() -> str | None:
     if "sglang" in sys.modules and not hasattr(torch_npu, "_apply_patches"):
         return (
             "this torch_npu has no _apply_patches, with which SGLang replaces torch.profiler.profile: "
-            "its own profiler runs torch's, and fails at its stop with AttributeError: prof_if. Fix: "
+            "SGLang's profiler runs torch's, and fails at its stop with AttributeError: prof_if. Fix: "
             "record with tool: npu"
         )
     return None

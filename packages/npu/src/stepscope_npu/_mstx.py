@@ -1,7 +1,7 @@
-"""mstx ranges around spans: opened and closed by id, on whatever thread, and closed on every path.
+"""mstx ranges around spans, opened and closed by id on any thread, and closed on every path.
 
-`stream` is always None: with a stream torch_npu issues the range later, from its task-queue thread. Its own
-decorator `mstx_range` leaves the range open when the function raises, and is not used.
+`stream` is always None: with a stream, torch_npu issues the range later, from its task-queue thread. Its
+decorator `mstx_range` is not used, because it leaves the range open if the function raises.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Ranges:
         return Range(self, message)
 
     def start(self, message: str) -> int:
-        """0 where nothing records it."""
+        """Open a range and return its number; 0 if nothing records it."""
         number = self._mstx.range_start(message) or 0
         if number:
             self._open[number] = None
         return int(number)
 
     def end(self, number: int) -> None:
-        """Once; for a range that the window's end has closed already it does nothing."""
+        """Close a range. Do nothing if it is closed already, for example by the end of the window."""
         if self._open.pop(number, 0) is None:
             self._mstx.range_end(number)
 
     def end_all(self) -> None:
-        """Before the recording stops: a range that is open then is lost. The newest first, as they nest."""
+        """Close all ranges before the recording stops, where open ones are lost. Newest first: they nest."""
         for number in reversed(list(self._open)):
             self.end(number)
 
 
 class Range:
-    """One span's."""
+    """The range of one span."""
 
     __slots__ = ("_message", "_number", "_ranges")
 

@@ -1,10 +1,10 @@
-"""Operators of the thread that opens a window, where the recording is another thread's.
+"""Operators of the thread that opens a window, if the recording is on another thread.
 
-torch_npu records the operators of the thread that starts it, and of threads that ask to be recorded too
-(`enable_profiler_in_child_thread`; the oldest have no such thing). Its counterpart `disable_...` leaves the
-callback where it is, so that a second recording would hold each operator of that thread twice, a third one
-three times. What takes the callback away as well is C++'s stop, which ends the recording for everyone: so a
-thread leaves once nothing records. Seen on 2.13.0.
+torch_npu records the operators of the thread that starts it, and of threads that call
+`enable_profiler_in_child_thread` (absent in the oldest versions). Its counterpart `disable_...` leaves the
+callback in place: a second recording would hold each operator of that thread twice, a third one three times.
+Only C++'s stop removes the callback, and it ends the recording of all threads. So a thread leaves once
+nothing records. Seen on 2.13.0.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _here = threading.local()
 
 
 def join(torch_npu: TorchNpu, flags: Mapping[str, bool]) -> str | None:
-    """Has the calling thread's operators recorded too; why they are not, or None.
+    """Record the calling thread's operators too. Return the reason if that fails, else None.
 
     Args:
-        flags: Arguments of `profile`. Stacks and modules come by Python's own hook, which the start has set
-            in every thread.
+        flags: Arguments of `profile`. The start has set the hook for stacks and modules in every thread.
     """
     ask = getattr(torch_npu.profiler.profile, "enable_profiler_in_child_thread", None)
     if ask is None:
         return (
-            f"torch_npu {torch_npu.version} records the operators of the thread that starts it alone, and "
-            "this capture was not opened on the main thread. Device data and markers are there"
+            f"torch_npu {torch_npu.version} records the operators of its own thread alone, and this capture "
+            "was not opened on the main thread. Device data and markers are recorded"
         )
     _here.joined = True
     ask(**{name: flags[name] for name in ("record_shapes", "profile_memory")})
@@ -43,7 +42,7 @@ def join(torch_npu: TorchNpu, flags: Mapping[str, bool]) -> str | None:
 
 
 def leave(torch_npu: TorchNpu) -> None:
-    """The calling thread is recorded no longer, if it was. While anything records it stays as it is."""
+    """Stop recording the calling thread's operators. Do nothing while a recording runs."""
     if not getattr(_here, "joined", False) or PROCESS_LOCK.holder is not None or _recordings.theirs_open():
         return
     _here.joined = False
@@ -52,9 +51,9 @@ def leave(torch_npu: TorchNpu) -> None:
     try:
         torch_npu.interface._stop_profiler()
     except Exception as error:
-        log.warning("stepscope: torch_npu goes on watching %s: %s", threading.current_thread().name, error)
+        log.warning("stepscope: torch_npu still watches %s: %s", threading.current_thread().name, error)
 
 
 def forget() -> None:
-    """In the child of a fork, where a stop would wait for threads that are not there."""
+    """Reset in the child of a fork, where a stop would wait for threads that do not exist."""
     _here.joined = False

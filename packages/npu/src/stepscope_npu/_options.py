@@ -1,4 +1,4 @@
-"""What of an `NpuConfig` the installed torch_npu can do."""
+"""An `NpuConfig`, resolved for the installed torch_npu."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _FLAGS = {
     "module": "with_modules",
     "stack": "with_stack",
 }
-"""Contents that are an argument of `torch_npu.profiler.profile`."""
+"""Contents by the argument of `torch_npu.profiler.profile` that turns them on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A config, resolved against one torch_npu."""
+    """A configuration, resolved for one torch_npu."""
 
     torch_npu: TorchNpu
     make_profile: Callable[..., Any]
-    """`torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. Makes the NPU context: call it
-    once the device is set."""
+    """`torch_npu.profiler.profile` without `schedule` and `on_trace_ready`. It makes the NPU context, so call
+    it once the device is set.
+    """
     flags: Mapping[str, bool]
-    """Arguments of `profile` for what is recorded with each operator."""
+    """Arguments of `profile` for the details of each operator."""
     records_device: bool
     records_operators: bool
     markers: bool
@@ -41,9 +42,10 @@ class Options:
 
 
 def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
-    """
+    """Resolve a configuration.
+
     Raises:
-        BackendError: this torch_npu lacks what the run cannot do without.
+        BackendError: this torch_npu lacks a feature that the run needs.
     """
     ignored: dict[str, str] = {}
     contents = list(config.contents)
@@ -79,8 +81,9 @@ def resolve(config: NpuConfig, torch_npu: TorchNpu) -> Options:
 
 
 def _refuse_database(torch_npu: TorchNpu) -> None:
-    """The oldest ask CANN's msprof whether it knows `db`, and make no profile where it does not or is not
-    there; asked here the same, that is known before the run.
+    """Raise `BackendError` before the run if this torch_npu would refuse the export `db`.
+
+    The oldest versions ask CANN's msprof for it, and make no profile if it is absent or does not know `db`.
     """
     manager = getattr(torch_npu.interface, "CannPackageManager", None)
     ask = getattr(manager, "cann_package_support_export_db", None)
@@ -98,7 +101,7 @@ def _refuse_database(torch_npu: TorchNpu) -> None:
 
 
 def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, Any]:
-    """Arguments for `_ExperimentalConfig`, all of which it has."""
+    """Return arguments that this version's `_ExperimentalConfig` has."""
     mstx = "mstx" if "mstx" in torch_npu.arguments else "msprof_tx"
     arguments: dict[str, Any] = {
         "profiler_level": torch_npu.choices("ProfilerLevel")[_LEVELS[config.level]],
@@ -113,8 +116,8 @@ def _experimental(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str
     for name in config.extra:
         if name not in known:
             raise BackendError(
-                f"npu.extra names {name!r}, and the _ExperimentalConfig of torch_npu {torch_npu.version} "
-                f"takes {', '.join(sorted(known))}. Fix: take it out, or install a torch_npu that has it"
+                f"npu.extra names {name!r}, but the _ExperimentalConfig of torch_npu {torch_npu.version} "
+                f"takes {', '.join(sorted(known))}. Fix: remove it, or install a torch_npu that has it"
             )
     return {**arguments, **config.extra}
 
@@ -124,14 +127,14 @@ def _aic_metrics(config: NpuConfig, torch_npu: TorchNpu) -> Any:
     name = config.aic_metrics or "AiCoreNone"
     if name not in known:
         raise BackendError(
-            f"npu.aic_metrics is {name!r}, and torch_npu {torch_npu.version} has {', '.join(sorted(known))}. "
+            f"npu.aic_metrics is {name!r}, but torch_npu {torch_npu.version} has {', '.join(sorted(known))}. "
             "Fix: choose one of these"
         )
     return known[name]
 
 
 def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) -> dict[str, list[str]]:
-    """Which mstx domains are recorded. Markers of spans are in the default one, which must not be lost."""
+    """Return the arguments for mstx domains. Keep the default one, which has the markers of spans."""
     if not config.markers:
         return {}
     if config.domains_include:
@@ -148,7 +151,7 @@ def _domains(config: NpuConfig, torch_npu: TorchNpu, ignored: dict[str, str]) ->
 
 
 def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:
-    """What a sidecar says of it."""
+    """Return the options for the sidecar."""
     extra = {f"extra.{name}": value for name, value in config.extra.items()}
     return {
         "level": config.level,
@@ -163,8 +166,9 @@ def _recorded(config: NpuConfig, contents: Sequence[str]) -> Recorded:
 
 
 def patched_by_torch_npu() -> list[str]:
-    """Functions of torch that importing torch_npu has replaced. They write the mstx ranges `dataloader` and
-    `save_checkpoint` into every recording, in the default domain.
+    """Return the functions of torch that the import of torch_npu has replaced.
+
+    They write the mstx ranges `dataloader` and `save_checkpoint` into every recording, in the default domain.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -177,6 +181,6 @@ def patched_by_torch_npu() -> list[str]:
 
 
 def _is_theirs(function: object) -> bool:
-    # torch_npu's `save` is wrapped with functools.wraps: its code says where it is from, its module does not.
+    # torch_npu's `save` uses functools.wraps: its code shows its origin, its module does not.
     code = getattr(function, "__code__", None)
     return code is not None and "_add_mstx_patch" in code.co_filename

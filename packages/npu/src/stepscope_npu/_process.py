@@ -1,4 +1,4 @@
-"""What the Ascend profiler needs of the process around it: room for other recordings, an end before exit."""
+"""Hooks of the Ascend profiler in the process: recordings of other code, exit, and forked children."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _hooked = False
 
 
 def hook(torch_npu: TorchNpu) -> None:
-    """Before the first recording of this process."""
+    """Install the hooks before the first recording of this process."""
     global _hooked
     with _hooking:
         if _hooked:
@@ -27,7 +27,7 @@ def hook(torch_npu: TorchNpu) -> None:
         foreign_sessions.watch(partial(_before_another_of_torch, torch_npu))
         _recordings.watch(torch_npu, partial(_before_another_of_torch_npu, torch_npu))
         os.register_at_fork(after_in_child=_in_child)
-        # Without a stop, everything is lost. Registered after torch_npu's own handler, so called before it.
+        # Without a stop, everything is lost. Registered after torch_npu's own handler, so it runs before it.
         atexit.register(_at_exit)
 
 
@@ -41,7 +41,7 @@ def _before_another_of_torch_npu(torch_npu: TorchNpu) -> None:
 
 
 def _before_another(torch_npu: TorchNpu, profiler: str) -> bool:
-    """Other code starts a profiler on this thread: ours makes room, whole. Whether there was one."""
+    """End the open window, because other code starts a profiler here. Return whether there was one."""
     window = _window.current
     if window is not None:
         _end(window, profiler)
@@ -61,7 +61,7 @@ def _end(window: _window.NpuWindow, profiler: str) -> None:
 
 
 def _at_exit() -> None:
-    """A stop() after this still gets what was recorded."""
+    """End an open window. A later stop() still gets its recording."""
     window = _window.current
     if window is not None:
         run_on(window.thread, window.end)

@@ -1,8 +1,7 @@
-"""Reads analysed recordings of the Ascend profiler into the merged timeline, as its readers do.
+"""Readers of analysed recordings of the Ascend profiler, for the merged timeline.
 
-A recording is a folder that ends in `_ascend_pt`. Until it is analysed nothing in it can be placed; then
-`ASCEND_PROFILER_OUTPUT` holds `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which say
-the same.
+A recording is a folder that ends in `_ascend_pt`. A timeline needs its analysis: `ASCEND_PROFILER_OUTPUT`
+with `trace_view.json`, or `ascend_pytorch_profiler[_RANK].db`, or both, which have the same content.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ _INFO = "profiler_info"
 
 
 class TraceViewReader:
-    """`trace_view.json`"""
+    """Reader of `trace_view.json`."""
 
     name = "npu trace_view"
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Every file of a recording: what else lies there is read by nobody, and most of it missed by
-        nobody.
-        """
+        """Claim every file of a recording. No reader needs its other files."""
         if file.path.name == "trace_view.json":
             return Claim()
         folder = recording_of(file.path)
@@ -44,7 +41,7 @@ class TraceViewReader:
 
 
 class DatabaseReader:
-    """`ascend_pytorch_profiler*.db`"""
+    """Reader of `ascend_pytorch_profiler*.db`."""
 
     name = "npu database"
 
@@ -52,7 +49,7 @@ class DatabaseReader:
         if not _is_database(file.path):
             return None
         beside = file.path.with_name("trace_view.json")
-        return Claim(read=not beside.exists())  # both say the same
+        return Claim(read=not beside.exists())  # both have the same content
 
     def open(self, file: FoundFile, notes: Notes) -> Recording:
         from stepscope_npu._database import Database
@@ -61,7 +58,7 @@ class DatabaseReader:
 
 
 def recording_of(path: Path) -> Path | None:
-    """The recording that a file lies in."""
+    """Return the recording that a file lies in."""
     return next((folder for folder in path.parents if folder.name.endswith(SUFFIX)), None)
 
 
@@ -70,12 +67,12 @@ def _is_database(path: Path) -> bool:
 
 
 def correction_ns(file: FoundFile) -> int:
-    """What to add to the times of a recording that CANN recorded nothing of, to make them unix ns.
+    """Return the correction that makes the times of a recording without data of CANN unix ns.
 
-    torch_npu counts host events in CLOCK_MONOTONIC_RAW. Where CANN has left no reading of both clocks, its
-    analysis takes the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead, which since boot has drifted
-    away from RAW (by 250 ms in one run). The sidecar holds all three clocks. 0: nothing is to be corrected,
-    or nothing says by how much.
+    torch_npu times host events by CLOCK_MONOTONIC_RAW. If CANN has left no reading of both clocks, the
+    analysis uses the difference of CLOCK_REALTIME and CLOCK_MONOTONIC instead. MONOTONIC has drifted away
+    from RAW since boot (by 250 ms in one run). The sidecar holds all three clocks. 0: no correction is
+    needed, or none is known.
     """
     folder = recording_of(file.path)
     opened = None if file.sidecar is None else file.sidecar.opened
@@ -90,7 +87,7 @@ def correction_ns(file: FoundFile) -> int:
 
 
 def _end_info(folder: Path) -> int | None:
-    """The difference that the analysis took, in ns."""
+    """Return the difference that the analysis used, in ns."""
     for path in folder.glob(f"{_INFO}*.json"):
         try:
             info = json.loads(read_file(path))["end_info"]

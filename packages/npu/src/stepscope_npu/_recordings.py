@@ -1,8 +1,8 @@
-"""Recordings of torch_npu in this process, ours and others', watched where all of them meet C++.
+"""All recordings of torch_npu in this process, watched at their calls into C++.
 
-torch_npu shows neither a recording that runs nor one that failed: two of them share one CANN recording and
-one output folder without a word, and what `start` and `stop` raise inside is printed and dropped. So the five
-functions through which `torch_npu.profiler.profiler_interface` reaches C++ are wrapped, once per process.
+torch_npu shows neither a recording that runs nor one that failed. Two of them silently share one CANN
+recording and one output folder, and errors inside of `start` and `stop` are printed and dropped. So this
+module wraps, once per process, the five functions by which `torch_npu.profiler.profiler_interface` calls C++.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from stepscope_npu._versions import TorchNpu
 
 _CALLS = ("_init_profiler", "_warmup_profiler", "_start_profiler", "_stop_profiler", "_finalize_profiler")
 _PATH_FIELDS = ("_dir_path", "_worker_name", "_export_only_mode")
-"""What a handler sets."""
+"""Fields that a handler sets."""
 _MADE_IN = "_prof_path"
-"""Where the last recording is made. A `_KinetoProfile` that is destructed deletes it in export-only mode."""
+"""The folder of the last recording. The destructor of a `_KinetoProfile` deletes it in export-only mode."""
 
 _ours_on: int | None = None
-"""The thread that drives a recording of ours. One writer: `ours`."""
+"""The thread that drives a recording of stepscope. One writer: `ours`."""
 _theirs_open = False
-"""Whether a recording of other code is open. One writer: the calls watched."""
+"""True while a recording of other code is open. One writer: the watched calls."""
 
 
 class Calls:
-    """The C++ calls of one recording of ours, and what they raised."""
+    """The C++ calls of one recording of stepscope, and their errors."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -38,13 +38,13 @@ _calls = Calls()
 
 
 def watch(torch_npu: TorchNpu, before_theirs: Callable[[], None]) -> None:
-    """Calls `before_theirs()` on the thread on which other code is about to open a recording.
+    """Call `before_theirs()` on a thread of other code that is about to open a recording.
 
-    To be called once per process.
+    Call `watch` once per process.
     """
     for name in _CALLS:
         original = getattr(torch_npu.interface, name, None)
-        if original is not None:  # the oldest have no warm-up
+        if original is not None:  # the oldest versions have no warm-up
             setattr(torch_npu.interface, name, _watched(name, original, before_theirs))
 
 
@@ -80,7 +80,7 @@ def _note_theirs(is_open: bool) -> None:
 
 @contextmanager
 def ours(calls: Calls) -> Iterator[None]:
-    """Around everything that a recording of ours does. One at a time: the process lock is held."""
+    """Mark the calls inside as those of a stepscope recording. The caller holds the process lock."""
     global _ours_on, _calls
     _ours_on, _calls = threading.get_ident(), calls
     try:
@@ -94,17 +94,17 @@ def theirs_open() -> bool:
 
 
 def busy(torch_npu: TorchNpu) -> str | None:
-    """Why no recording of ours can start; None when it can."""
+    """Return the reason why no recording can start; None if it can."""
     if _theirs_open or _paths(torch_npu).is_prof_inited:
         return "a torch_npu.profiler recording that is not stepscope's is open (running or warming up)"
     return None
 
 
 class OutputFolder:
-    """torch_npu's one output folder: whichever handler was made last owns it, for every recording.
+    """torch_npu's one output folder, which the newest handler owns for every recording.
 
-    Ours takes it for a moment and gives it back, so that a profiler that the user has made and not started
-    yet writes where the user said.
+    A window takes it for a moment and gives it back. So a profiler that the user has made but not started
+    still writes to the user's folder.
     """
 
     def __init__(self, torch_npu: TorchNpu) -> None:
@@ -113,13 +113,13 @@ class OutputFolder:
         self._ours: dict[str, object] = {}
 
     def taken(self) -> None:
-        """Ours is made."""
+        """Note the values of stepscope's handler."""
         self._ours = self._now()
 
     def give_back(self) -> None:
-        """Once ours is over. torch_npu's own mark of that is missing where finishing it has raised."""
+        """Restore the previous values after the recording. Clear torch_npu's mark, which an error leaves."""
         self._paths.is_prof_inited = False
-        if self._now() == self._ours:  # else somebody has made a handler since
+        if self._now() == self._ours:  # otherwise other code has made a handler since
             vars(self._paths).update(self._before)
 
     def _now(self) -> dict[str, object]:
@@ -128,7 +128,7 @@ class OutputFolder:
 
 
 def keep_open_for_theirs(torch_npu: TorchNpu) -> None:
-    """Ending ours has marked the process as not recording, when theirs had just marked it."""
+    """Set torch_npu's mark again, which the end of stepscope's recording cleared for a foreign one."""
     _paths(torch_npu).is_prof_inited = True
 
 

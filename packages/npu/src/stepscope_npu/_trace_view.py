@@ -1,13 +1,13 @@
-"""Reads `trace_view.json`, which is nearly a Chrome trace.
+"""Reader of `trace_view.json`, which is nearly a Chrome trace.
 
-A JSON list. `ts` is text, unix us with digits down to the ns (as a float it would lose 0.25 us); `dur` is us.
-What a pid stands for is said by its `process_name` alone: `Python` has the process' own, every other layer
-one that was made up (`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). These names may
-come behind the events, so the file is read twice.
+It is a JSON list. `ts` is text, unix us with digits down to the ns (a float would lose 0.25 us); `dur` is us.
+Only `process_name` tells the meaning of a pid: `Python` has the real one, every other layer a made-up one
+(`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). These names may follow the events,
+so the file is read twice.
 
 Layers: `Python`, `Python GC`; `CANN` (its calls), one named after the process (mstx ranges), `Ascend
-Hardware` (a thread for each stream), `Communication` (once `HCCL`), `Overlap Analysis` (drawn from the two
-before), and counters.
+Hardware` (a thread for each stream), `Communication` (formerly `HCCL`), `Overlap Analysis` (derived from the
+two before), and counters.
 Format: torch_npu's and msprof's own writers, and their published guides.
 """
 
@@ -59,7 +59,7 @@ _entry = msgspec.json.Decoder(Entry).decode
 
 
 class TraceView:
-    """One file. `correction_ns` is added to its times, unless it turns out to hold what CANN recorded."""
+    """One open file. `correction_ns` is added to its times, unless it holds data of CANN."""
 
     def __init__(self, path: Path, notes: Notes, correction_ns: int) -> None:
         self._path = path
@@ -90,10 +90,10 @@ class TraceView:
             yield from self._declare(entry)
             event = self._event(entry, at_ns + self._shift_ns)
             if isinstance(event, Slice) and event.category == "user_annotation":
-                ranges.append(event)  # few, and theirs overlap: they have to come in order
+                ranges.append(event)  # few, but overlapping ones, which have to come in order
             elif event is not None:
                 yield event
-        yield from sorted(ranges, key=lambda each: each.start_ns)
+        yield from sorted(ranges, key=lambda event: event.start_ns)
 
     def _entries(self, notes: Notes) -> Iterator[Entry]:
         for raw in chrome_events(self._path, notes):
@@ -103,7 +103,7 @@ class TraceView:
                 notes.events(NOT_UNDERSTOOD)
 
     def _read_names(self) -> None:
-        for raw in chrome_events(self._path, Notes()):  # the reading that counts is the other one
+        for raw in chrome_events(self._path, Notes()):  # only the other reading keeps notes
             if b'"M"' not in bytes(raw):
                 continue
             try:
@@ -112,13 +112,13 @@ class TraceView:
                 continue
             if entry.ph != "M" or not entry.args:
                 continue
-            said = next(iter(entry.args.values()))
+            value = next(iter(entry.args.values()))
             if entry.name == "process_name":
-                self._layers[entry.pid] = str(said)
+                self._layers[entry.pid] = str(value)
             elif entry.name == "process_labels":
-                self._labels[entry.pid] = str(said)
+                self._labels[entry.pid] = str(value)
             elif entry.name == "thread_name":
-                self._threads[entry.pid, entry.tid] = str(said)
+                self._threads[entry.pid, entry.tid] = str(value)
 
     def _declare(self, entry: Entry) -> Iterator[Track]:
         key = (entry.pid, entry.tid)
@@ -143,7 +143,7 @@ class TraceView:
         )  # fmt: skip
 
     def _is_range(self, entry: Entry) -> bool:
-        """Whether it is of the layer of mstx ranges, whose name is that of the program."""
+        """Return whether an entry is of the layer of mstx ranges, which has the name of the program."""
         return self._layers.get(entry.pid) not in _LAYERS and "event_type" in (entry.args or {})
 
     def _event(self, entry: Entry, at_ns: int) -> Event | None:
@@ -187,7 +187,7 @@ class TraceView:
 
 
 def nanoseconds(text: bytes) -> int | None:
-    """Of a `ts`: us, as text or as a number, in whole ns."""
+    """Return a `ts` (us, as text or as a number) in whole ns."""
     whole, _, rest = text.strip(b'"').partition(b".")
     try:
         return int(whole) * 1000 + int(rest.ljust(3, b"0")[:3] or b"0")

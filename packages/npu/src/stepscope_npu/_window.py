@@ -1,8 +1,8 @@
-"""One window of the Ascend profiler, from start to the recordings that lie on disk.
+"""One window of the Ascend profiler, from its start to the recordings on disk.
 
-`begin`, `advance` and `end` run on the window's thread, one at a time, so nothing here locks: torch_npu's
-recording belongs to the thread that starts it, like torch's. Each cycle of a schedule is a profile of its
-own, made, with the handler that owns the output folder, in one go when it begins.
+`begin`, `advance` and `end` run on the window's thread, one at a time, so this module needs no lock: a
+recording of torch_npu belongs to the thread that starts it, like torch's. Each cycle of a schedule is a
+separate profile. It is made when the cycle begins, together with the handler that owns the output folder.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from stepscope_npu._options import Options
 from stepscope_npu._versions import refuse_msprof
 
 current: NpuWindow | None = None
-"""The window that holds this process. One writer: this module."""
+"""The window that records this process. One writer: this module."""
 _parents: list[object] = []
-"""In the child of a fork: the parent's profile. Destructing it would stop the parent's recording."""
+"""In the child of a fork: the parent's profile. Its destruction would stop the parent's recording."""
 
 
 @dataclass
 class Recorded:
-    """What one cycle recorded, on disk."""
+    """The recording of one cycle, on disk."""
 
     folder: Path
     cycle: int
@@ -45,7 +45,7 @@ class Recorded:
 
 
 class Cycle:
-    """The schedule of one profile, as torch_npu calls it. Unlike torch_npu's own it prints nothing.
+    """The schedule of one profile, as torch_npu calls it. Unlike torch_npu's own, it prints nothing.
 
     Its fields are those of `torch_npu.profiler.schedule`: `profiler_info.json` gets its `__dict__`.
     """
@@ -67,7 +67,7 @@ class Cycle:
 
 
 class NpuWindow:
-    """`folder` is where recordings are made; `about` goes into `profiler_metadata.json`."""
+    """A window that records below `folder`. `about` goes into `profiler_metadata.json`."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class NpuWindow:
         self.ranges = Ranges(options.torch_npu.mstx)
         self.ignored = dict(options.ignored)
         self.operators_of: str | None = None
-        """The thread whose operators it holds; what autograd's own threads run for it is in there."""
+        """The thread whose operators it holds, with those that autograd's threads run for it."""
         self._folder = folder
         self._schedule = schedule
         self._about = about
         self._device: int | None = None
-        if thread.all_threads:  # a thread of ours, which has a current device of its own
+        if thread.all_threads:  # a thread of stepscope, which has a current device of its own
             self._device = options.torch_npu.module.npu.current_device()
         self._profile: Any = None
         self._output: _recordings.OutputFolder | None = None
@@ -103,14 +103,14 @@ class NpuWindow:
         self._kept: Kept[Recorded] = Kept()
 
     def take(self) -> list[Recorded]:
-        """What is recorded and was not taken yet; see `Kept.take`. From any thread."""
+        """Take the recordings that wait; see `Kept.take`. From any thread."""
         return self._kept.take(self.name)
 
     def begin(self) -> None:
-        """Starts recording, or what the schedule has at mini-batch 0.
+        """Enter the phase of mini-batch 0: recording, if there is no schedule.
 
         Raises:
-            ProfilerBusyError: somebody else's recording, or a window of ours, has this process.
+            ProfilerBusyError: a recording of other code, or another window, records this process.
             BackendError: torch_npu does not start. Nothing is left running.
         """
         global current
@@ -129,7 +129,7 @@ class NpuWindow:
             raise
 
     def advance(self) -> None:
-        """One mini-batch is done, of a window with a schedule."""
+        """Go to the phase of the next mini-batch, in a window with a schedule."""
         if self.over:
             return
         self._mini_batch += 1
@@ -148,7 +148,7 @@ class NpuWindow:
             self.end()
 
     def end(self, truncated: str | None = None) -> None:
-        """Ends recording for good. What was recorded by now is kept."""
+        """End recording for good and keep the recording so far."""
         if self.over:
             return
         self.over = True
@@ -158,7 +158,7 @@ class NpuWindow:
             if self._profile is not None:
                 self._settle()
                 if self._schedule is None:
-                    self._step()  # the schedule's one mini-batch: stopped without it, torch_npu complains
+                    self._step()  # the schedule's one mini-batch: without it, torch_npu warns at the stop
                 self._close(truncated or self._cut_short())
         except Exception as error:
             self._kept.lost = f"torch_npu did not stop: {error}"
@@ -178,12 +178,12 @@ class NpuWindow:
         self.phase = to.phase
 
     def _open(self) -> None:
-        """Handler, profile and start in one go."""
+        """Make the handler and the profile, and start it."""
         torch_npu = self.options.torch_npu
-        others = _recordings.busy(torch_npu) or torch_busy()
-        if others is not None:
+        foreign = _recordings.busy(torch_npu) or torch_busy()
+        if foreign is not None:
             raise ProfilerBusyError(
-                f"{self.name} cannot start: {others}, and together both would lose their data. "
+                f"{self.name} cannot start: {foreign}, and together both would lose their data. "
                 "Fix: end that one before the capture, or capture other steps"
             )
         if self._device is not None:
@@ -213,7 +213,7 @@ class NpuWindow:
             self._profile.add_metadata_json("stepscope", about)
 
     def _verify_start(self) -> None:
-        """`start` returns None whatever happened."""
+        """Raise `BackendError` if the start failed, which `start` itself does not report."""
         errors = list(self._calls.errors)
         if not errors and self._calls.made & {"_start_profiler", "_warmup_profiler", "_init_profiler"}:
             return
@@ -228,7 +228,7 @@ class NpuWindow:
             self._profile.step()
 
     def _settle(self) -> None:
-        """Waits for the device, which torch_npu up to 2.10 does not before it stops; closes open ranges."""
+        """Wait for the device, which torch_npu up to 2.10 omits before a stop, and close open ranges."""
         if self.options.records_device:
             try:
                 self.options.torch_npu.module.npu.synchronize()
@@ -237,28 +237,28 @@ class NpuWindow:
         self.ranges.end_all()
 
     def _close(self, truncated: str | None) -> None:
-        """Stops the profile if it has not come to its end, and looks at what it left."""
+        """Stop the profile if it has not come to its end, and check its files."""
         profile, self._profile = self._profile, None
         was, self.phase = self.phase, "off"
         with _recordings.ours(self._calls):
             profile.stop()
             self._force(profile)
-        profile.stopped = True  # else its destructor stops it once more
+        profile.stopped = True  # otherwise its destructor stops it again
         self._give_output_back()
         if was == "warmup":
             _disk.remove(self._made_in)
             return
-        found = _disk.look(
+        outcome = _disk.look(
             self._made_in, records_device=self.options.records_device, errors=self._calls.errors
         )
-        if found.folder is None or found.failed is not None:
+        if outcome.folder is None or outcome.failed is not None:
             _disk.remove(self._made_in)
-            self._kept.lost = found.failed
+            self._kept.lost = outcome.failed
             return
-        self._kept.recorded.append(Recorded(found.folder, self._cycle, found.lacking, truncated))
+        self._kept.recorded.append(Recorded(outcome.folder, self._cycle, outcome.lacking, truncated))
 
     def _force(self, profile: Any) -> None:
-        """torch_npu gives up in the middle of stopping when a part of it raises; the rest goes on running."""
+        """Stop the parts of a profile that torch_npu left running after an error in its stop."""
         made, interface = self._calls.made, self.options.torch_npu.interface
         if "_start_profiler" in made and "_stop_profiler" not in made:
             self._try(interface._stop_profiler)
@@ -272,15 +272,13 @@ class NpuWindow:
             self._calls.errors.append(str(error))
 
     def _abandon(self) -> None:
-        """Drops a profile that did not start, with whatever of it runs."""
+        """Drop a profile that did not start, and stop its running parts."""
         self.phase = "off"
         profile, self._profile = self._profile, None
         if profile is not None:
             with _recordings.ours(self._calls):
                 self._force(profile)
-            profile.stopped = (
-                True  # else its destructor stops it, and writes a file into the working directory
-            )
+            profile.stopped = True  # otherwise its destructor stops it, and writes into the working directory
         self._give_output_back()
         _disk.remove(self._made_in)
 
@@ -290,7 +288,7 @@ class NpuWindow:
             self._output = None
 
     def _cut_short(self) -> str | None:
-        """Why the recording under way is not whole: its mini-batches are not all there."""
+        """Explain why the open recording lacks mini-batches of its schedule; None without a schedule."""
         if self._schedule is None or self.phase != "active":
             return None
         return cut_short(self._schedule, self._mini_batch, "npu.schedule")
@@ -301,7 +299,7 @@ class NpuWindow:
         return never_active(self._schedule, self._mini_batch, "npu.schedule")
 
     def forget(self) -> None:
-        """In the child of a fork: the recording is the parent's."""
+        """Drop the recording in the child of a fork: it belongs to the parent."""
         _parents.append(self._profile)
         if self._profile is not None:
             self._profile.stopped = True
@@ -311,7 +309,7 @@ class NpuWindow:
 
 
 def forget() -> None:
-    """In the child of a fork."""
+    """Drop the parent's window in the child of a fork."""
     global current
     window, current = current, None
     if window is not None:
