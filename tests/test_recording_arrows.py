@@ -23,11 +23,6 @@ BELOW = {
 ROOT = "stepscope.recording."
 FOLDER = CORE / "src" / "stepscope" / "recording"
 MODULES = {f"{ROOT}{path.parent.name}.{path.stem}" for path in FOLDER.glob("*/*.py")}
-EXCEPT = {
-    ("instrument.step_boundaries", "capture.capture"),
-    ("instrument.step_boundaries", "capture.prepare"),
-}
-"""(importing module, imported module) below `recording`, still to be cut."""
 
 
 def module_of(target: str) -> str:
@@ -40,10 +35,6 @@ INSIDE = [
 ]
 
 
-def is_exception(item: Import) -> bool:
-    return (item.module.removeprefix(ROOT), module_of(item.target).removeprefix(ROOT)) in EXCEPT
-
-
 def room_of(module: str) -> str:
     return module.removeprefix(ROOT).partition(".")[0]
 
@@ -53,7 +44,7 @@ def test_every_room_has_its_arrows_written_down() -> None:
 
 
 def test_a_room_imports_the_rooms_below_it() -> None:
-    wrong = [item for item in INSIDE if not is_below(item) and not is_exception(item)]
+    wrong = [item for item in INSIDE if not is_below(item)]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -65,16 +56,8 @@ def is_below(item: Import) -> bool:
 def test_no_modules_of_recording_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for item in INSIDE:
-        if not is_exception(item):
-            graph.setdefault(item.module, set()).add(module_of(item.target))
+        graph.setdefault(item.module, set()).add(module_of(item.target))
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of imports: {' -> '.join(error.args[1])}") from None
-
-
-def test_no_exception_outlives_its_import() -> None:
-    imported = {
-        (item.module.removeprefix(ROOT), module_of(item.target).removeprefix(ROOT)) for item in INSIDE
-    }
-    assert imported >= EXCEPT

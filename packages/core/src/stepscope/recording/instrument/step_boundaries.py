@@ -1,36 +1,55 @@
-"""Steps of a loop that one cannot edit: captures opened and closed around, or between, calls in it.
+"""Steps of a loop that nobody edits: captures that open and close around, or between, calls in it.
 
-A call `around` is one step. With `begin` a step starts when a call does; with `end` it is over when a call
-is, by return or by exception. With `next` one step is over and another starts when a call returns. A step
-also ends where the following one begins, and with the process.
+A call `around` is one step. With `begin` a step starts when a call starts. With `end` it is over when a call
+returns or raises. With `next` one step is over and another starts when a call returns. A step also ends where
+the following one begins, and with the process.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from stepscope.recording.capture import capture, prepare
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures
-from stepscope.recording.process.failures import describe
-from stepscope.recording.spans import slot, wrapping
+from stepscope.recording.spans import wrapping
+
+
+class StepCapture(Protocol):
+    """The capture of one step, as boundaries open and close it."""
+
+    def open(self) -> None: ...
+    async def aopen(self) -> None: ...
+    def close(self, error: str | None) -> None: ...
+    async def aclose(self, error: str | None) -> None: ...
+
+
+NewCapture: TypeAlias = "Callable[[int, object, str, StepCapture | None], StepCapture | None]"
+"""(number, workers, role, the capture that is closed first) -> the capture to open, or None for none."""
+new_capture: NewCapture | None = None
+"""One writer: the module `OPENER`."""
+OPENER = "stepscope.recording.capture.unedited"
+"""Imported by name when the first step begins: captures import this room, and most processes begin no step.
+
+A Ray worker needs it too. It unpickles a wrapper with its class, and configures nothing itself.
+"""
 
 
 class Boundary(NamedTuple):
-    """What calls of one function have to do with steps."""
+    """The meaning of one function's calls for steps."""
 
     kind: str
     """`around`, `begin`, `end` or `next`."""
     role: str
-    """Of this process."""
+    """The role of this process."""
     number: str | None
-    """Path to the step's number; None: they are counted."""
+    """Path to the step's number. None: steps are counted."""
     workers: Mapping[str, str]
     """{role: path to its Ray actors}."""
     condition: Condition
@@ -43,7 +62,7 @@ class Step:
 
     __slots__ = ("capture", "number", "pid")
 
-    def __init__(self, number: int, capture: capture.Capture | None) -> None:
+    def __init__(self, number: int, capture: StepCapture | None) -> None:
         self.number = number
         self.capture = capture
         self.pid = os.getpid()
@@ -54,20 +73,20 @@ _step: Step | None = None
 _next = 0
 """The number of the next step that is counted."""
 _calls: Counter[str] = Counter()
-"""How often each boundary was called here. One writer: `begin`."""
+"""Number of calls of each boundary in this process. One writer: `begin`."""
 
 
 def calls_of(target: str) -> int:
-    """How often this process called the boundary `module:name`."""
+    """Return how often this process called the boundary `module:name`."""
     return _calls[target]
 
 
 def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
-    """A function of `fn`'s kind that opens and closes captures as `boundary` says.
+    """Return a function of `fn`'s kind that opens and closes captures around its calls.
 
     Raises:
-        ConfigError: a path of `boundary` does not begin with an argument of `fn`.
-        TypeError: it is a generator, whose calls begin and end nothing.
+        ConfigError: A path of `boundary` does not begin with an argument of `fn`.
+        TypeError: `fn` is a generator, whose calls begin and end nothing.
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
@@ -75,11 +94,11 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
     boundary.condition.check(arguments, target)
     for path in (*([boundary.number] if boundary.number else ()), *boundary.workers.values()):
         arguments.check(path, target)
-    made = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
-    return cast(FunctionType, wrapping.wraps(fn, made, wrapping.declared(fn)))
+    wrapper = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
+    return cast(FunctionType, wrapping.wraps(fn, wrapper, wrapping.declared(fn)))
 
 
-# What is closed over travels with a Ray class by value: modules and importable classes alone.
+# A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
 
 
 def _sync(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: str) -> Callable[..., Any]:
@@ -113,14 +132,11 @@ def _async(fn: FunctionType, boundary: Boundary, arguments: Arguments, target: s
 
 
 class Switch(NamedTuple):
-    """The capture to close, and the one to open then."""
+    """A capture to close, with the error that ended its step, and the one to open then."""
 
-    close: capture.Capture | None = None
+    close: StepCapture | None = None
     error: str | None = None
-    open: capture.Capture | None = None
-    workers: object = None
-    """Of `open`, and so is `role`."""
-    role: str = ""
+    open: StepCapture | None = None
 
 
 _NOTHING = Switch()
@@ -145,14 +161,14 @@ class Call:
             self.before = self._start()
 
     def returned(self) -> Switch:
-        """What to do once it has returned."""
+        """Return the change that the call's return makes."""
         if self._kind == "next":
             return self._start()
         return _finish(None) if self._kind in ("around", "end") else _NOTHING
 
     def failed(self, error: BaseException) -> Switch:
-        """What to do once it has raised."""
-        return _finish(describe(error)) if self._kind in ("around", "end") else _NOTHING
+        """Return the change that the call's exception makes."""
+        return _finish(failures.describe(error)) if self._kind in ("around", "end") else _NOTHING
 
     def _start(self) -> Switch:
         global _step, _next
@@ -165,15 +181,14 @@ class Call:
             finished = _finish(None)
             number = _next if number is None else number
             _next = number + 1
-            workers = self._workers()
-            _step = Step(number, self._capture(number, workers, finished.close))
-            return finished._replace(open=_step.capture, workers=workers, role=self._boundary.role)
+            _step = Step(number, self._capture(number, finished.close))
+            return finished._replace(open=_step.capture)
         except Exception as error:
             failures.note("beginning a step of the framework", error)
             return finished
 
     def _is_within(self, here: Step, number: int | None) -> bool:
-        """Whether a call of a `begin` is a part of the step that one is in."""
+        """Return whether a call of a `begin` belongs to the step that this process is in."""
         return not self._boundary.counts if number is None else number == here.number
 
     def _number(self) -> int | None:
@@ -181,29 +196,23 @@ class Call:
             return None
         return self._arguments.number(self._boundary.number, *self._given)
 
-    def _capture(
-        self, number: int, workers: object, closing: capture.Capture | None
-    ) -> capture.Capture | None:
-        """None while somebody else captures in this process: the user, or the owner of this worker."""
-        other = capture.opened()
-        if other is None and slot.active is not None:
-            return None
-        if other is not None and other is not closing:
-            return None
-        return capture.capture_unedited(number, workers=workers, role=self._boundary.role)
+    def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
+        if new_capture is None:
+            importlib.import_module(OPENER)
+        return cast(NewCapture, new_capture)(number, self._workers(), self._boundary.role, closing)
 
     def _workers(self) -> dict[str, object] | None:
         if "ray" not in sys.modules:
             return None
-        found = {}
+        workers = {}
         for role, path in self._boundary.workers.items():
             try:
                 group = self._arguments.read(path, *self._given)
             except LookupError:
                 continue  # a critic that this run does not have
             if group is not None and group not in ([], {}, ()):
-                found[role] = group
-        return found or None
+                workers[role] = group
+        return workers or None
 
 
 def begin(
@@ -213,37 +222,35 @@ def begin(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Call:
-    """A call of a boundary, about to be made."""
+    """Count a call of a boundary that is about to be made, and return it."""
     _calls[target] += 1
     return Call(boundary, arguments, args, kwargs)
 
 
-def switch(what: Switch) -> None:
-    """Closes and opens. Trouble is logged, and the loop goes on."""
+def switch(change: Switch) -> None:
+    """Close a capture and open another. An error is logged, and the loop goes on."""
     try:
-        if what.close is not None:
-            what.close.close(error=what.error)
-        if what.open is not None:
-            prepare.before_first_step(what.open.config, what.workers, what.role)
-            what.open.open()
+        if change.close is not None:
+            change.close.close(change.error)
+        if change.open is not None:
+            change.open.open()
     except Exception as error:
         failures.note("capturing a step of the framework", error)
 
 
-async def aswitch(what: Switch) -> None:
+async def aswitch(change: Switch) -> None:
     """As `switch`, without blocking the event loop."""
     try:
-        if what.close is not None:
-            await what.close.aclose(error=what.error)
-        if what.open is not None:
-            await prepare.abefore_first_step(what.open.config, what.workers, what.role)
-            await what.open.aopen()
+        if change.close is not None:
+            await change.close.aclose(change.error)
+        if change.open is not None:
+            await change.open.aopen()
     except Exception as error:
         failures.note("capturing a step of the framework", error)
 
 
 def _here() -> Step | None:
-    """The step that this process is in; one that a forked child was born with is its parent's."""
+    """Return the step that this process is in. The step that a fork copied is its parent's."""
     return _step if _step is not None and _step.pid == os.getpid() else None
 
 
