@@ -10,7 +10,7 @@ from packages.core.tests.test_report_breakdown import account, close, driver_of
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Stall
 from stepscope.files.uncaptured import UncapturedStep
-from stepscope.report import step_breakdown, step_report
+from stepscope.report import idle_times, step_breakdown, step_report
 from stepscope.report.html.step import render_step
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import load_step
@@ -220,3 +220,20 @@ def test_a_queue_for_an_engine_that_writes_asks_for_no_more_replicas(tmp_path: P
     expect(driver, 0, recorded(driver, 0, (10, 90)))
     close(folder, 100 * MS)
     assert "queueing" not in rules(folder)
+
+
+def test_a_replica_that_waits_for_its_own_profiler_is_not_busy(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    driver = folder.process("trainer", owner=True)
+    for replica in range(2):
+        engine = folder.process("rollout", replica, replica=replica)
+        engine.span("decode", 0, 100 * MS)
+        expect(driver, replica, recorded(driver, replica, *([] if replica else [(40, 90), (95, 120)])))
+    for process in folder.processes:
+        process.close(110 * MS)
+    stalled, serving = (row for row in idle_times(load_step(folder.write())) if row.role == "rollout")
+    assert (stalled.busy_ns, stalled.idle_ns) == (45 * MS, 65 * MS)
+    assert [(cause.kind, cause.wall_ns // MS) for cause in stalled.causes] == [
+        ("own profiler", 55), ("unaccounted", 10),
+    ]  # fmt: skip
+    assert serving.busy_ns == 100 * MS

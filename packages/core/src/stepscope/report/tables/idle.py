@@ -13,9 +13,11 @@ from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool, is_tr
 from stepscope.report.table import Table
 from stepscope.report.tables.breakdown import part_of
 from stepscope.report.tables.gaps import find_stretches
-from stepscope.timeline import Timeline, TraceActivity
+from stepscope.timeline import EngineStall, Timeline, TraceActivity
 
-IdleKind: TypeAlias = Literal["rollout", "weight sync", "slowest rank", "other work", "unaccounted"]
+IdleKind: TypeAlias = Literal[
+    "rollout", "weight sync", "slowest rank", "other work", "own profiler", "unaccounted"
+]
 ROLLOUT = frozenset({"rollout", "agent_loop", "env", "reward"})
 """Roles whose work is the rollout."""
 
@@ -24,8 +26,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """A probable cause of idle time: the work of others while a process did nothing."""
 
     kind: IdleKind
-    """`slowest rank`: for others of its role in a stage that it has a part in. `unaccounted`: nobody did
-    anything that was recorded but wait."""
+    """`slowest rank`: for others of its role in a stage that it has a part in. `own profiler`: the engine of
+    this replica served nothing while its profiler wrote. `unaccounted`: nobody did anything that was recorded
+    but wait."""
     role: str | None
     stage: str | None
     wall_ns: int
@@ -38,7 +41,8 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     rank: int | None
     busy_ns: int
-    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere."""
+    """While something of its own ran: spans that do not wait, and have nothing below them elsewhere. Without
+    the time in which its engine's profiler wrote."""
     idle_ns: int
     causes: Table[Cause]
     """The longest first. They add up to `idle_ns`."""
@@ -83,7 +87,8 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
     Args:
         activities: What the step's traces say; they tell time in collectives.
     """
-    found = _Shift(timeline).run()
+    shift = _Shift(timeline)
+    idle, stalled = shift.run(), shift.stalled_ns
     ran: dict[int, set[Label]] = defaultdict(set)
     for span in timeline.spans:
         ran[span.process].add((span.role, span.stage))
@@ -95,9 +100,9 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
             process=process.name,
             role=process.info.role,
             rank=process.info.rank,
-            busy_ns=timeline.window.wall_ns - sum(found[index].values()),
-            idle_ns=sum(found[index].values()),
-            causes=_causes(found[index], process.info.role, ran[index]),
+            busy_ns=timeline.window.wall_ns - sum(idle[index].values()) - stalled[index],
+            idle_ns=sum(idle[index].values()) + stalled[index],
+            causes=_causes(idle[index], process.info.role, ran[index], stalled[index]),
             collective_ns=in_collectives.get(index),
             skew_ns=None if index not in skews else min(skews[index].ns, in_collectives.get(index, 0)),
             awaited=names[skews[index].awaited] if index in skews and skews[index].ns else None,
@@ -109,9 +114,9 @@ def idle_times(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> 
     )
 
 
-def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label]) -> Table[Cause]:
+def _causes(idle: Mapping[_Awaited, int], role: str, ran: set[Label], stalled_ns: int) -> Table[Cause]:
     """Return the causes of a process' idle time, by what others did meanwhile."""
-    sums: Counter[tuple[IdleKind, Label | None]] = Counter()
+    sums: Counter[tuple[IdleKind, Label | None]] = Counter({("own profiler", None): stalled_ns})
     for awaited, ns in idle.items():
         sums[_kind(awaited, role, ran), None if awaited is None else awaited[1]] += ns
     made = [
@@ -161,6 +166,9 @@ class _Shift:
         self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
         self._since: dict[int, Counter[_Awaited]] = {}
         """By idle process: `_waited` of its role when it became idle."""
+        self._stalls = _stalls_of_processes(timeline)
+        self.stalled_ns = Counter[int]()
+        """By process, the time in which it seemed busy while its engine's profiler wrote."""
 
     def run(self) -> list[Counter[_Awaited]]:
         """Return for each process its idle time, by what it waited for."""
@@ -179,6 +187,7 @@ class _Shift:
                 else:
                     self._begin(index)
             before = mask
+            self._stall(start_ns, end_ns)
             all_await = self._awaited() if mask else dict.fromkeys(self._roles, transfers.get(start_ns))
             for role, awaited in all_await.items():
                 self._waited[role][awaited] += end_ns - start_ns
@@ -250,12 +259,30 @@ class _Shift:
             now = self._waited[self._timeline.processes[index].info.role]
             idle[index].update({awaited: ns - since[awaited] for awaited, ns in now.items()})
 
+    def _stall(self, start_ns: int, end_ns: int) -> None:
+        for index, stalls in self._stalls.items():
+            if index not in self._since:
+                self.stalled_ns[index] += sum(
+                    max(0, min(stall.end_ns, end_ns) - max(stall.start_ns, start_ns)) for stall in stalls
+                )
+
     def _awaited(self) -> dict[str, _Awaited]:
         """By role, what its idle processes wait for now."""
         running = frozenset(self._labels)
         if running not in self._chosen:
             self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
         return self._chosen[running]
+
+
+def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
+    """Return the stalls of each process that is a replica's."""
+    stalls: dict[int, list[EngineStall]] = {}
+    for index, process in enumerate(timeline.processes):
+        if process.info.replica is not None and process.info.role in ROLLOUT:
+            own = [stall for stall in timeline.stalls if stall.replica == process.info.replica]
+            if own:
+                stalls[index] = own
+    return stalls
 
 
 def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
