@@ -1,4 +1,4 @@
-"""`stepscope mirror`: brings a run's copy in a store up to date."""
+"""`stepscope mirror`: updates the copy of a run in a store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps, is_step, read_run
 from stepscope.config import FinishConfig
 from stepscope.files.layout import RunLayout
-from stepscope.mirror.copy import StepCopy
+from stepscope.mirror.copy import StepCopy, open_store
 from stepscope.mirror.program import copy_run
-from stepscope.mirror.store import open_store
 from stepscope.report.formatting import size
 
 
@@ -26,14 +25,14 @@ def mirror(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step of a run.")] = None,
 ) -> None:
-    """Copy a run to its mirror, and compare: what is there already is not sent again. Nothing is removed."""
+    """Copy a run to its mirror. Files that are there already are not sent again. Nothing is removed."""
     os.umask(0o077)  # a copy in a folder is as private as its original
     first = find_steps(path, step)
     run = RunLayout(first[0].root.parent if is_step(path) else path)
     url = _url(run, to)
     store = open_store(url)
     with screen.waiting(f"copying to {url}"):
-        failed = copy_run(store, url, run, first, earlier=False, on_step=_show)
+        failed = copy_run(store, run, first, earlier=False, on_step=_show)
     for name, reason in failed.items():
         screen.say(f"{name}: {reason}")
     raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)

@@ -1,4 +1,4 @@
-"""What of a step's folder was copied to the mirror and compared with its copy: a record for each host."""
+"""Records of the files of a step that were copied to the mirror: one for each host."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from stepscope.files.storage.reading import read_record
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
-    """A file as it was when its copy was found equal to it."""
+    """A file as it was when the store had all of it."""
 
     size_bytes: int
     mtime_ns: int
-    md5: str
-    """Hex. Against accidents, as stores state it; it proves nothing against an attacker."""
 
 
 class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`mirror_<host>.json`. It is copied last: where it lies in the mirror, the files it names are whole."""
+    """`mirror_<host>.json`. It is copied last: in the mirror, the files that it names are complete."""
 
     format: int = 1
     url: str
     """Of the run's copy, without the step."""
     files: dict[str, Copied] = {}
-    """By path in the step's folder: copied, and compared with the copy."""
+    """By path in the step's folder."""
     failed: dict[str, str] = {}
-    """What could not be copied, and why."""
+    """Files that could not be copied, and why."""
 
 
 def files_below(root: Path) -> dict[str, os.stat_result]:
@@ -65,12 +63,12 @@ def _unless_it_is_gone(error: OSError) -> None:
 
 
 def is_copied(copied: Copied | None, status: os.stat_result) -> bool:
-    """Whether a file is still as it was when it was compared with its copy."""
+    """Return whether a file is still as it was when it was copied."""
     return copied is not None and (copied.size_bytes, copied.mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
 def record_of(step: StepLayout, host: str, url: str) -> MirrorRecord:
-    """What `host` knows of the step's copy at `url`; an empty record where it knows nothing."""
+    """Return what `host` copied of a step to `url`; an empty record if nothing."""
     try:
         found = read_record(step.mirror_record(host), MirrorRecord)
     except (OSError, RecordError):
@@ -83,12 +81,12 @@ def write_record(step: StepLayout, host: str, record: MirrorRecord) -> None:
 
 
 def uncopied(step: StepLayout, host: str, url: str) -> list[str]:
-    """The files of a step whose copy at `url` was not found equal to what they are now."""
+    """Return the files of a step that were not copied to `url`, or changed since."""
     return _missing(files_below(step.root), record_of(step, host, url))
 
 
 def is_whole(step: StepLayout, url: str) -> bool:
-    """Whether some host that wrote into this folder found the copy at `url` equal to all that is there now.
+    """Return whether a host has copied all files of this folder to `url`, as they are now.
 
     Any host: where hosts share the folder, one of them copies it, and a run that goes on may do so elsewhere.
     """

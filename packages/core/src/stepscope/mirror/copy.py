@@ -1,196 +1,200 @@
-"""Copies a step's folder to a store, and goes on where it or another stopped.
+"""Copies of a step's files, and of a run's records, in a store that fsspec knows.
 
-Each file is compared with its copy by size and MD5 before it counts. What counts stands in a record beside
-the files, renewed while the work goes on: killed at any moment, it sends no file again that is there whole.
+fsspec and the store's package send the files. A file counts as copied when the store reports its size.
 """
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from stepscope.files.layout import RunLayout, StepLayout
-from stepscope.files.mirror import (
-    Copied,
-    MirrorRecord,
-    files_below,
-    is_copied,
-    record_of,
-    write_record,
-)
+from stepscope.errors import ConfigError, RecordError
+from stepscope.files.layout import RunLayout, StepLayout, safe
+from stepscope.files.mirror import Copied, MirrorRecord, files_below, is_copied, record_of, write_record
 from stepscope.files.run import RunRecord
-from stepscope.mirror.store import FileChangedError, Store, md5_of
+from stepscope.files.storage.reading import read_record
 
-RECORD_EVERY_S = 2.0
-GIVE_UP_AFTER = 3
-"""Files in a row that could not be copied: the store is away, and the others are not tried."""
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_RECORD_EVERY_S = 2.0
+_MOST_FAILURES = 3
+"""Of one step. The store is away then, and the other files are not tried."""
 
 
 class StepCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one step."""
+    """Outcome of copying one step."""
 
     step: StepLayout
     files: int
     sent: int
-    """Files that were not there yet."""
+    """Files that were not in the store yet."""
     sent_bytes: int
-    failed: dict[str, str]
+    failed: Mapping[str, str]
+    """Files that are not in the store, and why."""
 
 
-def copy_step(store: Store, url: str, step: StepLayout) -> StepCopy:
-    """Brings the copy of a step up to date. What cannot be copied stands in the answer; it raises nothing.
+class Store(NamedTuple):
+    """A folder in a file system of fsspec."""
+
+    url: str
+    files: AbstractFileSystem
+    root: str
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the files below a folder with their sizes."""
+        below = self.files._strip_protocol(f"{self.root}/{folder}")
+        listing = self.files.find(below, detail=True)
+        return {name[len(below) + 1 :]: info.get("size") for name, info in listing.items()}
+
+    def put(self, file: Path, name: str) -> int:
+        """Copy a file and return its size.
+
+        Raises:
+            OSError: It changed meanwhile, or the store reports another size. Packages of stores raise more.
+        """
+        from fsspec.asyn import AsyncFileSystem  # import time: fsspec is in the extra `mirror`
+
+        before, there = file.lstat(), f"{self.root}/{name}"
+        if not isinstance(self.files, AsyncFileSystem):  # object stores have no folders: s3fs makes a bucket
+            self.files.makedirs(there.rpartition("/")[0], exist_ok=True)
+        self.files.put_file(str(file), there)
+        size, after = self.files.size(there), file.lstat()
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise OSError("it changed while it was copied")
+        if size != after.st_size:
+            raise OSError(f"the store has {size} of {after.st_size} bytes")
+        return after.st_size
+
+
+def open_store(url: str) -> Store:
+    """Return the store that a URL names.
 
     Raises:
-        OSError: the step's folder cannot be read, or written.
+        ConfigError: fsspec, or the package for this kind of URL, is not installed.
     """
-    with _alone(step):
-        return _Work(store, url, step).run()
+    allowed = "a URL of a store that fsspec writes to"
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise ConfigError("finish.mirror", url, allowed, "pip install 'stepscope[mirror]'") from None
+    try:
+        files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:
+        raise ConfigError("finish.mirror", url, allowed, str(error)) from None
+    return Store(url, files, root.rstrip("/"))
 
 
-class _Work:
-    def __init__(self, store: Store, url: str, step: StepLayout) -> None:
-        self._store = store
-        self._step = step
-        self._host = gethostname()
-        record = record_of(step, self._host, url)
-        self._url = url
-        self._copied = dict(record.files)
-        self._failed: dict[str, str] = {}
-        self._in_a_row = 0
-        self._sent = self._sent_bytes = 0
-        self._written = time.monotonic()
+def copy_step(store: Store, step: StepLayout) -> StepCopy:
+    """Copy the files of a step that are not in the store yet. The answer names those that failed.
 
-    def run(self) -> StepCopy:
-        files = files_below(self._step.root)
-        self._copied = {path: copied for path, copied in self._copied.items() if path in files}
+    Raises:
+        OSError: The step's folder cannot be read, or written.
+    """
+    files, copied = files_below(step.root), record_of(step, gethostname(), store.url).files
+    failed: dict[str, str] = {}
+    sizes = _sizes(store, step.root.name, files, failed)
+    whole = {
+        path: copied[path]
+        for path, status in files.items()
+        if is_copied(copied.get(path), status) and (sizes is None or sizes.get(path) == status.st_size)
+    }
+    missing = [] if sizes is None else [path for path in files if path not in whole]
+    sent = _send(store, step, missing, whole, failed)
+    _record(store, step, whole, failed)
+    if not failed:
+        record = step.mirror_record(gethostname())
+        _put(store, record, f"{step.root.name}/{record.name}", failed)
+    return StepCopy(
+        step=step,
+        files=len(files),
+        sent=len(sent),
+        sent_bytes=sum(whole[path].size_bytes for path in sent),
+        failed=failed,
+    )
+
+
+def _send(
+    store: Store, step: StepLayout, paths: list[str], whole: dict[str, Copied], failed: dict[str, str]
+) -> list[str]:
+    """Copy files, add them to `whole` or `failed`, and return those that were copied."""
+    sent, recorded = [], time.monotonic()
+    for path in paths:
+        file = step.root / path
+        if len(failed) >= _MOST_FAILURES:
+            failed.setdefault(path, f"not tried after {_MOST_FAILURES} failures")
+            continue
         try:
-            there = self._store.listing(self._step.root.name)
-        except Exception as error:
-            self._failed = dict.fromkeys(files, _say(error))
-            there = None
-        if there is not None:
-            for path in files:
-                self._bring(path, there.get(path))
-            self._write()
-            if not self._failed:
-                self._bring_record()
-        self._write()
-        return StepCopy(
-            step=self._step,
-            files=len(files),
-            sent=self._sent,
-            sent_bytes=self._sent_bytes,
-            failed=self._failed,
-        )
+            status = file.lstat()
+        except FileNotFoundError:
+            continue  # removed or renamed meanwhile
+        if _put(store, file, f"{step.root.name}/{path}", failed, path):
+            whole[path] = Copied(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+            sent.append(path)
+        if time.monotonic() - recorded > _RECORD_EVERY_S:  # a killed program goes on from here
+            _record(store, step, whole, failed)
+            recorded = time.monotonic()
+    return sent
 
-    def _bring(self, path: str, info: Any) -> None:
-        """One file; `info` is what the store says of its copy, None where there is none."""
-        file, at = self._step.root / path, f"{self._step.root.name}/{path}"
-        if self._in_a_row >= GIVE_UP_AFTER:
-            self._failed[path] = f"not tried: {GIVE_UP_AFTER} files in a row could not be copied"
-            return
-        try:
-            before = file.lstat()
-            known = self._copied.get(path)
-            same_size = info is not None and info.get("size") == before.st_size
-            if is_copied(known, before) and same_size:
-                return
-            self._copied.pop(path, None)
-            md5 = md5_of(file)
-            if not (same_size and self._store.is_copy(at, info, size_bytes=before.st_size, md5=md5)):
-                self._store.put(file, at, md5)
-                self._sent += 1
-                self._sent_bytes += before.st_size
-            after = file.lstat()
-        except Exception as error:
-            if not file.exists():
-                return  # removed, or renamed, meanwhile: nothing is missing
-            self._failed[path] = _say(error)
-            self._in_a_row += not isinstance(error, FileChangedError)
-            return
-        self._in_a_row = 0
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            self._failed[path] = _say(FileChangedError())
-            return
-        self._copied[path] = Copied(size_bytes=before.st_size, mtime_ns=before.st_mtime_ns, md5=md5)
-        if time.monotonic() - self._written > RECORD_EVERY_S:
-            self._write()
 
-    def _write(self) -> None:
-        record = MirrorRecord(url=self._url, files=self._copied, failed=self._failed)
-        write_record(self._step, self._host, record)
-        self._written = time.monotonic()
+def _put(store: Store, file: Path, name: str, failed: dict[str, str], path: str | None = None) -> bool:
+    """Copy a file, or note the failure under `path`, and return whether it was copied."""
+    try:
+        store.put(file, name)
+    except Exception as error:
+        if file.exists():
+            failed[path or name] = _text_of(error)
+        return False
+    return True
 
-    def _bring_record(self) -> None:
-        file = self._step.mirror_record(self._host)
-        try:
-            self._store.put(file, f"{self._step.root.name}/{file.name}", md5_of(file))
-        except Exception as error:
-            self._failed[file.name] = _say(error)
+
+def _record(store: Store, step: StepLayout, whole: dict[str, Copied], failed: dict[str, str]) -> None:
+    write_record(step, gethostname(), MirrorRecord(url=store.url, files=whole, failed=failed))
 
 
 def copy_run_records(store: Store, run: RunLayout) -> dict[str, str]:
-    """Copies what lies beside the steps: `run.json` and its like, `oom/` and `uncaptured/`.
-    Another run's `run.json` stays, as it would in a folder.
+    """Copy the records beside the steps, such as `run.json`, `oom/` and `uncaptured/`.
 
     Returns:
-        What failed, and why.
+        Files that could not be copied, and why.
     """
     failed: dict[str, str] = {}
-    for files in (sorted(run.oom.glob("[!.]*")), run.uncaptured_files()):
-        _copy_folder(store, files, failed)
     for file in run.runs():
-        try:
-            mine, name = file.read_bytes(), file.name
-            standing = store.read(name)
-            if standing == mine:
-                continue
-            if standing is not None and _run_id(standing) != _run_id(mine):
-                name = f"run_{_run_id(mine)}.json"
-            store.put(file, name, md5_of(file))
-        except Exception as error:
-            failed[file.name] = _say(error)
+        _put(store, file, _name_in_mirror(file), failed)
+    for files in (sorted(run.oom.glob("[!.]*")), run.uncaptured_files()):  # written once, or only growing
+        names = {f"{file.parent.name}/{file.name}": file for file in files}
+        sizes = _sizes(store, files[0].parent.name, names, failed) if files else {}
+        for name, file in names.items():
+            if sizes is not None and sizes.get(file.name) != file.stat().st_size:
+                _put(store, file, name, failed)
     return failed
 
 
-def _copy_folder(store: Store, files: list[Path], failed: dict[str, str]) -> None:
-    """Files that are written once, or only grow: one whose copy is as long is there."""
-    held = None
-    for file in files:
-        name = f"{file.parent.name}/{file.name}"
-        try:
-            held = store.listing(file.parent.name) if held is None else held
-            if held.get(file.name, {}).get("size") != file.stat().st_size:
-                store.put(file, name, md5_of(file))
-        except Exception as error:
-            failed[name] = _say(error)
-
-
-def _run_id(data: bytes) -> str | None:
+def _name_in_mirror(run_record: Path) -> str:
+    """Return a name with the run's id: a further run in the same mirror may have a `run.json` too."""
     try:
-        return msgspec.json.decode(data, type=RunRecord).run_id
-    except (ValueError, msgspec.DecodeError):
+        return f"run_{safe(read_record(run_record, RunRecord).run_id)}.json"
+    except (OSError, RecordError):
+        return run_record.name
+
+
+def _sizes(
+    store: Store, folder: str, names: Iterable[str], failed: dict[str, str]
+) -> dict[str, int | None] | None:
+    """Return the sizes of a folder's files in the store; None if it cannot be asked: `names` have failed."""
+    try:
+        return store.sizes(folder)
+    except FileNotFoundError:  # nothing yet
+        return {}
+    except Exception as error:  # packages of stores raise what they like
+        failed.update(dict.fromkeys(names, _text_of(error)))
         return None
 
 
-def _say(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
-
-
-@contextmanager
-def _alone(step: StepLayout) -> Iterator[None]:
-    """Of the processes on this host that copy the step, one at a time; those behind find its work done."""
-    path = step.mirror_record(gethostname())
-    with open(Path(path.parent, f".{path.stem}.lock"), "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: work is done twice, and compared twice
-        yield

@@ -15,8 +15,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.mirror import uncopied
 from stepscope.files.storage.processes import is_running
-from stepscope.mirror.copy import StepCopy, copy_run_records, copy_step
-from stepscope.mirror.store import Store, open_store
+from stepscope.mirror.copy import StepCopy, Store, copy_run_records, copy_step, open_store
 
 
 def main(save_path: str, step: str, url: str, earlier: str) -> int:
@@ -28,9 +27,7 @@ def main(save_path: str, step: str, url: str, earlier: str) -> int:
     except StepscopeError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    failed = copy_run(
-        store, url, run, [run.step(int(step))], earlier=earlier == "yes", on_step=_print_failures
-    )
+    failed = copy_run(store, run, [run.step(int(step))], earlier=earlier == "yes", on_step=_print_failures)
     for name, reason in failed.items():
         sys.stderr.write(f"{name}: {reason}\n")
     return 3 if failed else 0
@@ -43,7 +40,6 @@ def _print_failures(copy: StepCopy) -> None:
 
 def copy_run(
     store: Store,
-    url: str,
     run: RunLayout,
     steps: Iterable[StepLayout],
     *,
@@ -58,14 +54,14 @@ def copy_run(
     failed: dict[str, str] = {}
     copied = set()
     for step in steps:
-        copy = copy_step(store, url, step)
+        copy = copy_step(store, step)
         copied.add(step.root)
         on_step(copy)
         if copy.failed:
             failed[step.root.name] = f"{len(copy.failed)} file(s) could not be copied"
     if earlier and not failed:
-        for step in _incomplete(run, copied, url):
-            on_step(copy_step(store, url, step))
+        for step in _incomplete(run, copied, store.url):
+            on_step(copy_step(store, step))
     return failed | copy_run_records(store, run)
 
 
