@@ -44,6 +44,11 @@ class VllmProfiler(DeskProfiler):
         """tp * pp * dp."""
         return self._driver.layout.size
 
+    @property
+    def processes(self) -> int:
+        layout = self._driver.layout
+        return layout.size if layout.external else 1
+
     def check(self) -> None:
         driver = self._driver
         _versions.expect_supported(driver.version)

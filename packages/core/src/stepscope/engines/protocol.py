@@ -81,12 +81,18 @@ class EngineProfiler(Protocol):
     """
 
     replica: int | None
-    """None: not said; `recognise` fills in the position among the engines given."""
+    """None: `recognise` numbers it by its position among the engines given."""
 
     @property
     def world_size(self) -> int | None:
         """GPUs of the replica (tp * dp * pp): replica r owns the global ranks [r * size, (r + 1) * size).
         None where nothing says."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """Processes that hold this replica together, each with an engine object of its own and each capturing
+        it (vLLM's external launcher). 1 for an engine that one process owns."""
         ...
 
     @property
@@ -126,6 +132,10 @@ class EngineProfilerBase(EngineProfiler):
     def __init__(self, replica: int | None = None) -> None:
         self.replica = replica
         self._ignored: dict[str, str] = {}
+
+    @property
+    def processes(self) -> int:
+        return 1
 
     @property
     def workers(self) -> Sequence[object]:

@@ -44,7 +44,7 @@ from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout import late_files
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, identity
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
 from stepscope.recording.session import selection
@@ -57,7 +57,10 @@ _LONG_STOP_S = 108.0
 
 
 def profilers_of(engines: object) -> list[EngineProfiler]:
-    """`engines` as one profiler per replica, numbered in the order given.
+    """Return one profiler per replica, numbered in the order given.
+
+    Processes that a launcher started (torchrun) number theirs one after the other: each has engines of its
+    own, unless several hold a replica together.
 
     Args:
         engines: As `capture` takes them; the name of an adapter stands for the engines of its kind in this
@@ -69,7 +72,7 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
-    found = [_recognised(engine, replica) for replica, engine in enumerate(given)]
+    found = [_numbered(engine, position, len(given)) for position, engine in enumerate(given)]
     numbers = [profiler.replica for profiler in found]
     if len(set(numbers)) != len(numbers):
         raise ConfigError(
@@ -77,6 +80,15 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
             "construct each profiler with replica=0, 1, 2...",
         )  # fmt: skip
     return found
+
+
+def _numbered(engine: object, position: int, count: int) -> EngineProfiler:
+    has_number = isinstance(engine, EngineProfiler) and engine.replica is not None
+    profiler = _recognised(engine, position)
+    if not has_number:
+        rank, _ = identity.place()
+        profiler.replica = rank // profiler.processes * count + position
+    return profiler
 
 
 def _recognised(engine: object, replica: int) -> EngineProfiler:
@@ -197,6 +209,8 @@ class EngineGroup:
                 self._ledger.expect(msgspec.structs.replace(item, state=state, reason=reason, ignored=kept))
 
     def _say_unreachable_ranks(self) -> None:
+        if identity.place()[1] > 1:
+            return  # other processes have the other replicas
         sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
         for rank, reason in selection.unreachable_in_engines(self._config, ROLE, sizes).items():
             self._ledger.lack(f"{ROLE} rank {rank}", reason, kind="selection")

@@ -61,6 +61,19 @@ def ranks() -> int:
     return 1 if distributed is None else distributed[1]
 
 
+def place() -> tuple[int, int]:
+    """Return this process' rank among those that a launcher started with the same program, and their number.
+
+    (0, 1) for a program that runs alone. Engines of a process may start torch.distributed in it for
+    themselves, as a group of one: the launcher's variables count then.
+    """
+    distributed = _torch_distributed()
+    if distributed is not None and distributed[1] > 1:
+        return distributed
+    rank, size = _integer("RANK"), _integer("WORLD_SIZE")
+    return (0, 1) if rank is None or size is None else (rank, size)
+
+
 def _torch_distributed() -> tuple[int, int] | None:
     # Only when the process already uses it: importing torch here would cost a second.
     distributed = sys.modules.get("torch.distributed")
