@@ -348,7 +348,7 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
         == 0
     )
     printed = capsys.readouterr()
-    assert "1 spans outside the time that was asked for" in printed.out
+    assert "1 spans outside the selected time" in printed.out
     assert "Nothing is in it" in printed.err
 
 

@@ -421,8 +421,8 @@ def test_from_and_to_keep_what_overlaps(tmp_path: Path) -> None:
     merged = merge_step(path, selection=Selection(from_ms=10, to_ms=20))
     assert {event["name"] for event in events_of(path, "X")} == {"into", "inside", "long", "k"}
     assert merged.left_out == (
-        "2 spans outside the time that was asked for",
-        "traces/actor/t.json: 2 events outside the time that was asked for",
+        "2 spans outside the selected time",
+        "traces/actor/t.json: 2 events outside the selected time",
     )
 
 

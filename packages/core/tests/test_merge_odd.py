@@ -155,13 +155,3 @@ def test_each_of_these_ends_with_exit_code_3(tmp_path: Path, capsys: pytest.Capt
     trace(folder, actor, [kernel(0), kernel()], baseTimeNanoseconds=0)
     assert run(["merge", str(folder.write())]) == 3
     assert f"traces/actor/t.json: {NOT_THEN} (1 events)" in capsys.readouterr().out
-
-
-def test_the_format_that_is_asked_for_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, actor = step(tmp_path)
-    trace(folder, actor, [kernel()], baseTimeNanoseconds=0)
-    path = folder.write()
-    assert run(["merge", str(path), "--format", "perfetto"]) == 0
-    assert f"{path / 'timeline.pftrace.gz'}: 1 events of 1 processes" in capsys.readouterr().err
-    assert run(["merge", str(path), "--format", "proto"]) == 2
-    assert "--format is 'proto'; use json or perfetto" in capsys.readouterr().err

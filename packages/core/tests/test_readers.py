@@ -285,7 +285,7 @@ def test_from_to_and_the_limit_on_size_hold_for_readers_too(folder: StepFolder) 
     recorded(folder, [STREAM, *slices(("early", MS), ("in", 5 * MS), ("late", 9 * MS))])
     result, found = merged(folder, from_ms=4, to_ms=6)
     assert [event["name"] for event in of(found, "X")] == ["in"]
-    assert result.left_out == ("traces/actor/t.lines: 2 events outside the time that was asked for",)
+    assert result.left_out == ("traces/actor/t.lines: 2 events outside the selected time",)
     many = [(f"k{at * 7919 % 100_003}", at * 1000) for at in range(60_000)]
     recorded(folder, [STREAM, *slices(*many)])
     result, _ = merged(folder, max_mb=0.3)

@@ -37,7 +37,6 @@ FOLDERS = 20 if settings().max_examples == 100 else settings().max_examples
 """How many damaged folders are tried: few, unless a profile asks for another number."""
 COMMANDS = (
     ("merge", "{step}"),
-    ("merge", "{step}", "--format", "perfetto"),
     ("report", "{run}", "--no-html"),
     ("report", "{step}"),
     ("report", "{run}", "--json"),

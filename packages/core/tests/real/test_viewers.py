@@ -25,7 +25,6 @@ from stepscope.timeline import merge_step
 
 assert viztracer.__version__
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-FORMATS = {"json": "timeline.json.gz", "perfetto": "timeline.pftrace.gz"}
 ERRORS = "SELECT name, value FROM stats WHERE value != 0 AND severity != 'info'"
 SLICES = """SELECT pid, tid, thread.name, slice.name, ts, dur FROM slice
   JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"""
@@ -74,9 +73,9 @@ def operators(pid: int) -> list[dict[str, Any]]:
     return events
 
 
-def written(step: Path, folder: Path, kind: str) -> bytes:
-    target = folder / FORMATS[kind]
-    merge_step(step, to=target, to_format="json" if kind == "json" else "perfetto")
+def written(step: Path, folder: Path) -> bytes:
+    target = folder / "timeline.json.gz"
+    merge_step(step, to=target)
     return target.read_bytes()
 
 
@@ -128,12 +127,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced(tmp_path_factory.mktemp("traced"))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_trace_processor_finds_all_that_was_written(
-    browser: Page, step: Path, tmp_path: Path, kind: str
-) -> None:
-    events = events_of(written(step, tmp_path, "json"))
-    found = TraceProcessor(browser, written(step, tmp_path, kind))
+def test_the_trace_processor_finds_all_that_was_written(browser: Page, step: Path, tmp_path: Path) -> None:
+    events = events_of(written(step, tmp_path))
+    found = TraceProcessor(browser, written(step, tmp_path))
     assert found.query(ERRORS) == []
     assert Counter(found.query(SLICES)) - Counter(instants(found)) == slices_of(events)
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -150,11 +146,10 @@ def instants(found: TraceProcessor) -> list[Any]:
     return [row for row in found.query(SLICES) if row[3] == "Record Window End"]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", golden.steps())
-def test_golden_steps_are_read_without_a_loss(browser: Page, tmp_path: Path, name: str, kind: str) -> None:
-    events = events_of(written(golden.steps()[name], tmp_path, "json"))
-    found = TraceProcessor(browser, written(golden.steps()[name], tmp_path, kind))
+def test_golden_steps_are_read_without_a_loss(browser: Page, tmp_path: Path, name: str) -> None:
+    events = events_of(written(golden.steps()[name], tmp_path))
+    found = TraceProcessor(browser, written(golden.steps()[name], tmp_path))
     assert found.query(ERRORS) == []
     assert Counter(found.query(SLICES)) - Counter(instants(found)) == slices_of(events)
     assert Counter(found.query(ARROWS)) == arrows_of(events)
@@ -174,8 +169,8 @@ def test_spans_that_end_together_are_all_shown_however_far_the_traces_base_is(
     base_ns = folder.opened_ns - int(days * 86_400 * 1000) * MS
     add_trace(folder, actor, [], baseTimeNanoseconds=base_ns)
     path = folder.write()
-    events = events_of(written(path, tmp_path, "json"))
-    found = TraceProcessor(browser, (tmp_path / FORMATS["json"]).read_bytes())
+    events = events_of(written(path, tmp_path))
+    found = TraceProcessor(browser, (tmp_path / "timeline.json.gz").read_bytes())
     assert found.query(ERRORS) == []
     assert Counter(found.query(SLICES)) == slices_of(events)
 
@@ -183,7 +178,7 @@ def test_spans_that_end_together_are_all_shown_however_far_the_traces_base_is(
 def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(
     browser: Page, step: Path, tmp_path: Path
 ) -> None:
-    trace = written(step, tmp_path, "json")
+    trace = written(step, tmp_path)
     events = events_of(trace)
     found = in_catapult(browser, gzip.decompress(trace))
     assert found["warnings"] == []
@@ -201,12 +196,9 @@ def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(
     assert found["counters"] == 16
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_perfettos_ui_draws_it_and_throws_nothing(
-    browser: Page, step: Path, tmp_path: Path, kind: str
-) -> None:
+def test_perfettos_ui_draws_it_and_throws_nothing(browser: Page, step: Path, tmp_path: Path) -> None:
     before = len(browser.exceptions)
-    open_in_ui(browser, written(step, tmp_path, kind))
+    open_in_ui(browser, written(step, tmp_path))
     drawn = browser.run("document.body.innerText")
     for row in ("trainer 1000", "rollout 0 1001", "actor 0 1002"):
         assert row in drawn

@@ -15,7 +15,7 @@ from stepscope.cli.find import find_run, is_step
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
-from stepscope.timeline import Format, Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
 
 _RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 _SHOWN = 20
@@ -40,12 +40,6 @@ def merge(
         Path | None,
         typer.Option("--output", "-o", help="Where to write. [default: STEP_DIR/timeline.json.gz]"),
     ] = None,
-    to_format: Annotated[
-        str,
-        typer.Option(
-            "--format", help="json: Chrome's trace events. perfetto: Perfetto's own (timeline.pftrace.gz)."
-        ),
-    ] = "json",
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
@@ -61,11 +55,9 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
-    chosen = _format(to_format)
-    layout = StepLayout(path)
-    target = output or (layout.perfetto if chosen == "perfetto" else layout.timeline)
+    target = output or StepLayout(path).timeline
     with screen.progress("merging", merge_bytes(path)) as done:
-        merged = merge_step(path, run_id=run, selection=selection, to=target, to_format=chosen, on_read=done)
+        merged = merge_step(path, run_id=run, selection=selection, to=target, on_read=done)
     if json:
         screen.show_json(merged)
     else:
@@ -79,14 +71,6 @@ def _check_step(path: Path) -> None:
     steps = find_run(path)  # says what is there instead, if it is no run either
     first = next(iter(steps.values())).root
     raise CommandError(f"{path} is the folder of a run: give one step's, such as {first}")
-
-
-def _format(text: str) -> Format:
-    if text == "json":
-        return "json"
-    if text == "perfetto":
-        return "perfetto"
-    raise CommandError(f"--format is {text!r}; use json or perfetto")
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:
@@ -115,11 +99,6 @@ def _show(merged: Merged, target: Path) -> None:
         screen.say("Nothing is in it: no role or rank that was asked for, or nothing at that time.")
     count = f"{merged.events:,} events of {len(merged.rows)} processes"
     screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
-    if merged.joined:
-        rows = "one process" if merged.joined == 1 else f"{merged.joined} processes"
-        screen.say(
-            f"The traces of {rows} have not changed since the last merge, and were joined as it wrote them."
-        )
     if merged.left_out:
         screen.show(listing("Left out", _some(merged.left_out)))
     if merged.problems:

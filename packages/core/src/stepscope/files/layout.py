@@ -128,11 +128,6 @@ class StepLayout:
         return self.root / "timeline.json.gz"
 
     @property
-    def perfetto(self) -> Path:
-        """The same as `timeline` in Perfetto's own format."""
-        return self.root / "timeline.pftrace.gz"
-
-    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

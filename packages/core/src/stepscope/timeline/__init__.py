@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepscope.timeline.activity.content import Requests
     from stepscope.timeline.activity.step import TraceActivity, Traces, load_traces
-    from stepscope.timeline.merge.merge import Format, merge_bytes, merge_step
+    from stepscope.timeline.merge.merge import merge_bytes, merge_step
     from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
     from stepscope.timeline.model import (
         Alignment,
@@ -30,7 +30,6 @@ __all__ = [
     "Alignment",
     "EngineStall",
     "FileProblem",
-    "Format",
     "Merged",
     "MergedFile",
     "MergedRow",
@@ -54,7 +53,7 @@ _WHERE = {
     "activity.content": ("Requests",),
     "activity.step": ("TraceActivity", "Traces", "load_traces"),
     "step.load": ("load_step", "span_bytes"),
-    "merge.merge": ("Format", "merge_bytes", "merge_step"),
+    "merge.merge": ("merge_bytes", "merge_step"),
     "merge.merged": ("Merged", "MergedFile", "MergedRow"),
     "model": (
         "Alignment",

@@ -1,10 +1,13 @@
-"""What a merge wrote, and what it did not."""
+"""Records of what a merge wrote, and of what it did not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
-from stepscope.timeline.model import FileProblem
+from stepscope.timeline.model import FileProblem, ProcessClock
+from stepscope.timeline.step.rows import Row
 
 
 class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,15 +26,15 @@ class MergedRow(msgspec.Struct, frozen=True, kw_only=True):
     uncertainty_ns: int | None
     """Its times are true within +- this against the owner's. None: unknown."""
     offset_ns: int = 0
-    """What its wall clock was ahead at the opening; taken out."""
+    """Lead of its wall clock at the opening, which was subtracted."""
     drift_ppm: float | None = None
-    """How fast it gained on the owner's; taken out. None: not known."""
+    """Drift against the owner's clock, which was subtracted. None: not known."""
     matched: int = 0
-    """How many collectives that rests on."""
+    """Number of collectives behind the drift."""
     note: str | None = None
-    """Why collectives do not say more of its clock."""
+    """Reason why collectives do not improve its clock."""
     reason: str | None = None
-    """Why it is unaligned."""
+    """Reason why it is unaligned."""
     shift_ns: int = 0
     """Added to the times of an unaligned row that are nowhere near the step, so that it is shown at all: from
     a second behind the step's end on. 0: it stands where its own clock says."""
@@ -48,7 +51,7 @@ class MergedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Merged(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written, and what was not. It stands in the file as well, as `stepscope`."""
+    """Contents of a merged timeline. They stand in the file too, as `stepscope`."""
 
     format: int = 1
     step: int
@@ -62,14 +65,53 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     spans: int
     """Written."""
     selection: dict[str, object]
-    """What narrowed it."""
+    """The selection that narrowed it."""
     left_out: tuple[str, ...]
-    """What the selection, or the lack of a reader, left out."""
+    """Files and events that the selection, or the lack of a reader, left out."""
     problems: tuple[FileProblem, ...]
-    """What was broken or missing; the rest of each file was used."""
-    joined: int = 0
-    """Rows whose traces were taken from the timeline that was there: they had not changed."""
+    """Broken or missing data. The rest of each file was used."""
 
     @property
     def events(self) -> int:
         return self.spans + sum(file.events for file in self.files)
+
+
+def merged_row(row: Row) -> MergedRow:
+    """Return the description of a row that was written."""
+    info, clock = row.info, None if row.clock is None or row.unaligned is not None else row.clock.clock
+    return MergedRow(
+        pid=row.pid,
+        name=row.name,
+        role=info.role,
+        rank=info.rank,
+        replica=info.replica,
+        host=info.host,
+        native_pid=info.pid or None,
+        alignment="unaligned" if clock is None else _alignment(row, clock),
+        uncertainty_ns=None if clock is None else clock.uncertainty_ns,
+        offset_ns=0 if clock is None else clock.offset_ns,
+        drift_ppm=None if clock is None else clock.drift_ppm,
+        matched=0 if clock is None else clock.matched,
+        note=None if row.clock is None else row.clock.clock.note,
+        reason=row.unaligned,
+        shift_ns=row.shift_ns or 0,
+    )
+
+
+def duplicate_ranks(rows: Iterable[Row]) -> Iterator[FileProblem]:
+    """Yield a problem for each rank that several processes claim."""
+    ranks: dict[tuple[str, int | None, int], set[str]] = {}
+    for row in rows:
+        if row.info.rank is not None:
+            where = f"pid {row.info.pid or 'unknown'} on {row.info.host}"
+            ranks.setdefault((row.info.role, row.info.replica, row.info.rank), set()).add(where)
+    for (role, replica, rank), processes in ranks.items():
+        if len(processes) > 1:
+            whose = role if replica is None else f"{role} replica {replica}"
+            what = f"several processes say they are this rank; each has a row: {', '.join(sorted(processes))}"
+            yield FileProblem(file=f"{whose} rank {rank}", what=what)
+
+
+def _alignment(row: Row, clock: ProcessClock) -> str:
+    """Return how the row was aligned. A process that left nothing itself has the owner's clock at best."""
+    return "same host" if clock.alignment == "owner" and row.process is None else clock.alignment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -37,51 +37,66 @@ _BATCH = 2000
 """Events that are handed on together."""
 _PHASES: Mapping[Literal["start", "step", "end"], str] = {"start": "s", "step": "t", "end": "f"}
 _encode = msgspec.json.Encoder().encode
+_T = TypeVar("_T")
 
 
 class Recorded:
-    """One file, the reader of it, and whose rows its tracks are in."""
+    """A file, its reader, and the rows of its tracks. A reader that raises leaves no rows and a note."""
 
-    def __init__(self, reader: Reader, file: FoundFile, rows: Rows, role: str) -> None:
-        """`role`: of those who recorded it. A reader that raises leaves `rows` empty and a note."""
+    def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
+        """Args: role: of the processes that recorded the file."""
         self.reader = reader
         self.file = file
         self.notes = Notes()
+        self._role = role
         self.rows: dict[int | None, Row] = {}
         """By `Track.pid`."""
         self.wall: Callable[[int], int] | None = None
         """From the file's times to unix ns of its host. None: they are that already, or cannot be."""
+        self._origin = self._tried(self._read_origin)
+
+    def place(self, rows: Rows) -> None:
+        """Ask for the rows of the file's processes."""
+        self._tried(lambda: self._place(rows))
+
+    def _tried(self, read: Callable[[], _T]) -> _T | None:
         try:
-            with closing(reader.open(file, Notes())) as recording:
-                origin = recording.origin
-            self._place(origin, rows, role)
+            return read()
         except RecordError as error:
             self.notes.file(f"left out: {error}")
         except Exception as error:
-            self.notes.file(f"left out: reader {reader.name!r} failed: {reason(error)}")
+            self.notes.file(f"left out: reader {self.reader.name!r} failed: {reason(error)}")
+        return None
 
-    def _place(self, origin: Origin, rows: Rows, role: str) -> None:
-        sidecar = self.file.sidecar
+    def _read_origin(self) -> Origin:
+        with closing(self.reader.open(self.file, Notes())) as recording:
+            return recording.origin
+
+    def _place(self, rows: Rows) -> None:
+        origin, sidecar = self._origin, self.file.sidecar
+        if origin is None:
+            return
         self.wall, unaligned = _to_wall(origin, sidecar)
-        whose = _whose(origin, sidecar, role)
-        main = rows.of_trace(whose, None if sidecar is None else sidecar.process, unaligned=unaligned)
+        process = _process_of(origin, sidecar, self._role)
+        key = None if sidecar is None else sidecar.process
+        main = rows.of_trace(process, key, unaligned=unaligned)
         for pid in origin.processes:
-            other = ProcessInfo(role=role, rank=None, world_size=None, host=whose.host, pid=pid)
-            mine = pid in (whose.pid, main.info.pid)
-            self.rows[pid] = main if mine else rows.of_trace(other, None, unaligned=unaligned)
+            other = ProcessInfo(role=self._role, rank=None, world_size=None, host=process.host, pid=pid)
+            is_main = pid in (process.pid, main.info.pid)
+            self.rows[pid] = main if is_main else rows.of_trace(other, None, unaligned=unaligned)
         self.rows[None] = main
 
 
-def _whose(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
-    """The process it is a recording of: as the sidecar says; where that is silent, as the file does."""
-    said = None if sidecar is None else sidecar.artifact
+def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessInfo:
+    """Return the recorded process: as the sidecar says, or else as the file does."""
+    artifact = None if sidecar is None else sidecar.artifact
     return ProcessInfo(
         role=role,
-        rank=origin.rank if said is None or said.rank is None else said.rank,
-        world_size=origin.world_size if said is None or said.world_size is None else said.world_size,
-        host=said.host if said is not None else origin.host or "host unknown",
-        pid=(None if said is None else said.pid) or origin.pid or 0,
-        replica=None if said is None else said.replica,
+        rank=origin.rank if artifact is None or artifact.rank is None else artifact.rank,
+        world_size=(None if artifact is None else artifact.world_size) or origin.world_size,
+        host=artifact.host if artifact is not None else origin.host or "host unknown",
+        pid=(None if artifact is None else artifact.pid) or origin.pid or 0,
+        replica=None if artifact is None else artifact.replica,
     )
 
 

@@ -1,4 +1,4 @@
-"""The Chrome traces of one row, written: what they become depends on no other row."""
+"""Writing of the Chrome traces of one row. The result depends on no other row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import MergedFile
@@ -22,7 +20,7 @@ from stepscope.timeline.step.rows import Axis, Row
 
 
 class Output(Protocol):
-    """Where events go."""
+    """Destination of events."""
 
     @property
     def written(self) -> int: ...
@@ -31,25 +29,27 @@ class Output(Protocol):
     def settle(self) -> int: ...
 
 
-class RowTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them."""
+class RowTrace(NamedTuple):
+    """A Chrome trace of a row."""
 
     path: bytes
-    """As the system has it: it may be no UTF-8."""
+    """The system's bytes, which may be no UTF-8."""
     name: str
     """Relative to the step's folder."""
     number: int
-    """Among all traces of the step: its ids' prefix. That of the first one in a row is the row's place."""
+    """Number among all traces of the step, the prefix of its ids. A row's first trace has the row's place."""
     base_ns: int | None
 
 
-class RowTraces(msgspec.Struct, frozen=True):
+class RowTraces(NamedTuple):
+    """The Chrome traces of a row, in the order in which they are written."""
+
     row: Row
     traces: tuple[RowTrace, ...]
 
 
 class Common(NamedTuple):
-    """What all rows of a merge have in common."""
+    """Values that all rows of a merge share."""
 
     axis: Axis
     cut: Cut
@@ -58,47 +58,50 @@ class Common(NamedTuple):
     tracks: Tracks
 
 
-class Told(msgspec.Struct, kw_only=True):
-    """What is to be said of a row's traces when they are written."""
+class RowOutcome:
+    """Results of writing traces: their counts, their problems, and what the selection left out."""
 
-    files: list[MergedFile] = []
-    problems: list[FileProblem] = []
-    left_out: list[str] = []
-    shown: bool = False
-    """As `Row.shown` and `Row.shift_ns` then are."""
-    shift_ns: int | None = 0
+    def __init__(self) -> None:
+        self.files: list[MergedFile] = []
+        self.problems: list[FileProblem] = []
+        self.left_out: list[str] = []
+
+    def add(self, other: RowOutcome) -> None:
+        self.files += other.files
+        self.problems += other.problems
+        self.left_out += other.left_out
 
 
 def write_row(
-    of: RowTraces,
+    traces: RowTraces,
     common: Common,
     out: Output,
     *,
     limit_of: Callable[[], int | None] = lambda: None,
     on_read: Callable[[int], None] | None = None,
-) -> Told:
-    """Writes the traces of a row, in their order.
+) -> RowOutcome:
+    """Write the traces of a row, in their order.
 
     Args:
-        limit_of: Asked before each trace: the size of the file at which it ends.
+        limit_of: Called before each trace: the size of the file at which it ends.
         on_read: Called with a number of bytes each time that many more of the files were read.
     """
-    row, told = of.row, Told()
-    for trace in of.traces:
+    row, outcome = traces.row, RowOutcome()
+    for trace in traces.traces:
         file = ChromeTrace(Path(os.fsdecode(trace.path)))
         place = Place(row, trace.base_ns, common.axis)
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
-        texts = file.texts(rewriter.rewrite, on_read)
-        drawn = TraceTexts(trace.name, texts, rewriter, lambda: [row])
-        told.left_out += drawn.write(out, common.tracks, limit_of())
-        told.files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
-        told.problems += noted(trace.name, file.notes)
-    told.shown, told.shift_ns = row.shown, row.shift_ns
-    return told
+        texts = TraceTexts(trace.name, file.texts(rewriter.rewrite, on_read), rewriter, lambda: [row])
+        outcome.left_out += texts.write(out, common.tracks, limit_of())
+        outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
+        outcome.problems += noted(trace.name, file.notes)
+    return outcome
 
 
 class Counts(Protocol):
+    """Counts of a file's events."""
+
     @property
     def written(self) -> int: ...
     @property
@@ -106,16 +109,16 @@ class Counts(Protocol):
 
 
 class TraceTexts(NamedTuple):
-    """A file's events, some at a time."""
+    """Events of a file, some at a time."""
 
     name: str
     texts: Iterable[Text]
     counts: Counts
     rows: Callable[[], list[Row]]
-    """Those that they are in so far."""
+    """Rows with an event so far."""
 
     def write(self, out: Output, tracks: Tracks, limit: int | None) -> list[str]:
-        """As far as the limit goes. Returns what that left out, or the time that was asked for."""
+        """Write events up to the limit. Return what the limit and the selected time left out."""
         left_out = list[str]()
         latest = 0
         for text in self.texts:
@@ -132,12 +135,12 @@ class TraceTexts(NamedTuple):
                 latest = 0 if limit is None else out.settle() - before
         out.objects(tracks.take() + tracks.take_unnamed())
         if self.counts.outside:
-            left_out.append(f"{self.name}: {self.counts.outside} events outside the time that was asked for")
+            left_out.append(f"{self.name}: {self.counts.outside} events outside the selected time")
         return left_out
 
 
 def show(row: Row, tracks: Tracks, out: Output) -> None:
-    """Writes what is to be known of the row before its first event."""
+    """Write the metadata of the row before its first event."""
     if not row.shown:
         row.shown = True
         out.objects(list(row_metadata(row)))
@@ -145,4 +148,5 @@ def show(row: Row, tracks: Tracks, out: Output) -> None:
 
 
 def noted(name: str, notes: Notes) -> list[FileProblem]:
+    """Return the problems that reading a file noted."""
     return [FileProblem(file=name, what=what, events=events) for what, events in notes.counts.items()]

@@ -33,8 +33,6 @@ class Tracks:
         """Of the rows."""
         self._pids = set(self.pids)
         self._tids: dict[tuple[int, str, str], int] = {}
-        self._owned: dict[int, list[str]] = {}
-        """By row."""
         self._count = Counter[int]()
         """Of tracks, by row: what a row's get depends on no other row."""
         self._taken: set[tuple[int, int]] = set()
@@ -51,14 +49,8 @@ class Tracks:
         known = len(self._tids)
         tid = self._tid(row, owner, name)
         if len(self._tids) > known:
-            if owner == _OWN:
-                self._owned.setdefault(row.pid, []).append(name)
             self.call(row, tid, name, sort)
         return tid
-
-    def owned(self, row: Row) -> list[str]:
-        """The names of a row's own tracks, in their order."""
-        return self._owned.get(row.pid, [])
 
     def call(self, row: Row, tid: int, name: str, sort: int) -> None:
         """Gives a track its name and its place."""
