@@ -59,7 +59,7 @@ def nothing_was_prepared() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What failed, for `dev.py`, which says it again at its end."""
+    """Write the failed tests to a file for `dev.py`, which prints them at its end."""
     if file := os.environ.get("DEV_FAILED_TESTS"):
         failed = [each for kind in ("failed", "error") for each in terminalreporter.getreports(kind)]
         Path(file).write_text("".join(f"{report.nodeid}\n" for report in failed))
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @cache
 def needed_at_the_top(file: Path) -> set[str]:
-    """What of `OPTIONAL` the module imports, outside of functions."""
+    """Return the modules of `OPTIONAL` that a file imports outside of functions."""
     body = ast.parse(file.read_text()).body
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom)]

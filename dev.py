@@ -189,7 +189,7 @@ class EngineEnvironment(Environment):
 
     recipe: Path = ROOT
     under: Environment = field(kw_only=True)
-    """What it builds upon."""
+    """The environment below it."""
 
     @property
     def tests(self) -> "list[Path]":
@@ -581,7 +581,7 @@ def check(arguments: list[str]) -> bool:
 
 
 def typed_paths() -> list[list[str]]:
-    """What mypy reads, a list for each of its runs.
+    """Return the paths that mypy reads, a list for each of its runs.
 
     `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
     to mypy: the tests of each package are a run of their own.

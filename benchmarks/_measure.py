@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 Measured = dict[str, list[float]]
 HAND, CAPTURE, OFF, ALONE = "by hand", "capture", "capture, step not selected", "no profiler"
-"""What is measured around a generation of an engine."""
+"""The contenders around a generation of an engine."""
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
@@ -29,7 +29,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Measured:
-    """What each contender returned, by round. The order turns: nobody always follows the same one."""
+    """Return the results of each contender by round. The order of contenders turns."""
     names = list(contenders)
     found: Measured = {name: [] for name in names}
     gc.collect()

@@ -23,7 +23,7 @@ Decorator: TypeAlias = "Callable[[Callable[..., Any]], Callable[..., Any]]"
 class Peer:
     decorate: Decorator
     attributes: dict[str, object] = field(default_factory=dict)
-    """What the decorator looks for on the object whose method it wraps."""
+    """Attributes that the decorator needs on the object whose method it wraps."""
     finish: Callable[[int], object] = lambda spans: None
     """Writes out the spans that were recorded, so many since the last time."""
 

@@ -27,7 +27,7 @@ _LONGER = 1 << 16
 PROFILE_ID = "bench"
 """In the files' names, as SGLang's merger wants to see it."""
 _PERIOD_S = 7_889_238
-"""What Kineto's base is a multiple of."""
+"""The period of Kineto's base times."""
 _BASE_S = OPENED_NS // 1_000_000_000 // _PERIOD_S * _PERIOD_S
 
 

@@ -1,4 +1,4 @@
-"""What a decorated call costs while nothing is captured: against a closure written by hand, and the peers.
+"""Cost of a decorated call while nothing is captured, against a closure written by hand and the peers.
 
 ns of the calling thread's CPU time per call. The overhead is what a call costs over the bare method: the
 median of the differences within rounds in which every contender runs once.

@@ -1,4 +1,4 @@
-"""How long writing a trace of 200k events keeps the training thread from its work.
+"""Pause of the training thread while a trace of 200k events is written.
 
 The stall is what a fixed training loop takes longer because a trace is written: before it, by torch's own
 `export_chrome_trace("x.json.gz")`; beside it, by stepscope's exporter; or not before the loop is over, with

@@ -1,4 +1,4 @@
-"""What `import stepscope` adds to the start of an interpreter: medians over fresh processes, interleaved.
+"""Cost of `import stepscope` at the start of an interpreter: medians over fresh processes, interleaved.
 
 `import stepscope` is what the workers' code pays, which decorates and opens spans and trajectories; `every
 name` is what a driver pays that also captures and configures. Bytecode is kept, as pip leaves it: under

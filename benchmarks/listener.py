@@ -1,4 +1,4 @@
-"""What listening for captures on demand costs: at the beginning of each step, and in the thread in between.
+"""Cost of listening for captures on demand: at the beginning of each step, and in its thread.
 
 A step that nobody selects or asks for, with `control.requests` on and off, interleaved; with no
 `control.json`, and with one that holds a request for a far step. Then one look of the thread, which comes

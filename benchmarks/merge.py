@@ -1,4 +1,4 @@
-"""What merging a step's traces costs: `merge_step` against reading the files, and against other mergers.
+"""Cost of merging a step's traces: `merge_step` against reading the files, and against other mergers.
 
 The input is a real torch trace (CPU), once for each rank under pids and times of its own (`_traces.py`), as
 `.json.gz` of level 9, which is what torch writes: one of linear layers with what torch records by default,

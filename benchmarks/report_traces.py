@@ -1,4 +1,4 @@
-"""What reading torch traces for a report costs: `read_trace` against HolisticTraceAnalysis.
+"""Cost of reading torch traces for a report: `read_trace` against HolisticTraceAnalysis.
 
 Compared are its breakdown of each rank into idle, compute and other device time, and its kernels of each
 rank, and the numbers must be the same. `read_trace` also makes operators with their own time, memory and

@@ -1,4 +1,4 @@
-"""What a span costs while capturing: ours against AReaL's, OpenTelemetry's and torch's record_function.
+"""Cost of a span while capturing, against AReaL's, OpenTelemetry's and torch's record_function.
 
 Three costs of a decorated call that does nothing, over the bare call, in ns:
   code     CPU time of the thread whose code is recorded: what it pays for the span

@@ -1,4 +1,4 @@
-"""What nobody has run yet: `tool: npu` on a machine with NPUs. docs/npu-hardware.md says what to expect.
+"""Check of `tool: npu` on a machine with NPUs, not run so far. docs/npu-hardware.md has the expected results.
 
 python examples/ascend_check.py window     two captured steps of matrix products (torchrun: all-reduces too)
 python examples/ascend_check.py threads    the same on a thread that is not the main one

@@ -61,7 +61,7 @@ def members(requirement: str, names: Sequence[str], *options: str) -> Path:
 
 
 def _address(requirement: str, *options: str) -> str:
-    """Where pip would get the wheel from. Raises OSError with the last line that pip printed."""
+    """Return the wheel's address by pip. Raise OSError with the last line of its output."""
     command = [
         sys.executable,
         "-m",

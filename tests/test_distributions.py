@@ -1,4 +1,4 @@
-"""What the wheels hold, built as they are published, and what they ask of an environment."""
+"""Contents of the published wheels, and their requirements."""
 
 from __future__ import annotations
 

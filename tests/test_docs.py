@@ -1,4 +1,4 @@
-"""What the pages say is so: examples compile and load, links lead somewhere, public names are explained."""
+"""Truth of the pages: examples compile and load, links lead to files, public names are explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: fleet -> recording -> backends, engines -> files, config -> errors, and
+"""Permitted imports: fleet -> recording -> backends, engines -> files, config -> errors, and
 cli -> report -> timeline -> files; the online and the offline half meet in `files` alone."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `import stepscope` loads into a training process, and what reading a run back loads."""
+"""Modules that `import stepscope` loads into a training process, and that reading a run loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no code here does with what it reads, and who may read what it writes."""
+"""Things that no code here does with files that it reads, and the permissions of files that it writes."""
 
 from __future__ import annotations
 

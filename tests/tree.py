@@ -1,4 +1,4 @@
-"""What the repository holds: the files git knows or would know, the distributions, and who imports whom."""
+"""Contents of the repository: the files of git, the distributions, and their imports."""
 
 from __future__ import annotations
 

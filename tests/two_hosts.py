@@ -242,7 +242,7 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
 
 
 def steps_of(host: Host, save_path: Path) -> int:
-    """How far its loop is: listeners write once there is a folder, so one asks for nothing first."""
+    """Return the latest step of a host's loop. Create its folder, which listeners wait for."""
     said: list[Listening] = read_listening(RunLayout(host.view(save_path)))
     if not said:
         host.view(save_path).mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def steps_of(host: Host, save_path: Path) -> int:
 
 
 def hosts_of(folder: Path) -> set[str]:
-    """Whose files lie there, by their names."""
+    """Return the hosts of the files in a folder, by their names."""
     return {path.name.split("_")[2] for path in folder.iterdir()}
 
 

@@ -55,7 +55,7 @@ def living_actors() -> dict[str, str]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """What is done after captures is over, or ended, when the test is."""
+    """End the work after captures, done or not, together with the test."""
     yield
     from stepscope.recording.after import pipeline
 

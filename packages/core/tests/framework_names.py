@@ -64,7 +64,7 @@ def _method(source: Path, module: str, node: ast.ClassDef, method: str) -> Funct
 
 
 def _find(source: Path, module: str, name: str) -> tuple[str, ast.stmt] | None:
-    """Where `name` of `module` is defined, after the imports on the way."""
+    """Return the definition of `name` of `module`, after the imports on the way."""
     path = _file(source, module)
     if path is None:
         return None

@@ -51,7 +51,7 @@ def expected_path(name: str) -> Path:
 
 
 def seen(step: Path) -> dict[str, Any]:
-    """What merge says in the file's metadata, and all that `stepscope report --json` prints but prose."""
+    """Return the metadata of a merge, and all of `stepscope report --json` but its prose."""
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_step(step, to=Path(folder) / "timeline.json.gz")
     (report,) = read_reports([StepLayout(step)], traces=True).steps

@@ -31,7 +31,7 @@ class CancelledAt:
         return self.seen >= self.suspension
 
     def run(self, work: Coroutine[Any, Any, T]) -> T | BaseException:
-        """What `work` returned or raised, in a loop of its own."""
+        """Run `work` in a separate event loop. Return its result or its exception."""
         return asyncio.run(self._run(work))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T | BaseException:

@@ -126,7 +126,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def called(data: bytes, folder: Path, *methods: str) -> str:
-    """What the methods of the class return in a process that only has its module."""
+    """Return the results of the class' methods in a process that only has its module."""
     code = (
         "import asyncio, inspect, sys, ray.cloudpickle\n"
         "actor = ray.cloudpickle.loads(sys.stdin.buffer.read())()\n"

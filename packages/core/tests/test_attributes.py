@@ -1,4 +1,4 @@
-"""What is written of attributes: bounded, redacted, and never a prompt that nobody gave."""
+"""Attributes on disk: bounded, redacted, and never a prompt that the user did not pass."""
 
 from __future__ import annotations
 

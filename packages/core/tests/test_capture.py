@@ -456,7 +456,7 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
 
 
 def told_all_of(config: ProfileConfig, step: int) -> str | None:
-    """What the manifest says of a capture that is over is final, and its files are there; its error."""
+    """Assert that the manifest of a closed capture is final and its files exist. Return its error."""
     folder = RunLayout(config.save_path).step(step)
     (part,) = manifest_of(config, step).processes
     assert part.closed is not None

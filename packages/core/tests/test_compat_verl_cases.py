@@ -1,4 +1,4 @@
-"""What verl's own profiler tests say of behaviour, of the stand-in, with verl's own configuration classes.
+"""Behaviour that verl's own profiler tests check, of the stand-in, with verl's own configuration classes.
 
 The cases are those of verl's tests/utils/test_nvtx_profile.py and test_special_mstx_profile.py (b178a3cd)
 that do not look into the profiler behind `DistProfiler`.

@@ -1,4 +1,4 @@
-"""What is checked on the machine before the run. Permissions do not stop root; /proc and files do."""
+"""Checks of the machine before the run. Permissions do not stop root; /proc and files do."""
 
 from __future__ import annotations
 

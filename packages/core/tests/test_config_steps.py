@@ -1,4 +1,4 @@
-"""Which steps a config selects, and which spellings it refuses."""
+"""Steps that a configuration selects, and spellings that it refuses."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ RELEASES = ("0.6.1", "0.7.1", "0.8.0", "0.9.1")
 
 
 def trainer_config(release: str, **overall: object) -> dict[str, Any]:
-    """What verl's trainer starts from, with the actor enabled."""
+    """Return the configuration of verl's trainer, with the actor enabled."""
     file = wheel(f"verl=={release}") / "verl/trainer/config/_generated_ppo_trainer.yaml"
     config: dict[str, Any] = yaml.safe_load(file.read_text())
     config["global_profiler"].update({"tool": "torch", "steps": [2, 5]} | overall)

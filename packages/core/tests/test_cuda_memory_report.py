@@ -1,4 +1,4 @@
-"""What the report says of CUDA's memory, from snapshots shaped as torch documents them: without a device."""
+"""CUDA's memory in the report, from snapshots shaped as torch documents them, without a device."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_importable_functions_and_methods_are_pickled_by_reference(sample_tasks:
 
 
 class StandIn:
-    """What a capture in the worker would put into the slot."""
+    """The object that a capture in the worker would put into the slot."""
 
     def __init__(self) -> None:
         self.log = self

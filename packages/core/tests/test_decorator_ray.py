@@ -33,7 +33,7 @@ SPANS = {
     "locked_update": 1,
     "locked_generate": 1,
 }
-"""What the calls of `ray_main.py` should leave; a generator of two items is resumed three times."""
+"""Spans that the calls of `ray_main.py` should leave; a generator of two items is resumed three times."""
 
 
 class Ran(TypedDict):

@@ -32,7 +32,7 @@ run_demo(Path(sys.argv[1]), steps=1000, captured=range(1000), on_progress=partia
 """
 
 RAY_GIVES_UP_SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
-"""How long Ray's own agents look for a control store that has ended: a minute unless told otherwise."""
+"""The time that Ray's agents look for an ended control store: a minute by default."""
 
 
 @pytest.fixture(scope="module")

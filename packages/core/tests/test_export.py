@@ -29,7 +29,7 @@ BODY = b'{"traceEvents": []}' * 1000
 
 
 def writes(content: bytes = BODY) -> Callable[[Path], None]:
-    """What a recording does that ends up as `content`."""
+    """Return the `write` of a recording whose file holds `content`."""
 
     def write(path: Path) -> None:
         path.write_bytes(content)

@@ -157,7 +157,7 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
 
 
 def settle() -> None:
-    """What follows a capture is done, and what the end of the process would do."""
+    """Finish the work after a capture, and the work at the end of the process."""
     baseline.flush()
     assert exporter.exporter().drain(120) == []
     assert pipeline._commands.drain(120) == []

@@ -1,4 +1,4 @@
-"""What merge and report make of the golden steps in `data/`: see `golden.py`."""
+"""Merges and reports of the golden steps in `data/`: see `golden.py`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def closed_in_a_loop(cap: captures.Capture, interrupter: Interrupter) -> None:
 
 
 def hidden_files(folder: Path) -> list[Path]:
-    """What is being written, or was."""
+    """Return the files that are, or were, being written."""
     return [path for path in folder.rglob(".*") if path.name != ".recordings"]
 
 
@@ -90,7 +90,7 @@ Way: TypeAlias = Callable[[captures.Capture, Interrupter], None]
 
 
 def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
-    """Where the Ctrl-C came; None where closing was over before."""
+    """Interrupt a capture. Return the place of the Ctrl-C; None if closing was over before it."""
     interrupter = Interrupter(number)
     before = sys.getprofile()
     try:

@@ -99,7 +99,7 @@ earlier: frozenset[threading.Thread] = frozenset()
 
 @pytest.fixture(autouse=True)
 def as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails in opening is noted and not raised."""
+    """Note failures in opening instead of raising them, as in a run."""
     global earlier
     earlier = frozenset(threading.enumerate())
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")

@@ -1,4 +1,4 @@
-"""What is read from torch traces: operators, kernels, devices, iterations, memory."""
+"""Data read from torch traces: operators, kernels, devices, iterations, memory."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from stepscope.timeline.step.rows import MARGIN_NS
 
 MS = 1_000_000
 BASE_NS = OPENED_NS - 7_889_238_000_000_000 // 2
-"""What the traces count from: as Kineto's, months before the step."""
+"""The zero of times in traces: like Kineto's, months before the step."""
 Event = dict[str, Any]
 
 
@@ -100,7 +100,7 @@ def events_of(path: Path, *phases: str) -> list[Event]:
 
 
 def since_opening_ns(path: Path, name: str) -> list[int]:
-    """When events of this name begin, ns after the capture opened."""
+    """Return the starts of events of this name, ns after the capture opened."""
     base_ns = read(path)["baseTimeNanoseconds"]
     return [
         int(Decimal(event["ts"]) * 1000) + base_ns - OPENED_NS

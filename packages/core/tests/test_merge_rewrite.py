@@ -362,7 +362,7 @@ def test_times_of_many_seconds_move_alike(seconds: int) -> None:
 
 
 def test_a_key_that_is_written_with_escapes_is_found_behind_an_argument_that_looks_like_it() -> None:
-    """Where all other checks come out even: one field is not replaced, and one argument is."""
+    """Cover the case in which all other checks agree: one field is not replaced, and one argument is."""
     hidden = r'{{"ph": "X", "{}": {}, "name": "k", {}"args": {{}}}}'
     rest = {"id": '"pid": 4242, "tid": 4242, "ts": 1000000, ', "pid": '"tid": 7, "ts": 1000000, '}
     usual = [written(OLDER, **{**PLAIN, "ts": "1000000", "id": "5", "pid": "0", "tid": "7"})] * 30

@@ -535,7 +535,7 @@ for step in range(3):
 
 
 def said(config: ProfileConfig, request: str) -> Answer:
-    """What the process has written."""
+    """Return the answer that the process has written."""
     (listening,) = read_listening(RunLayout(config.save_path))
     return listening.answers.get(request, Answer(state="heard"))
 

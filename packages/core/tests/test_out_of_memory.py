@@ -27,7 +27,7 @@ from stepscope.testing.backend_conformance import a_window
 
 
 class Allocator:
-    """What torch offers of its caching allocator."""
+    """torch's interface to its caching allocator."""
 
     def __init__(self) -> None:
         self.used = True

@@ -36,7 +36,7 @@ WHEELS = [
 RECORDED = ["nemo-rl", "slime"]
 """On no index with their code: the names are recorded from their repositories."""
 NOT_THEIRS = ("transformers", "accelerate")
-"""What TRL builds upon; the tests on a real TRL run through it."""
+"""Libraries below TRL; the tests on a real TRL run through them."""
 
 
 def paths_of(entry: InstrumentConfig) -> set[str]:

@@ -24,7 +24,7 @@ from stepscope.timeline.readers.nsys import BACKWARDS, NEVER_ENDED, NO_TIME, Nsy
 
 MS = 1_000_000
 SESSION_NS = OPENED_NS - 500 * MS
-"""When the nsys session began; all times in the file count from there."""
+"""Start of the nsys session, the zero of all times in the file."""
 PID, OTHER = 4711, 4712
 Json = dict[str, Any]
 Rows = dict[str, list[dict[str, Any]]]

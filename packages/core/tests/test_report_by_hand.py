@@ -107,7 +107,7 @@ class ByHand:
         return round((process.wall_ns(mono_ns) - self.start_ns) / EVERY_NS)
 
     def _leaves(self, processes: dict[str, Process]) -> dict[tuple[int, str, str], Instants]:
-        """When each (tier, role, stage) had a span that runs with nothing running below it."""
+        """Return the instants at which each (tier, role, stage) had a running span with none below it."""
         extents: dict[tuple[str, int], tuple[int, int]] = {}
         for process in processes.values():
             for number, span in process.spans.items():

@@ -1,4 +1,4 @@
-"""Where unaccounted time lies, and what of it has a name."""
+"""Gaps of unaccounted time, and their names."""
 
 from __future__ import annotations
 

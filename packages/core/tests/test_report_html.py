@@ -27,7 +27,7 @@ LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "x
 
 
 class Page(HTMLParser):
-    """What a browser would see: tags with their attributes; marks and text by the id of their section."""
+    """A page as a browser sees it: tags with their attributes; marks and text by the id of their section."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

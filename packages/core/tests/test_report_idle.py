@@ -1,4 +1,4 @@
-"""Who did nothing, and what it probably waited for: by hand."""
+"""Idle processes and their probable causes, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of alignment, bands of lines and renamed ids whatever the numbers."""
+"""Properties of alignment, bands of lines and renamed ids, for any numbers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def known(seed: int, *, measured: bool = True, numbered: bool = True) -> KnownSt
 
 
 def check_spans(timeline: Timeline, truth: list[Known]) -> None:
-    """Where they begin and end, how long they take, and whose they are."""
+    """Assert the starts, durations and owners of spans."""
     order = [process.info.key for process in timeline.processes]
     for span, true in zip(
         timeline.spans, sorted(truth, key=lambda one: order.index(one.process)), strict=True

@@ -34,7 +34,7 @@ from stepscope.testing.steps import StepFolder
 MS = 1_000_000
 SECRET = "what-lies-outside"
 FOLDERS = 20 if settings().max_examples == 100 else settings().max_examples
-"""How many damaged folders are tried: few, unless a profile asks for another number."""
+"""The number of damaged folders to try: few, unless a profile asks for another number."""
 COMMANDS = (
     ("merge", "{step}"),
     ("report", "{run}", "--no-html"),

@@ -1,4 +1,4 @@
-"""What a user of a script sees of a captured step, as logging is set up there."""
+"""Output about a captured step that the user of a script sees, with the script's logging."""
 
 from __future__ import annotations
 

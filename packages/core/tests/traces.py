@@ -14,7 +14,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 
 BASE_NS = OPENED_NS - 10_000_000_000
-"""What `ts` counts from in these traces: 10 s before the step."""
+"""The zero of `ts` in these traces: 10 s before the step."""
 
 
 def event(name: str, cat: str, start: float, dur: float, pid: int | str = 1, tid: int | str = 1) -> Any:

@@ -87,7 +87,7 @@ class Page:
         self._sent = 0
         self._session: dict[str, str] = {}
         self.exceptions: list[str] = []
-        """What scripts threw and nobody caught."""
+        """Uncaught exceptions of scripts."""
         (target,) = (t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
@@ -250,7 +250,7 @@ def open_in_ui(where: Page, trace: bytes) -> None:
 
 
 def in_catapult(where: Page, trace: bytes) -> dict[str, Any]:
-    """What catapult makes of a trace's JSON: its warnings, and rows and threads from top to bottom."""
+    """Return catapult's view of a trace's JSON: its warnings, and rows and threads from top to bottom."""
     _Handler.trace = trace
     added = where.call("Page.addScriptToEvaluateOnNewDocument", source=_COMPONENTS)
     where.go("/catapult")

@@ -23,7 +23,7 @@ from stepscope.timeline import merge_step
 MS = 1_000_000
 MARKED = [(OPENED_NS + MS, OPENED_NS + 2 * MS, 1, "default", "actor.work")]
 FOLDERS = 40 if settings().max_examples == 100 else settings().max_examples
-"""How many damaged folders are tried: few, unless a profile asks for another number."""
+"""The number of damaged folders to try: few, unless a profile asks for another number."""
 
 
 @pytest.fixture(scope="module")

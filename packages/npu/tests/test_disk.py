@@ -1,4 +1,4 @@
-"""What is seen of a recording on disk, and how it comes to where it shall lie."""
+"""Inspection of recordings on disk, and their move to the step's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `stepscope doctor` says, for what there may be on a machine."""
+"""Rows of `stepscope doctor`, for possible states of a machine."""
 
 from __future__ import annotations
 

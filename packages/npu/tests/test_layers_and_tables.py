@@ -1,4 +1,4 @@
-"""What single layers of `trace_view.json` and single tables of a database become, and what is left out."""
+"""Single layers of `trace_view.json` and tables of a database as events, and what is left out."""
 
 from __future__ import annotations
 

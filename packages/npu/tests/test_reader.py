@@ -1,4 +1,4 @@
-"""What is read of analysed recordings. The device rows in the files here are invented, and named `fake_*`.
+"""Reading of analysed recordings. The device rows in the files here are invented, and named `fake_*`.
 
 One file above 400 lines, because both forms of a recording are held to the same facts.
 """

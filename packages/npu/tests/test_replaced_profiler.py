@@ -1,4 +1,4 @@
-"""What is said of engines on NPUs before they are profiled."""
+"""Notes about engines on NPUs before they are profiled."""
 
 from __future__ import annotations
 

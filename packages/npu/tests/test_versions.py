@@ -1,4 +1,4 @@
-"""What is said where there is no torch_npu that works."""
+"""Errors without a torch_npu that works."""
 
 from __future__ import annotations
 

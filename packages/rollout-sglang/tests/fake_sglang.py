@@ -29,7 +29,7 @@ RUNNING = "Profiling is already in progress. Call /stop_profile first."
 
 
 def plugin_state(count: int, **changes: object) -> dict[str, object]:
-    """What our plugin shows of a scheduler that has begun `count` passes."""
+    """Return the plugin's answer for a scheduler that has begun `count` passes."""
     answer = SimpleNamespace(internal_state={})
     _plugin.show(answer, SimpleNamespace(forward_ct=count))
     return {**answer.internal_state, _plugin.SENDS_QUIET: True, **changes}  # as in a process with a scheduler
@@ -69,7 +69,7 @@ class Scheduler:
     """As our plugin keeps them."""
 
     def start(self, request: ProfileReq) -> str | None:
-        """What is wrong, or None."""
+        """Start a profile. Return the error, or None."""
         armed = bool(request.profile_by_stage or request.start_step)
         if self.recording is not None:
             if armed:
@@ -119,7 +119,7 @@ class Scheduler:
             self.stop(mode)
 
     def shown(self) -> dict[str, object]:
-        """What our plugin shows of it."""
+        """Return the plugin's answer for this scheduler."""
         stages = {"prefill": self.seen.get("EXTEND", 0), "decode": self.seen.get("DECODE", 0)}
         by_stage = self.request.profile_by_stage
         shown = {_plugin.RECORDINGS: list(self.stamps), _plugin.STAGES: stages if by_stage else None}

@@ -22,7 +22,7 @@ from tiny_sglang import settings, write_model
 _UP_S = 500
 _TRIES = 5
 _TAKEN = re.compile("address (is )?already in use|port .*(is not available|is used by|already in use)", re.I)
-"""What uvicorn, SGLang and its router end with when another process was faster."""
+"""Messages of uvicorn, SGLang and its router if another process took the port first."""
 
 
 class PortTakenError(Exception):

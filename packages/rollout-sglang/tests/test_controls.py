@@ -1,4 +1,4 @@
-"""What SGLang is told of a capture, and what it is not told."""
+"""Requests to SGLang for a capture, and options that are not sent."""
 
 from __future__ import annotations
 

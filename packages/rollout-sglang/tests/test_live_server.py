@@ -1,4 +1,4 @@
-"""What starts the real servers, tried on a server of Python's own."""
+"""The starter of the real servers, tried on a server of Python's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang loads into its processes, over a stand-in for its hooks; the real ones call it in `real/`."""
+"""The plugin of SGLang's processes, over a stand-in for its hooks; the real ones call it in `real/`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _asked_anew() -> None:
 
 
 def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
-    """What a scheduler says of its sends; whether it is so."""
+    """Return whether a scheduler reports that its sends are unrecorded, and check that it is true."""
     from torch.distributed import ProcessGroup
 
     answer = SimpleNamespace(internal_state={})

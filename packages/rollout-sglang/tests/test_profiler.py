@@ -1,4 +1,4 @@
-"""What becomes of one capture on one engine: who stopped it, what is left armed, which files count.
+"""One capture on one engine: the cause of its end, triggers that stay armed, files that count.
 
 One file above 400 lines, because all of it is asked of one engine in memory.
 """

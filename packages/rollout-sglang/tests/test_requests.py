@@ -1,4 +1,4 @@
-"""What one answer of SGLang's says of its request."""
+"""Facts about a request in one answer of SGLang."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class FakeServer(ThreadingHTTPServer):
         self.info_path = "/server_info"
         self.has_plugin = True
         self.shown: dict[str, object] = {}
-        """What the plugin shows that is not as here."""
+        """Deviations of the plugin's answer from this process."""
         self.start_fails: bytes | None = None
-        """What is said with the 500 of a start that fails."""
+        """The body of the 500 of a start that fails."""
         self.stop_status: int | None = None
-        """What a stop is answered by somebody else than the server."""
+        """The status of a stop that another party than the server answers."""
         self.behind: list[str] = []
         """Of a router: the servers it names."""
         self.key: str | None = None

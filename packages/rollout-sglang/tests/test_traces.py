@@ -1,4 +1,4 @@
-"""What the names and the contents of SGLang's files say."""
+"""Names and contents of SGLang's files."""
 
 from __future__ import annotations
 

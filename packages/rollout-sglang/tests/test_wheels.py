@@ -143,7 +143,7 @@ _SCHEDULER = "sglang/srt/managers/scheduler.py"
     ("version", "has"), [("0.5.10.post1", False), (PLUGINS_SINCE, True), ("0.5.23", True)]
 )
 def test_schedulers_load_plugins_from_0_5_11_on(version: str, has: bool) -> None:
-    """What our plugin stands on: who calls it, and the answer that it adds the count of passes to."""
+    """Check the plugin's foundation: its caller, and the answer to which it adds the count of passes."""
     folder = members(f"sglang=={version}", [_PLUGINS, _SCHEDULER])
     assert (folder / _PLUGINS).exists() == has
     if not has:

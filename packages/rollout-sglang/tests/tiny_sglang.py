@@ -74,7 +74,7 @@ def write_model(folder: Path, model: Mapping[str, object] = MODEL) -> Path:
 
 
 def settings(model: Path, **changes: object) -> dict[str, Any]:
-    """What `sglang.Engine` is made with, as far as this version knows it."""
+    """Return the arguments of `sglang.Engine` that this version knows."""
     from sglang.srt.server_args import ServerArgs
 
     wanted: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What an engine is built with, for releases that need not be installed."""
+"""Arguments for engines of releases that need not be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of vllm-ascend before it is profiled, and what becomes of the folders that it leaves.
+"""Notes about vllm-ascend before it is profiled, and the treatment of its folders.
 
 It was not run: no NPU here. What it does is read from its code (test_ascend_wheels.py): a worker's profiler
 is made at its first start, keeps the name it was given then, and leaves a folder at each stop.

@@ -1,4 +1,4 @@
-"""What vllm-ascend's profiler records with, read in its own wheels, whose code is never run.
+"""Options of vllm-ascend's profiler, read in its wheels, whose code never runs.
 
 The adapter reads the same in whatever is installed. Here stands what it says of releases that are known: of
 the oldest wheel, the newest, and both sides of each change between them.

@@ -1,4 +1,4 @@
-"""Who ended a recording of vLLM, and what is told of it."""
+"""Causes of the end of a vLLM recording, and their reports."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from stepscope_vllm._engines import Driver
 
 
 class Frontend:
-    """What `AsyncLLM.profiler` is down to torch's own: it records, and its stop raises."""
+    """A stand-in for the torch session of `AsyncLLM.profiler`: it records, and its stop raises."""
 
     kineto_results = None
     entered = True

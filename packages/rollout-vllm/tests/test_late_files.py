@@ -1,4 +1,4 @@
-"""Whose files lie in an engine's folder that nobody fetched."""
+"""Owners of files in an engine's folder that no capture fetched."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class OldServer(ThreadingHTTPServer):
         self.folder = folder
         self.stops = 0
         self.files = {"abc-rank-0": EMPTY, "host_7.async_llm": EMPTY}
-        """What it writes at each stop: name -> trace."""
+        """{name: trace} of the files that each stop writes."""
         folder.mkdir()
 
     @property
@@ -103,7 +103,7 @@ async def recorded(
     ranks: tuple[int, ...] | None,
     tensor_parallel_size: int = 1,
 ) -> tuple[dict[str, int | None], VllmServer]:
-    """What became of each file: the name that vLLM gave it -> its global rank."""
+    """Record and return {name that vLLM gave a file: its global rank}."""
     profiler = VllmServer(
         server.url, server.folder, replica=replica, tensor_parallel_size=tensor_parallel_size
     )

@@ -1,4 +1,4 @@
-"""What a capture asks for and an engine cannot: refused or reported, with what to do, and never dropped."""
+"""Options that an engine lacks: refused or reported, with a fix, and never dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM loads into its processes, over a stand-in for the module that it changes; the real one sends in
+"""The plugin of vLLM's processes, over a stand-in for the module that it changes; the real one sends in
 `real/test_vllm_more.py`.
 """
 

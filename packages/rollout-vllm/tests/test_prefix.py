@@ -1,4 +1,4 @@
-"""What vLLM names the files of a capture after: it takes 128 characters and few kinds of them."""
+"""The prefix of a capture's files in vLLM, which takes 128 characters of few kinds."""
 
 from __future__ import annotations
 

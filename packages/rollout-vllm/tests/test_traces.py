@@ -1,4 +1,4 @@
-"""Which of an engine's files are whole, and whose they are."""
+"""Complete files of an engine, and their owners."""
 
 from __future__ import annotations
 

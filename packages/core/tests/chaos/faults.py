@@ -1,4 +1,4 @@
-"""What is done to a step: each fault strikes at one moment of it, and is taken back behind it.
+"""Faults for a step: each strikes at one moment of it, and is undone after it.
 
 Just above 400 lines: one function a fault.
 """
@@ -35,7 +35,7 @@ STUCK_S = 8.0
 
 @dataclass
 class World:
-    """What a fault may touch."""
+    """The objects that a fault may touch."""
 
     trainer: Trainer
     layout: RunLayout
@@ -50,14 +50,14 @@ class Fault:
 
     name: str
     moment: str
-    """When `strike` is called, on a thread of its own."""
+    """The moment at which `strike` is called, on a separate thread."""
     strike: Callable[[], object]
     heal: Callable[[], object] = lambda: None
     harmed: Collection[str] = frozenset()
-    """Whose part of the manifest may be less than ok."""
+    """Participants whose part of the manifest may be less than ok."""
     folder_lost: bool = False
     raises: tuple[type[BaseException], ...] = ()
-    """What the step may raise beside what a lost actor does."""
+    """Exceptions that the step may raise, beside those of a lost actor."""
     in_body: BaseException | None = None
     """Raised by the body."""
     in_task: bool = False
@@ -68,7 +68,7 @@ class Fault:
     """Called in the task, before anything else."""
     delay_s: float = 0.0
     struck_s: float | None = None
-    """When, on the monotonic clock; None while it has not."""
+    """Time of the strike on the monotonic clock; None before it."""
 
     def start(self, moment: str) -> None:
         if moment == self.moment:
@@ -416,4 +416,4 @@ FAULTS: dict[str, Callable[[World], Fault]] = {
         raising_body, no_threads_to_spare, many_captures,
     )
 }  # fmt: skip
-"""What is chosen from, by name."""
+"""All faults by name."""

@@ -31,10 +31,10 @@ ROUNDS = 12
 """Of one session."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 END_S = 90
-"""How long a driver may take to go once it was asked to: its exit waits for traces that are being written."""
+"""The longest exit of a driver, which waits for traces that are being written."""
 GONE_S = 30
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""What Ray itself leaves behind for a while when its driver is killed."""
+"""Leftovers of Ray, for a while, after a driver is killed."""
 AGAIN = """
 import sys
 from stepscope import ProfileConfig, capture

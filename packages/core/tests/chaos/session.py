@@ -35,7 +35,7 @@ from stepscope.recording.spans import slot
 
 DEADLINE_S = 3
 BOUND_S = DEADLINE_S + 9
-"""What opening or closing may take at most: the deadline, five seconds for a disk, and a busy machine."""
+"""The longest opening or closing: the deadline, five seconds for a disk, and a busy machine."""
 ROUND_S = 120
 OVERLOADED = 3.0
 """Threads that want to run, for each core, from which on a late answer says nothing of stepscope. It is
@@ -148,9 +148,9 @@ class _Step:
         self.error: BaseException | None = None
         self.reached_body = False
         self.began_s = 0.0
-        """When opening or closing began, on the monotonic clock."""
+        """Start of the opening or closing, on the monotonic clock."""
         self.closing_s = 0.0
-        """When its body ended, on the monotonic clock."""
+        """End of the body, on the monotonic clock."""
 
     def moment(self, name: str) -> None:
         if self.fault is not None:

@@ -33,7 +33,7 @@ EVERY = 3
 LEAST = 8
 """Samples below which nothing can be said."""
 ALLOWED = {"MB": 30.0, "files": 2.0, "threads": 2.0, "children": 1.0}
-"""What a series may grow by, in its unit; memory also by 5 %."""
+"""The largest growth of a series, in its unit; memory may also grow by 5 %."""
 MEMORY_SHARE = 0.05
 DISK_SHARE = 0.25
 """Traces of one step and the next differ in size."""

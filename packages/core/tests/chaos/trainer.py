@@ -20,7 +20,7 @@ PROMPTS = 4
 
 
 class Process:
-    """What faults ask of every actor."""
+    """Methods that faults call on every actor."""
 
     def pid(self) -> int:
         return os.getpid()

@@ -1,4 +1,4 @@
-"""What must hold after every step, whatever went wrong in it: findings are sentences, none is good."""
+"""Facts that must hold after every step, with any fault: findings are sentences, and none is good."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def findings(
     harmed: Collection[str],
     lost: Gone = None,
 ) -> Iterator[str]:
-    """What is wrong with one captured step.
+    """Yield the errors of one captured step.
 
     Args:
         took_part: {name: Ray actor id, or `replica N`} of everybody who was to take part.
@@ -55,7 +55,7 @@ def findings(
 
 
 def after_a_death(step: StepLayout) -> Iterator[str]:
-    """What is wrong with a step whose driver was killed: every part speaks for itself."""
+    """Yield the errors of a step whose driver was killed, part by part."""
     for part in read_parts(step)[0]:
         yield from _untrue(step, part)
         yield from _spans_differ(step, part)

@@ -1,4 +1,4 @@
-"""What the backend does with one wheel's torch_npu: its calls into C++, failures, and other recordings.
+"""The backend on one wheel's torch_npu: its calls into C++, failures, and other recordings.
 
 One file above 400 lines, because each test is a short scene over the same stand-in.
 """

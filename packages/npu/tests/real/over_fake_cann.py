@@ -73,7 +73,7 @@ def ranges(folder: Path) -> list[str]:
 
 
 def operators(folder: Path) -> bytes:
-    """What torch_npu's C++ wrote of the operators: names stand in it as they are."""
+    """Return the operators' file of torch_npu's C++, which holds their names verbatim."""
     found = folder / "FRAMEWORK" / "torch.op_range"
     return found.read_bytes() if found.exists() else b""
 

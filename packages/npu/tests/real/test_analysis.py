@@ -49,7 +49,7 @@ def captured(over_fake_cann: dict[str, str], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def told(captured: Path, over_fake_cann: dict[str, str]) -> str:
-    """What `stepscope analyse` has said of that run, with the published msprof-analyze on PATH."""
+    """Return the output of `stepscope analyse` on that run, with the published msprof-analyze on PATH."""
     environ = over_fake_cann | {"PATH": f"{Path(sys.executable).parent}:{over_fake_cann['PATH']}"}
     assert shutil.which("msprof-analyze", path=environ["PATH"]) is not None
     done = subprocess.run(

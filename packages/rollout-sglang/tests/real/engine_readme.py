@@ -33,7 +33,7 @@ def code() -> str:
 
 @pytest.fixture
 def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepLayout:
-    """What the README's loop leaves of step 3."""
+    """Run the README's loop and return the folder of step 3."""
 
     def made(model_path: str, **options: object) -> Any:
         told = {name: getattr(engine.server_args, name) for name in options}

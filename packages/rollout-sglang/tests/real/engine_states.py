@@ -1,4 +1,4 @@
-"""What becomes of a capture on a real engine: every control, every way to end, every refusal.
+"""Captures on a real engine: every control, every way to end, every refusal.
 
 Run by `test_engines.py`, for each version that is tried. One file above 400 lines, because all of it is
 asked of one engine.

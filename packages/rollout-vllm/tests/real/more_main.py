@@ -126,7 +126,7 @@ BUILT = {
 
 
 async def options(llm: Any, save_path: str) -> None:
-    """What an engine is built with, and what each capture says."""
+    """Print the options of a built engine, and the report of each capture."""
     await generate(llm)
     for step, torch in ((1, {}), (2, {"profile_memory": True, "record_shapes": True, "with_stack": True})):
         config = of(save_path, "all", torch=torch, extra=BUILT)

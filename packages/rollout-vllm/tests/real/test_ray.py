@@ -24,7 +24,7 @@ assert vllm
 
 
 class Rollout:
-    """What a user has."""
+    """A user's rollout actor."""
 
     async def build(self, arguments: dict[str, Any]) -> int:
         from vllm import AsyncEngineArgs

@@ -27,7 +27,7 @@ from stepscope.files.sidecar import Sidecar
 from stepscope_vllm import VllmServer
 
 Said: TypeAlias = dict[str, dict[str, Any]]
-"""What `more_main.py` printed of each thing."""
+"""Output of `more_main.py` by subject."""
 Run: TypeAlias = Callable[..., Said]
 MAIN = Path(__file__).with_name("more_main.py")
 _LIMIT_S = 1500

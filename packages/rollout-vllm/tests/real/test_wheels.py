@@ -1,4 +1,4 @@
-"""What vLLM's releases take and do, read in the source of their own wheels, which is never run.
+"""Parameters and behaviour of vLLM's releases, read in the source of their wheels, which never runs.
 
 The table in docs/engines-vllm.md is what these tests read. On request only: they fetch for half a minute.
 """
