@@ -329,13 +329,13 @@ class TestProcess:
         self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         drained: list[list[str]] = []
-        start_thread = exporter._start_thread
+        start_thread = exporter._queue.start
 
         def interrupted() -> None:
             start_thread()
             signal.raise_signal(signal.SIGUSR1)
 
-        monkeypatch.setattr(exporter, "_start_thread", interrupted)
+        monkeypatch.setattr(exporter._queue, "start", interrupted)
         before = signal.signal(signal.SIGUSR1, lambda *_: drained.append(exporter.drain(30)))
         try:
             done = Submission(exporter, tmp_path / "a.json")

@@ -7,10 +7,7 @@ are started when a capture opens: at exit Python 3.12 starts no more.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +23,9 @@ from stepscope.files.sidecar import Sidecar
 from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import Ledger
-from stepscope.recording.process import failures, shutdown
+from stepscope.recording.process import failures, fork, shutdown
 from stepscope.recording.process.failures import describe
+from stepscope.recording.process.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from stepscope.recording.session.session import Session
@@ -67,58 +65,15 @@ class _Hook:
             failures.warn("stepscope: the %s failed (logged once): %s", self._name, reason)
 
 
-class _Line:
-    """Work that is done in order on a daemon thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: deque[_Hook | Chores] = deque()
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # of an RLock: a SIGTERM handler may drain in the middle of put
-
-    def start(self) -> None:
-        if self._thread is not None:
-            return
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            return  # the interpreter is exiting
-        self._thread = thread
-
-    def put(self, job: _Hook | Chores) -> None:
-        self.start()
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-
-    def drain(self, timeout_s: float) -> list[_Hook | Chores]:
-        """Waits until all is done.
-
-        Returns:
-            What is unfinished after `timeout_s`, the job under way first.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._jobs or self._thread is None, timeout_s)
-            return list(self._jobs)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._jobs)
-                    job = self._jobs[0]
-                try:
-                    job()
-                finally:
-                    with self._changed:
-                        self._jobs.popleft()
-                        self._changed.notify_all()
-        finally:
-            self._thread = None
+def _new_hooks() -> WorkQueue[_Hook]:
+    return WorkQueue("stepscope-hooks", _Hook.__call__)
 
 
-_hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
+def _new_commands() -> WorkQueue[Chores]:
+    return WorkQueue("stepscope-finish", Chores.__call__)
+
+
+_hooks, _commands = _new_hooks(), _new_commands()
 """One writer: this module."""
 
 
@@ -293,15 +248,15 @@ def _leave_hooks(reason: str, timeout_s: float) -> None:
 
 
 def _unfinished_commands() -> list[Chores]:
-    return [job for job in _commands.drain(0) if isinstance(job, Chores)]
+    return _commands.unfinished()
 
 
-def _in_child() -> None:
+def _forget() -> None:
     # The parent's work is the parent's, and its threads are not here.
     global _hooks, _commands
     _awaited.clear()
-    _hooks, _commands = _Line("stepscope-hooks"), _Line("stepscope-finish")
+    _hooks, _commands = _new_hooks(), _new_commands()
 
 
 shutdown.on_exit("files and what comes after them", _end_of_process, order=20)
-os.register_at_fork(after_in_child=_in_child)
+fork.forgets("hooks and programs", _forget)

@@ -20,7 +20,7 @@ from stepscope import switch
 from stepscope.files.layout import RunLayout
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.recording.output import exporter
-from stepscope.recording.process import failures, shutdown
+from stepscope.recording.process import failures, fork, shutdown
 from stepscope.recording.session import activation
 from stepscope.recording.spans import slot
 
@@ -121,4 +121,4 @@ def _append(file: Path, steps: tuple[UncapturedStep, ...]) -> None:
 
 
 shutdown.on_exit("the durations of uncaptured steps", lambda *_: flush(), order=10)
-os.register_at_fork(after_in_child=_loops.clear)
+fork.forgets("step durations", _loops.clear)

@@ -31,7 +31,7 @@ from stepscope.files.requests import (
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.process import failures, run, shutdown, sigusr1
+from stepscope.recording.process import failures, fork, run, shutdown, sigusr1
 from stepscope.recording.process.identity import identify, is_alone
 
 _listener: Listener | None = None
@@ -322,11 +322,11 @@ def _just(step: int) -> StepRange:
     return StepRange(step, step + 1)
 
 
-def _in_child() -> None:
+def _forget() -> None:
     global _listener
     _listener = None  # the child has the object and not the thread
 
 
-os.register_at_fork(after_in_child=_in_child)
+fork.forgets("request listener", _forget)
 shutdown.on_exit("on-demand requests", lambda ending, _: end(ending.error), order=30)
 atexit.register(end, "the process exited")

@@ -6,13 +6,12 @@ itself after that, one of the next three captures of this process enters.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable
 
 from stepscope.engines.own_thread import own_thread
 from stepscope.files.sidecar import Artifact
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, fork
 
 _GRACE_S = 1.0
 """For a stop to end that is told to."""
@@ -83,9 +82,9 @@ async def enter_what_came() -> None:
             failures.note("entering files that came late", error)
 
 
-def _in_child() -> None:
+def _forget() -> None:
     _late.clear()
     _given_up.clear()  # its parent's captures are its parent's to write
 
 
-os.register_at_fork(after_in_child=_in_child)
+fork.forgets("late files", _forget)

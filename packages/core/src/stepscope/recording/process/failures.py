@@ -82,12 +82,10 @@ def take() -> dict[str, str]:
     return taken
 
 
-def _in_child() -> None:
+def renew_lock() -> None:
+    """In the child of a fork, forget the lock: another thread of the parent may have held it."""
     global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_in_child)
+    _lock = threading.RLock()
 
 
 def _raises() -> bool:

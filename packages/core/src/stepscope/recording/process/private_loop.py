@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from stepscope.recording.process import fork
 
 T = TypeVar("T")
 
@@ -128,4 +129,4 @@ def _discard_outcome(task: asyncio.Future[Any]) -> None:
         task.exception()  # marks it as seen: nobody waits for it any more
 
 
-os.register_at_fork(after_in_child=forget)
+fork.forgets("private loop", forget)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from stepscope.files.manifest.records import Ending
-from stepscope.recording.process import shutdown
+from stepscope.recording.process import fork, shutdown
 from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
@@ -54,7 +54,7 @@ def _end(ending: Ending, deadline_s: float) -> None:
         taker.end(ending, deadline_s)
 
 
-def _in_child() -> None:
+def _forget() -> None:
     """Leave the span file, the profiler and the capture to the parent: the child is not recorded."""
     slot.active = None
     claims.forget()
@@ -67,4 +67,5 @@ def _in_parent() -> None:
 
 
 shutdown.on_exit("the capture", _end, order=0)
-os.register_at_fork(after_in_child=_in_child, after_in_parent=_in_parent)
+fork.forgets("capture", _forget)
+os.register_at_fork(after_in_parent=_in_parent)

@@ -1,0 +1,120 @@
+"""A queue of jobs that one daemon thread does in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+J = TypeVar("J")
+
+
+class _Entry(Generic[J]):
+    __slots__ = ("deferred", "job")
+
+    def __init__(self, job: J, deferred: bool) -> None:
+        self.job = job
+        self.deferred = deferred
+
+
+class WorkQueue(Generic[J]):
+    """Jobs of one kind. The thread starts with the first job, or earlier with `start`."""
+
+    def __init__(self, name: str, work: Callable[[J], None], *, inline: bool = False) -> None:
+        """Args:
+        name: Of the thread.
+        work: Does one job. An exception ends the thread; the next job starts another one.
+        inline: `drain` does the jobs itself where no thread can be started.
+        """
+        self._name = name
+        self._work = work
+        self._inline = inline
+        self._entries: deque[_Entry[J]] = deque()
+        self._running: _Entry[J] | None = None
+        self._thread: threading.Thread | None = None
+        # Of an RLock: a SIGTERM handler may drain in the middle of put().
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the thread, unless the interpreter is exiting (Python 3.12 then starts no more)."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return
+        self._thread = thread
+
+    def put(self, job: J, *, deferred: bool = False) -> None:
+        """Queue a job.
+
+        Args:
+            deferred: It waits for `flush`, and later jobs may overtake it.
+        """
+        with self._changed:
+            self._entries.append(_Entry(job, deferred))
+            self.start()  # also for a deferred job: at exit it may be too late
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Let deferred jobs begin. Return at once."""
+        with self._changed:
+            for entry in self._entries:
+                entry.deferred = False
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> list[J]:
+        """Flush, and wait until all jobs are done.
+
+        Returns:
+            The jobs that are unfinished after `timeout_s`, the one under way first. They go on.
+        """
+        self.flush()
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while self._unfinished() and time.monotonic() < until:
+                if self._thread is not None:
+                    self._changed.wait(until - time.monotonic())
+                elif not (self._inline and self._do_next()):
+                    break
+            return self._unfinished()
+
+    def unfinished(self) -> list[J]:
+        """Return the jobs that are not done, the one under way first."""
+        with self._changed:
+            return self._unfinished()
+
+    def _unfinished(self) -> list[J]:
+        running = () if self._running is None else (self._running,)
+        return [entry.job for entry in (*running, *self._entries)]
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._has_due)
+                self._do_next()
+        finally:
+            self._thread = None
+
+    def _has_due(self) -> bool:
+        return any(not entry.deferred for entry in self._entries)
+
+    def _do_next(self) -> bool:
+        """Do the first job that is not deferred. Return whether there was one."""
+        with self._changed:
+            entry = next((entry for entry in self._entries if not entry.deferred), None)
+            if entry is None:
+                return False
+            self._entries.remove(entry)
+            self._running = entry
+        try:
+            self._work(entry.job)
+        finally:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+        return True

@@ -1,0 +1,45 @@
+"""The table of what the child of a fork forgets."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+
+from stepscope.recording.after import pipeline
+from stepscope.recording.output import exporter
+from stepscope.recording.process import failures, fork
+
+
+def test_a_child_forgets_in_the_order_of_the_table_and_goes_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    calls: list[str] = []
+    broken = "exporter"
+
+    def forget(name: str) -> None:
+        calls.append(name)
+        if name == broken:
+            raise OSError("its own trouble")
+
+    for name in fork.TABLE:
+        monkeypatch.setitem(fork.TABLE, name, partial(forget, name))
+    fork._in_child()
+    assert calls == list(fork.TABLE)
+    assert "its own trouble" in failures.take()["forgetting the exporter of the parent process"]
+
+
+def test_what_is_not_in_the_table_is_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"'my state' is not in fork\.TABLE: .*exporter.* Fix: add it"):
+        fork.forgets("my state", lambda: None)
+
+
+def test_a_forked_child_has_an_exporter_and_queues_of_its_own() -> None:
+    before = (exporter.exporter(), pipeline._hooks, pipeline._commands)
+    child = os.fork()
+    if child == 0:
+        after = (exporter.exporter(), pipeline._hooks, pipeline._commands)
+        os._exit(any(one is other for one, other in zip(before, after, strict=True)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
