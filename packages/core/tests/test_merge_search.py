@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from packages.core.tests import golden
 from packages.core.tests.test_merge_rewrite import OLDER, PLAIN, SECOND_NS, canonical, rewritten, written
+from stepscope.timeline import merge_step
 from stepscope.timeline.merge import template
 
 few = st.binary().map(lambda drawn: bytes(b'"t: 1,\xc3\xa9'[byte % 8] for byte in drawn))
@@ -56,3 +59,13 @@ def test_a_mistake_in_the_search_costs_time_and_no_event(
         found = rewritten([batch, batch], shift_ns, None)
         assert list(map(canonical, found.events)) == list(map(canonical, thorough.events)), wrong
     assert next(calls) < wrong
+
+
+@pytest.mark.parametrize("name", golden.steps())
+def test_both_finders_write_the_same_timeline(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge_step(golden.steps()[name], to=tmp_path / "installed.json.gz")
+    monkeypatch.setattr(template, "split", bytes.split)
+    merge_step(golden.steps()[name], to=tmp_path / "python.json.gz")
+    assert (tmp_path / "installed.json.gz").read_bytes() == (tmp_path / "python.json.gz").read_bytes()
