@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import sys
 from collections.abc import Iterator
+from copy import copy
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,13 +50,60 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"not installed here: {', '.join(sorted(ABSENT))}; so left out: {', '.join(left_out)}"
 
 
+PROCESS_STATE = {
+    "stepscope.recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
+    "stepscope.recording.capture.capture": ("_is_torch_explained",),
+    "stepscope.recording.capture.configure": ("_configured",),
+    "stepscope.recording.capture.omissions": ("_prepared",),
+    "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),
+    "stepscope.recording.instrument.patch": ("refusals",),
+    "stepscope.recording.process.failures": ("_noted", "_warned"),
+    "stepscope.recording.spans.redaction": ("hook",),
+    "stepscope.recording.spans.wrapping": ("declared_roles", "declared_classes"),
+}
+"""Variables, by module, that each test finds as the tests before it did."""
+
+
 @pytest.fixture(autouse=True)
-def nothing_was_prepared() -> Iterator[None]:
-    """A test that prepares workers makes no capture of another test one that lacks them."""
+def process_state_is_put_back() -> Iterator[None]:
+    """Put `PROCESS_STATE` back after each test, and fail a test that leaves something open or changed."""
+    states = [
+        (variables, name, variables[name], copy(variables[name]))
+        for module, names in PROCESS_STATE.items()
+        for variables in [vars(import_module(module))]
+        for name in names
+        if name in variables
+    ]
+    before = surroundings()
     yield
-    untold = sys.modules.get("stepscope.recording.capture.omissions")
-    if untold is not None:
-        vars(untold)["_prepared"] = False
+    for variables, name, value, content in states:
+        if isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, (set, dict)):
+            value.clear()
+            value.update(content)
+        variables[name] = value
+    after = surroundings()
+    if after != before:
+        changes = [
+            f"{name}: {before[name]} -> {after[name]}" for name in after if after[name] != before[name]
+        ]
+        pytest.fail(f"the test changed {'; '.join(changes)}. Fix: undo it in the test")
+
+
+def surroundings() -> dict[str, object]:
+    """Return what a test shares with all others and has to leave as it was."""
+    from stepscope.backends.process_lock import PROCESS_LOCK
+    from stepscope.recording.spans import slot
+
+    return {
+        "the open capture": slot.active,
+        "the running profiler": PROCESS_LOCK.holder,
+        "the working directory": os.getcwd(),
+        "the environment": {
+            name: value for name, value in os.environ.items() if name.startswith("STEPSCOPE")
+        },
+    }
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

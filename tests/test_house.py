@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
+
+import pytest
 
 import stepscope
+from conftest import PROCESS_STATE
 from tests.tree import CORE, PACKAGES, ROOT, files, imports
 
 LONG = 400
@@ -95,3 +99,8 @@ def test_type_ignores_and_silenced_lints_name_what_they_silence() -> None:
 def test_no_source_imports_mocks() -> None:
     found = [str(found) for package in PACKAGES for found in imports(package) if "mock" in found.target]
     assert not found
+
+
+@pytest.mark.parametrize("module", PROCESS_STATE)
+def test_the_variables_that_tests_find_as_new_exist(module: str) -> None:
+    assert set(PROCESS_STATE[module]) <= vars(import_module(module)).keys()
