@@ -101,6 +101,18 @@ def test_no_source_imports_mocks() -> None:
     assert not found
 
 
+def test_no_module_has_the_name_of_a_function_of_its_package() -> None:
+    """Importing the module would put it in the function's place."""
+    hidden = [
+        f"{path.parent.relative_to(ROOT)}: {node.name}"
+        for path in files(".py")
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and path.with_name(f"{node.name}.py").exists()
+    ]
+    assert not hidden
+
+
 @pytest.mark.parametrize("module", PROCESS_STATE)
 def test_the_variables_that_tests_find_as_new_exist(module: str) -> None:
     assert set(PROCESS_STATE[module]) <= vars(import_module(module)).keys()

@@ -295,7 +295,7 @@ def test_an_error_of_ours_is_one_message_too(
     monkeypatch.setattr("stepscope.cli.demo.find_spec", broken)
     assert run(["demo"]) == 1
     assert capsys.readouterr().err.startswith(
-        "error: KeyError: 'torch'\nNobody expected this; `stepscope --traceback`"
+        "error: KeyError: 'torch'\nThis is a bug in stepscope. Run again with `--traceback`"
     )
 
 

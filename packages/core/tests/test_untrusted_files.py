@@ -116,7 +116,7 @@ def test_a_damaged_folder_ends_no_command_and_leads_none_outside(whole: Path, ra
             said = [word.format(run=root, step=root / "step_000002") for word in command]
             code, text = say(said)
             assert code in (0, 1, 2, 3), text
-            assert "Nobody expected" not in text, f"{' '.join(command)}: {text}"
+            assert "This is a bug in stepscope" not in text, f"{' '.join(command)}: {text}"
         assert sorted(os.listdir(above)) == ["outside", "run"]
         assert os.listdir(outside) == ["secret.json"]
         for path in (root / "step_000002").glob("timeline*.gz"):

@@ -22,7 +22,7 @@ from stepscope.cli.merge import merge
 from stepscope.cli.mirror import mirror
 from stepscope.cli.publish import publish
 from stepscope.cli.report import report
-from stepscope.cli.run import run as run_command
+from stepscope.cli.run_program import run as run_command
 from stepscope.cli.trigger import trigger
 from stepscope.cli.validate import validate
 from stepscope.errors import ConfigError, StepscopeError
