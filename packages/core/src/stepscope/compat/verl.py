@@ -201,7 +201,7 @@ else:
 
 
 class DistProfilerExtension:
-    """What a verl worker inherits from to be started and stopped by its trainer."""
+    """Base class of a verl worker, by which its trainer starts and stops profiling."""
 
     def __init__(self, profiler: DistProfiler) -> None:
         self.profiler = profiler

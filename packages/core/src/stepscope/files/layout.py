@@ -152,7 +152,7 @@ class StepLayout:
         return self.root / f"finish_{_process_name(process)}_{safe(run_id)}{_again(capture)}.log"
 
     def mirror_record(self, host: str) -> Path:
-        """What `host` has copied to the mirror."""
+        """Return the record of the files that `host` has copied to the mirror."""
         return self.root / f"mirror_{safe(host)}.json"
 
     def mirror_records(self) -> list[Path]:

@@ -1,1 +1,1 @@
-"""What `stepscope run` puts before every Python program that it starts: `sitecustomize`, beside this."""
+"""The `sitecustomize` beside this, which `stepscope run` puts before every Python program that it starts."""

@@ -1,0 +1,67 @@
+"""First words of docstrings: a subject or a verb, never a question word."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tree import ROOT, files
+
+QUESTIONS = {"What", "Which", "Whose", "Whom", "Who", "How", "Where", "When"}
+SOURCE = "packages/core/src/stepscope"
+CLEAN = [
+    "benchmarks",
+    "conftest.py",
+    "dev.py",
+    "examples",
+    "packages/core/tests",
+    "packages/npu",
+    "packages/rollout-sglang/tests",
+    "packages/rollout-vllm/tests",
+    "tests",
+    f"{SOURCE}/backends",
+    f"{SOURCE}/compat",
+    f"{SOURCE}/demo",
+    f"{SOURCE}/errors.py",
+    f"{SOURCE}/files",
+    f"{SOURCE}/mirror",
+    f"{SOURCE}/startup",
+    f"{SOURCE}/switch.py",
+    f"{SOURCE}/testing",
+    f"{SOURCE}/writers",
+]
+"""Folders and files that the rule holds for. A folder that becomes clean is added here."""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each docstring, of attributes too."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        for child in node.body if isinstance(node, owners) else []:
+            match child:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield child.lineno, text
+
+
+def questions(path: Path) -> list[str]:
+    """Return the docstrings of a file that open with a question word, with their places."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
+        for line, text in docstrings(path.read_text())
+        if text.split() and text.split()[0].strip(",:;.?") in QUESTIONS
+    ]
+
+
+@pytest.mark.parametrize("place", CLEAN)
+def test_docstrings_open_with_a_subject_or_a_verb(place: str) -> None:
+    paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
+    assert paths, f"{place} has no Python file"
+    assert [line for path in paths for line in questions(path)] == []
+
+
+def test_docstrings_of_attributes_are_found() -> None:
+    source = 'class A:\n    """Class."""\n\n    size: int\n    """How large it is."""\n'
+    assert [text for _, text in docstrings(source)] == ["Class.", "How large it is."]
