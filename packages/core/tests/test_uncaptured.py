@@ -181,7 +181,7 @@ def test_a_step_as_long_as_others_raises_no_alarm(tmp_path: Path) -> None:
 def test_few_uncaptured_steps_are_shown_and_said_to_be_too_few(tmp_path: Path) -> None:
     said = text_of(beside(tmp_path, 100, 200))
     assert "2 uncaptured steps near it (49, 51)" in said
-    assert "not enough to say what is usual" in said
+    assert "too few for a comparison" in said
 
 
 def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:

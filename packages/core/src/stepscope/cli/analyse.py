@@ -21,12 +21,12 @@ def analyse(
         float, typer.Option(metavar="S", help="Longest time for one recording, in seconds.", min=1)
     ] = 3600,
 ) -> None:
-    """Raw recordings (of NPUs) become readable, on a machine that has their profiler's tools."""
-    found = [analysers.load(point) for point in analysers.installed()]
-    if not found:
+    """Make raw recordings (of NPUs) readable, on a machine that has their profiler's tools."""
+    installed = [analysers.load(point) for point in analysers.installed()]
+    if not installed:
         raise CommandError("no installed package analyses recordings: pip install 'stepscope[npu]'")
     roots = [layout.root for layout in find_steps(path, step)]
-    work = [(each, recording) for each in found for root in roots for recording in each.waiting(root)]
+    work = [(tool, recording) for tool in installed for root in roots for recording in tool.waiting(root)]
     if not work:
         screen.say(f"{path}: no recording waits for an analysis")
     failed = 0
@@ -34,9 +34,9 @@ def analyse(
         where = recording.relative_to(path)
         with screen.waiting(f"{number} of {len(work)}: {where}"):
             try:
-                said = analyser.analyse(recording, timeout)
+                outcome = analyser.analyse(recording, timeout)
             except StepscopeError as error:
                 failed += 1
-                said = f"FAILED: {error}"
-        screen.say(f"{where}: {said}")
+                outcome = f"FAILED: {error}"
+        screen.say(f"{where}: {outcome}")
     raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)

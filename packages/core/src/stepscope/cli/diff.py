@@ -22,14 +22,14 @@ def diff(
     run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
 ) -> None:
-    """What changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
+    """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
     one, other = _read(a, run_a), _read(b, run_b)
-    found = compare(one.steps, other.steps)
+    change = compare(one.steps, other.steps)
     if json:
-        screen.show_json(found)
+        screen.show_json(change)
     else:
-        screen.show(render_diff(found))
-    sound = found.a.complete and found.b.complete and not (one.unreadable or other.unreadable)
+        screen.show(render_diff(change))
+    sound = change.a.complete and change.b.complete and not (one.unreadable or other.unreadable)
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
 
 

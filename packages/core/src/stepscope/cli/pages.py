@@ -27,16 +27,16 @@ class Pages:
         """What could not be written, and why."""
 
     def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
-        """Writes a step's page into its folder."""
+        """Write a step's page into its folder."""
         self._write(layout.report, render_step(timeline, report, files_of(layout, timeline)))
 
     def add_run(
         self, layout: RunLayout, reports: Sequence[StepReport], unreadable: Mapping[str, str]
     ) -> None:
-        """Writes the page of a run, after those of its steps."""
+        """Write the page of a run, after those of its steps."""
         steps = [RunStep(report=report, href=self._href(layout, report.step)) for report in reports]
-        said = [f"{step}: {why}" for step, why in unreadable.items()]
-        self._write(layout.report, render_run(steps, said))
+        lines = [f"{step}: {why}" for step, why in unreadable.items()]
+        self._write(layout.report, render_run(steps, lines))
 
     def _href(self, layout: RunLayout, step: int) -> str | None:
         page = layout.step(step).report
@@ -52,16 +52,16 @@ class Pages:
 
 
 def files_of(layout: StepLayout, timeline: Timeline) -> list[StepFile]:
-    """What lies in a step's folder: the timeline, the manifest, folders, and each artifact that is there."""
+    """Return the contents of a step's folder: timeline, manifest, folders, and artifacts."""
     whole = ((layout.timeline, "merged timeline, opens in ui.perfetto.dev"), (layout.manifest, "manifest"))
     folders = (
         (layout.spans, "spans, a file for each process"),
         (layout.processes, "parts of the manifest, one for each process"),
         (layout.traces, "traces"),
     )
-    found = [_file(layout, path, what) for path, what in whole if path.is_file()]
-    found += [_folder(layout, path, what) for path, what in folders if path.is_dir()]
-    return [*found, *list(_artifacts(layout, timeline))[:LINKED]]
+    files = [_file(layout, path, what) for path, what in whole if path.is_file()]
+    files += [_folder(layout, path, what) for path, what in folders if path.is_dir()]
+    return [*files, *list(_artifacts(layout, timeline))[:LINKED]]
 
 
 def _artifacts(layout: StepLayout, timeline: Timeline) -> Iterator[StepFile]:

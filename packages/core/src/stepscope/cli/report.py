@@ -22,7 +22,7 @@ from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope report --json` prints."""
+    """Output of `stepscope report --json`."""
 
     format: int = 1
     steps: list[StepReport]
@@ -57,7 +57,7 @@ def report(
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
 ) -> None:
-    """Where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
+    """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
     pages = Pages() if html or (html is None and not json) else None
     reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
     if pages is not None and step is None and not is_step(path):
@@ -67,14 +67,14 @@ def report(
     else:
         show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
     failed = False if pages is None else say_pages(pages)
-    complete = all(found.health.complete and not trouble(found) for found in reports.steps)
+    complete = all(result.health.complete and not trouble(result) for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
 
 
 def read_reports(
     steps: list[StepLayout], run: str | None = None, pages: Pages | None = None, *, traces: bool = False
 ) -> Reports:
-    """The reports of these steps, and their pages. A bar shows how far the reading is.
+    """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
     Args:
         traces: Whether to read the profilers' traces, which are large.
@@ -86,8 +86,8 @@ def read_reports(
     what = "reading spans and traces" if traces else "reading spans"
     with screen.progress(what, sum(measure(step.root) for step in steps)) as done:
         read = {step.root.name: _read(step, run, done, pages, traces) for step in steps}
-    reports = [found for found in read.values() if isinstance(found, StepReport)]
-    unreadable = {name: found for name, found in read.items() if isinstance(found, str)}
+    reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
+    unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
     if not reports:
         raise CommandError("\n".join(unreadable.values()), Exit.ERROR)
     return Reports(steps=reports, unreadable=unreadable)
@@ -100,19 +100,19 @@ def _read(
         timeline = load_step(step.root, run_id=run, on_read=done)
     except RecordError as error:
         return str(error)
-    found = step_report(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
+    result = step_report(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
     if pages is not None:
-        pages.add_step(step, timeline, found)
-    return found
+        pages.add_step(step, timeline, result)
+    return result
 
 
 def trouble(report: StepReport) -> bool:
-    """Whether a trace could not be read in full."""
+    """Return whether a trace could not be read in full."""
     return report.traces is not None and bool(report.traces.problems)
 
 
 def say_pages(pages: Pages) -> bool:
-    """Says where the pages are, the run's first, and what could not be written: whether that was anything."""
+    """Print the pages, the run's first, and those that could not be written. Return whether any could not."""
     if pages.written:
         *others, first = pages.written
         more = (
@@ -125,8 +125,8 @@ def say_pages(pages: Pages) -> bool:
 
 
 def show_reports(reports: Reports, *, short: bool = False) -> None:
-    """All tables, or those that matter most; of several steps also one with a line for each."""
-    screen.show(*((render_short if short else render)(found) for found in reports.steps))
+    """Print all tables, or those that matter most; for several steps also one with a line for each."""
+    screen.show(*((render_short if short else render)(report) for report in reports.steps))
     if len(reports.steps) > 1:
         screen.show(render_overview(reports.steps), render_changes(reports.steps))
     for step, why in reports.unreadable.items():

@@ -56,7 +56,7 @@ def divide(
     tiers: Sequence[int],
     held: Sequence[Held] = (),
 ) -> Shares:
-    """Divides the time from `start_ns` to `end_ns`.
+    """Divide the time from `start_ns` to `end_ns` among the labels.
 
     At each instant the leaves count: running intervals with nothing running below them. Of these, the ones of
     the lowest tier; the instant is split equally among their labels. What a division leaves, some ns, goes to
@@ -83,9 +83,9 @@ def divide(
         tier = min(tiers[bit] for bit in bits)
         billed[tuple(sorted({now[bit] for bit in bits if tiers[bit] == tier}))] += ns
     for together, ns in billed.items():
-        each, rest = divmod(ns, len(together))
+        share, rest = divmod(ns, len(together))
         for place, label in enumerate(together):
-            shares.wall_ns[label] += each + (place < rest)
+            shares.wall_ns[label] += share + (place < rest)
         if len(together) == 1:
             shares.alone_ns[together[0]] += ns
         else:
@@ -94,13 +94,13 @@ def divide(
 
 
 def bits_of(mask: Mask) -> list[int]:
-    """The bits that are set, ascending."""
-    found = []
+    """Return the bits that are set, ascending."""
+    bits = []
     while mask:
         lowest = mask & -mask
-        found.append(lowest.bit_length() - 1)
+        bits.append(lowest.bit_length() - 1)
         mask ^= lowest
-    return found
+    return bits
 
 
 def sweep(
@@ -126,7 +126,7 @@ def sweep(
 
 
 def walk(intervals: Sequence[Interval], start_ns: int, end_ns: int) -> Iterator[tuple[int, int, Mask]]:
-    """(start, end, kinds that have a leaf), in order and without gaps from `start_ns` to `end_ns`."""
+    """Yield (start, end, kinds that have a leaf) in order, without gaps from `start_ns` to `end_ns`."""
     events: list[tuple[int, int]] = []
     for index, interval in enumerate(intervals):
         opens_ns, closes_ns = max(interval.start_ns, start_ns), min(interval.end_ns, end_ns)
@@ -200,7 +200,7 @@ class _Leaves:
 
 
 def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
-    """Time covered by at least one of the (start, end) pairs."""
+    """Return the time covered by at least one of the (start, end) pairs."""
     covered, until_ns = 0, None
     for start_ns, end_ns in sorted(intervals):
         if until_ns is None or start_ns > until_ns:
@@ -213,5 +213,7 @@ def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
 
 
 def rank_of(percent: int, count: int) -> int:
-    """The index of a percentile among `count` ascending values (nearest rank: it is one of the values)."""
+    """Return the index of a percentile among `count` ascending values (nearest rank: it is one of the
+    values).
+    """
     return max(0, -(-count * percent // 100) - 1)

@@ -11,7 +11,7 @@ _ODD = re.compile(r"[^\w.-]+")
 
 
 def to_scalars(report: StepReport) -> dict[str, float]:
-    """Seconds by name, as TensorBoard, Weights & Biases and MLflow take them.
+    """Return seconds by name, as TensorBoard, Weights & Biases and MLflow take them.
 
     `step/wall_seconds` is the step alone: the sum of `stage/<role>/<stage>_seconds` (each stage's share of
     the wall time), `step/profiler_seconds` (profilers inside the step) and `step/unaccounted_seconds`.
@@ -41,7 +41,7 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     idle: dict[str, list[int]] = defaultdict(list)
     for process in report.idle:
         idle[_plain(process.role)].append(process.idle_ns)
-    seconds = {f"idle/{role}_seconds": sum(each) / len(each) / 1e9 for role, each in idle.items()}
+    seconds = {f"idle/{role}_seconds": sum(idle_ns) / len(idle_ns) / 1e9 for role, idle_ns in idle.items()}
     if report.baseline is not None:
         ns["uncaptured/p50_seconds"] = report.baseline.p50_ns
         ns["uncaptured/p90_seconds"] = report.baseline.p90_ns

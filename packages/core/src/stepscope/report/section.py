@@ -29,7 +29,7 @@ class Sources:
 
     @property
     def activities(self) -> Sequence[TraceActivity]:
-        """The contents of the traces. Empty if they were not read."""
+        """Return the contents of the traces. Empty if they were not read."""
         return () if self.traces is None else self.traces.activities
 
     def value_of(self, section: Section[Value]) -> Value:

@@ -14,7 +14,8 @@ TRANSFER = "weight_sync (between its ends)"
 
 
 def is_transfer(before: tuple[str, str] | None, after: tuple[str, str] | None) -> bool:
-    """Whether weights are on their way from (role, stage) `before` to `after` while nothing runs in between.
+    """Return whether weights are on their way from (role, stage) `before` to `after` while nothing runs in
+    between.
 
     Weights go from the trainer to the rollout. The other way round lies a step's training.
     """
@@ -24,5 +25,5 @@ def is_transfer(before: tuple[str, str] | None, after: tuple[str, str] | None) -
 
 
 def is_tool(role: str, stage: str) -> bool:
-    """Whether it is a tool or an environment that a trajectory calls."""
+    """Return whether a stage is a tool or an environment that a trajectory calls."""
     return role == "env" or stage.lower().startswith("tool")

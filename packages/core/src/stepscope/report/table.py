@@ -25,12 +25,12 @@ class Table(tuple[_Row, ...]):
     __slots__ = ()
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """A dict for each row; rows within a row are dicts as well."""
-        found: list[dict[str, Any]] = msgspec.to_builtins(tuple(self))
-        return found
+        """Return a dict for each row; rows within a row are dicts as well."""
+        rows: list[dict[str, Any]] = msgspec.to_builtins(tuple(self))
+        return rows
 
     def to_polars(self) -> polars.DataFrame:
-        """A column for each field; times are integers, in ns.
+        """Return a column for each field; times are integers, in ns.
 
         Raises:
             StepscopeError: polars is not installed.
@@ -38,7 +38,7 @@ class Table(tuple[_Row, ...]):
         return _library("polars").DataFrame(self.to_dicts(), infer_schema_length=None)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A column for each field; times are integers, in ns.
+        """Return a column for each field; times are integers, in ns.
 
         Raises:
             StepscopeError: pandas is not installed.

@@ -14,7 +14,11 @@ GROUP = "stepscope.writers"
 
 
 def load_writer(name: str) -> ReportWriter:
-    """Raises ConfigError: nothing of that name is there, or what it needs is not installed."""
+    """Return the writer of that name.
+
+    Raises:
+        ConfigError: no writer has that name, or a package that it needs is not installed.
+    """
     try:
         if name in WRITERS:
             return cast(ReportWriter, import_module(f"stepscope.writers.{name}").on_report)

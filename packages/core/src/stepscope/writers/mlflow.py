@@ -30,8 +30,8 @@ def _own_run(client: MlflowClient, run_id: str) -> str:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "stepscope"
     experiment = client.get_experiment_by_name(name)
     where = client.create_experiment(name) if experiment is None else experiment.experiment_id
-    found = client.search_runs([where], f"tags.`{TAG}` = '{run_id}'", max_results=1)
-    if found:
-        return str(found[0].info.run_id)
+    runs = client.search_runs([where], f"tags.`{TAG}` = '{run_id}'", max_results=1)
+    if runs:
+        return str(runs[0].info.run_id)
     made = client.create_run(where, tags={TAG: run_id}, run_name=f"stepscope {run_id}")
     return str(made.info.run_id)

@@ -37,7 +37,11 @@ def on_report(step: ReportedStep) -> None:
 
 
 def send(step: ReportedStep, exporter: SpanExporter) -> None:
-    """Raises OSError: the collector did not take all of it."""
+    """Send the spans to the collector.
+
+    Raises:
+        OSError: the collector did not take all of it.
+    """
     spans = list(_spans_of(step))
     try:
         for start in range(0, len(spans), BATCH):
@@ -48,7 +52,7 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
 
 
 def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
-    """The root, with the scalars as attributes, and below it the longest spans of aligned processes."""
+    """Return the root, with the scalars as attributes, then the longest spans of aligned processes."""
     timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "stepscope"})
     provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
@@ -57,7 +61,7 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
     aligned = [
         (at, span) for at, span in enumerate(timeline.spans) if timeline.processes[span.process].aligned
     ]
-    chosen = sorted(aligned, key=lambda each: -(each[1].dur_ns or timeline.window.wall_ns))[:MOST_SPANS]
+    chosen = sorted(aligned, key=lambda pair: -(pair[1].dur_ns or timeline.window.wall_ns))[:MOST_SPANS]
     ids.next_span = ids.root
     root = tracer.start_span(f"step {timeline.step}", start_time=timeline.window.start_ns)
     root.set_attributes(
@@ -79,7 +83,7 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
 
 def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) -> None:
     process = timeline.processes[span.process]
-    said = {
+    recorded = {
         "stepscope.role": span.role,
         "stepscope.process": process.name,
         "stepscope.rank": process.info.rank,
@@ -91,7 +95,7 @@ def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) 
         "stepscope.turn": span.turn,
         **(span.attrs or {}),
     }
-    attributes = {name: value for name, value in said.items() if value is not None}
+    attributes = {name: value for name, value in recorded.items() if value is not None}
     made = tracer.start_span(
         span.stage,
         context=set_span_in_context(NonRecordingSpan(above)),

@@ -10,7 +10,7 @@ from stepscope.writers.protocol import ReportedStep
 
 
 def on_report(step: ReportedStep) -> None:
-    """Adds them to `<save_path>/tensorboard/<run>`."""
+    """Add the scalars to `<save_path>/tensorboard/<run>`."""
     report = step.report
     folder = step.run.tensorboard(report.run_id)
     writer = EventFileWriter(str(folder))

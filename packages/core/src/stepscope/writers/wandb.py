@@ -14,7 +14,7 @@ from stepscope.writers.protocol import ReportedStep
 
 
 def on_report(step: ReportedStep) -> None:
-    """Logs them as `stepscope/<name>` over `stepscope/step`: W&B's own step would have to grow."""
+    """Log the scalars as `stepscope/<name>` over `stepscope/step`. W&B's own step would have to grow."""
     run_id = step.report.run_id
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "stepscope",

@@ -12,8 +12,9 @@ from stepscope.report.tables.stages import Share, Stage
 
 
 def straggler(evidence: Evidence) -> Advice | None:
-    """One process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step. One that a
-    profiler recorded is compared with others of which that is true too.
+    """Advise if one process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step.
+
+    A process that a profiler recorded is compared with other recorded ones.
     """
     gaps = [gap for stage in _comparable(evidence) for gap in _gaps(stage) if _is_large(gap, evidence)]
     worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
@@ -47,7 +48,7 @@ def straggler(evidence: Evidence) -> Advice | None:
 
 
 def uneven_profiling(evidence: Evidence) -> Advice | None:
-    """A process would be a straggler, if a profiler had recorded the others as well."""
+    """Advise if a process would be a straggler, had a profiler recorded the others as well."""
     gaps = [
         gap
         for stage in _comparable(evidence)
@@ -113,9 +114,11 @@ def _is_large(gap: _Gap, evidence: Evidence) -> bool:
 
 
 def _gaps(stage: Stage) -> list[_Gap]:
-    """The busiest process against the mean of all. Where profiling differs, two: the busiest profiled one
-    against the profiled ones, and the busiest of the others against the mean of all if they are too few. What
-    is slower than a profiled process, and is none, is slow.
+    """Return the gap of the busiest process to the mean of all.
+
+    If profiling differs, return two gaps: the busiest profiled process against the profiled ones, and the
+    busiest of the others against the others. If the others are too few, their mean is of all: a process
+    without a profiler that is slower than a profiled one is slow.
     """
     profiled = [share for share in stage.processes if share.profiled]
     others = [share for share in stage.processes if not share.profiled]
@@ -137,7 +140,7 @@ def _gap(stage: Stage, candidates: Sequence[Share], compared: Sequence[Share]) -
 
 
 def _cut_off(stage: Stage, evidence: Evidence) -> bool:
-    """Whether a recording that ended early cut off calls of the stage: they say nothing of who is slow."""
+    """Return whether a recording that ended early cut off calls of the stage. These do not compare."""
     if any(
         (span.role, span.stage) == (stage.role, stage.stage) and span.process in evidence.cut
         for span in evidence.health.open_spans

@@ -9,7 +9,7 @@ from stepscope.report.tables.idle import ROLLOUT
 
 
 def memory_nearly_full(evidence: Evidence) -> Advice | None:
-    """An allocator held 95 % of its device or more."""
+    """Advise if an allocator held 95 % of its device or more."""
     rows = () if evidence.traces is None else evidence.traces.memory
     full = [row for row in rows if row.capacity_bytes and row.reserved_bytes >= 0.95 * row.capacity_bytes]
     if not full:
@@ -37,7 +37,9 @@ def memory_nearly_full(evidence: Evidence) -> Advice | None:
 
 
 def collectives(evidence: Evidence) -> Advice | None:
-    """A process spent a tenth of its busy time in collectives that nothing hides, and 2 % of the step."""
+    """Advise if a process spent a tenth of its busy time, and 2 % of the step, in collectives that nothing
+    hides.
+    """
     rows = [row for row in evidence.idle if row.collective_ns]
     worst = max(rows, key=lambda row: row.collective_ns or 0, default=None)
     if worst is None or worst.collective_ns is None:
@@ -74,7 +76,7 @@ def collectives(evidence: Evidence) -> Advice | None:
 
 
 def idle_device(evidence: Evidence) -> Advice | None:
-    """Between its first and last kernel a device was busy for less than half of the time."""
+    """Advise if a device was busy for less than half of the time between its first and its last kernel."""
     rows = () if evidence.traces is None else evidence.traces.devices
     idle = [
         row

@@ -19,22 +19,24 @@ _STALLED = (
 
 
 def not_typical(evidence: Evidence) -> Advice | None:
-    """The step took a tenth more than uncaptured ones near it, and more than nine tenths of them; or a tenth
-    less, and less than all. Or engines stood still for a tenth of it, for their own profilers.
+    """Advise if the step took a tenth more than uncaptured ones near it and more than nine tenths of them, or
+    a tenth less and less than all.
+
+    Also advise if engines stood still for a tenth of it because their own profilers wrote.
     """
-    found, stalled_ns = evidence.baseline, evidence.breakdown.stalled_ns
-    if found is None or found.excess_ns is None or len(found.steps) < ENOUGH:
+    baseline, stalled_ns = evidence.baseline, evidence.breakdown.stalled_ns
+    if baseline is None or baseline.excess_ns is None or len(baseline.steps) < ENOUGH:
         return _stalled(evidence)
-    took_ns = found.p50_ns + found.excess_ns
-    slow, fast = took_ns > found.p90_ns, took_ns < found.min_ns
-    if abs(found.excess_ns) * 10 < found.p50_ns or not (slow or fast):
+    took_ns = baseline.p50_ns + baseline.excess_ns
+    slow, fast = took_ns > baseline.p90_ns, took_ns < baseline.min_ns
+    if abs(baseline.excess_ns) * 10 < baseline.p50_ns or not (slow or fast):
         return _stalled(evidence)
-    (share,) = percents([abs(found.excess_ns)], found.p50_ns)
-    usual = f"median {duration(found.p50_ns)}, {duration(found.min_ns)} to {duration(found.max_ns)}"
-    because = [f"{duration(took_ns)}; {count(len(found.steps), 'uncaptured step')} near it: {usual}"]
+    (share,) = percents([abs(baseline.excess_ns)], baseline.p50_ns)
+    usual = f"median {duration(baseline.p50_ns)}, {duration(baseline.min_ns)} to {duration(baseline.max_ns)}"
+    because = [f"{duration(took_ns)}; {count(len(baseline.steps), 'uncaptured step')} near it: {usual}"]
     if stalled_ns:
         because.append(f"{_stood_still(evidence)}. Without that it took {duration(took_ns - stalled_ns)}")
-    why_slow = _STALLED if stalled_ns and stalled_ns * 2 >= found.excess_ns else _slowed(evidence)
+    why_slow = _STALLED if stalled_ns and stalled_ns * 2 >= baseline.excess_ns else _slowed(evidence)
     return Advice(
         rule="not-typical",
         kind="alarm",
@@ -46,7 +48,7 @@ def not_typical(evidence: Evidence) -> Advice | None:
 
 
 def _slowed(evidence: Evidence) -> str:
-    """The remedy for a step that took longer than uncaptured ones."""
+    """Return the remedy for a step that took longer than uncaptured ones."""
     if not evidence.profiling.ran:
         return (
             "no profiler ran in it, and spans take microseconds: see what is slow below, or capture another"
@@ -59,7 +61,7 @@ def _slowed(evidence: Evidence) -> str:
 
 
 def _less(profiling: Profiling) -> list[str]:
-    """The ways to record less that fit what was recorded."""
+    """Return the ways to record less that fit what was recorded."""
     ways = []
     if profiling.several:
         ways.append("fewer ranks")
@@ -73,7 +75,7 @@ def _less(profiling: Profiling) -> list[str]:
 
 
 def is_stalled(evidence: Evidence) -> bool:
-    """Whether engines stood still for a tenth of the step, for their own profilers."""
+    """Return whether engines stood still for a tenth of the step, because their own profilers wrote."""
     return evidence.breakdown.stalled_ns * 10 >= max(evidence.breakdown.window_ns, 1)
 
 
@@ -96,7 +98,7 @@ def _stood_still(evidence: Evidence) -> str:
 
 
 def profiler_cost(evidence: Evidence) -> Advice | None:
-    """Opening and closing the capture took a tenth of the step or more."""
+    """Advise if opening and closing the capture took a tenth of the step or more."""
     spent_ns = evidence.breakdown.opening_ns + evidence.breakdown.closing_ns
     if spent_ns * 10 < max(evidence.breakdown.window_ns, 1):
         return None
@@ -121,7 +123,10 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
 
 
 def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
-    """Say how long a process took to open and close; of the owner, which waits for others, also who did."""
+    """Return how long a process took to open and close.
+
+    For the owner, which waits for others, also name the slowest of these.
+    """
     if worst.cost is None:
         return []
     took = f"{duration(worst.cost.start_ns)} to open, {duration(worst.cost.stop_ns)} to close"
@@ -151,7 +156,9 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str) -> s
 
 
 def _slowest_to_record(health: Health, wall_ns: int) -> ProcessRow | None:
-    """A worker that explains half of what the owner paid, for the owner waits for it; else the owner."""
-    told = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
-    workers = [each for each in told if not each[1].owner and each[0] * 2 >= wall_ns]
-    return max(workers or told, key=lambda each: each[0], default=(0, None))[1]
+    """Return a worker that explains half of the time that the owner spent, because the owner waits for it;
+    else the owner.
+    """
+    costs = [(row.cost.start_ns + row.cost.stop_ns, row) for row in health.processes if row.cost is not None]
+    workers = [pair for pair in costs if not pair[1].owner and pair[0] * 2 >= wall_ns]
+    return max(workers or costs, key=lambda pair: pair[0], default=(0, None))[1]

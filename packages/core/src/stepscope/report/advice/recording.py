@@ -12,8 +12,10 @@ from stepscope.report.tables.stages import Stage
 
 
 def never_ended(evidence: Evidence) -> Advice | None:
-    """Calls of a process that never closed its capture, else those that went on when theirs closed. Not those
-    that a budget cut off; who hangs is ended by SIGTERM.
+    """Advise on calls of a process that never closed its capture, else on those that went on when theirs
+    closed.
+
+    Calls that a budget cut off do not count; a process that hangs is ended by SIGTERM.
     """
     spans = [span for span in evidence.health.open_spans if span.process not in evidence.over_budget]
     if not spans:
@@ -83,7 +85,7 @@ def dropped(evidence: Evidence) -> Advice | None:
 
 
 def no_rollout(evidence: Evidence) -> Advice | None:
-    """A step of RL in which nobody recorded that anything was generated."""
+    """Advise if nobody recorded the rollout of a step of RL."""
     if evidence.engines:
         return None
     work = [stage for stage in evidence.stages if not stage.waits]
@@ -110,14 +112,14 @@ def no_rollout(evidence: Evidence) -> Advice | None:
 
 
 def _of_rl(stage: Stage) -> bool:
-    """Whether a stage says that the step trains on rollouts. Supervised training has none of these."""
+    """Return whether a stage shows that the step trains on rollouts. Supervised training has none."""
     if stage.waits or MOVES_WEIGHTS.search(stage.stage):
         return stage.role in ROLLOUT
     return stage.role == "critic" or "advantage" in stage.stage.lower()
 
 
 def blind_spot(evidence: Evidence) -> Advice | None:
-    """A tenth of the step is in no span."""
+    """Advise if a tenth of the step is in no span."""
     line = next(line for line in evidence.breakdown.lines if line.kind == "unaccounted")
     if line.wall_ns * 10 < evidence.breakdown.window_ns:
         return None

@@ -14,7 +14,7 @@ from stepscope.report.tables.stages import Stage
 
 
 def long_tail(evidence: Evidence) -> Advice | None:
-    """The last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
+    """Advise if the last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
     tail = evidence.long_tail
     if tail is not None and not tail.trajectories:
         return _begun_before(tail, evidence)
@@ -55,7 +55,9 @@ def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
 
 
 def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
-    """The last tenth of ten or more that the step consumes had begun before, and went on for 2 % of it."""
+    """Advise if, of ten or more trajectories that the step consumes, the last tenth had begun before and went
+    on for 2 % of it.
+    """
     late = tail.late
     if late is None or tail.consumed < 10 or late.trajectories > -(-tail.consumed // 10):
         return None
@@ -75,7 +77,7 @@ def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
 
 
 def queueing(evidence: Evidence) -> Advice | None:
-    """Requests queued for a fifth of the trajectories' time, and not for engines that wrote traces."""
+    """Advise if requests queued for a fifth of the trajectories' time, while no engine wrote traces."""
     if is_stalled(evidence):
         return None
     return _in_trajectories(
@@ -103,7 +105,7 @@ def slow_tools(evidence: Evidence) -> Advice | None:
 def _in_trajectories(
     evidence: Evidence, counts: Callable[[Stage], bool], *, rule: str, what: str, do: str
 ) -> Advice | None:
-    """Stages that are a fifth of the trajectories' time in sum, or more."""
+    """Advise if stages are a fifth of the trajectories' time in sum, or more."""
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
     inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
@@ -128,8 +130,10 @@ def _in_trajectories(
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:
-    """An engine read prompts, and wrote no token, for a quarter of its time. A recording of less than half of
-    the rollout does not say so: its first passes read prompts, and by_stage records as many of each kind.
+    """Advise if an engine read prompts, and wrote no token, for a quarter of its time.
+
+    A recording of less than half of the rollout does not show that: its first passes read prompts, and
+    `by_stage` records as many of each kind.
     """
     rows = [
         row
@@ -155,7 +159,7 @@ def prefill_alone(evidence: Evidence) -> Advice | None:
 
 
 def weight_sync(evidence: Evidence) -> Advice | None:
-    """Moving weights took 5 % of the step or more."""
+    """Advise if moving weights took 5 % of the step or more."""
     lines = [line for line in evidence.breakdown.lines if line.stage and MOVES_WEIGHTS.search(line.stage)]
     wall_ns = sum(line.wall_ns for line in lines)
     if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
@@ -174,7 +178,9 @@ def weight_sync(evidence: Evidence) -> Advice | None:
 
 
 def vain_wait(evidence: Evidence) -> Advice | None:
-    """A process waited for 5 % of the step or more while nobody was busy who could have ended the wait."""
+    """Advise if a process waited for 5 % of the step or more while nobody was busy who could have ended the
+    wait.
+    """
     worst = max(evidence.vain_waits, key=lambda wait: wait.vain_ns, default=None)
     if worst is None or worst.vain_ns * 20 < evidence.breakdown.window_ns:
         return None

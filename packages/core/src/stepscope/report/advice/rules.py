@@ -49,10 +49,10 @@ RULES: Sequence[Rule] = (
 
 def step_advice(evidence: Evidence) -> Table[Advice]:
     """Return the advice: alarms first, then by possible savings, and last the capture's own cost."""
-    found = [advice for rule in RULES if (advice := rule(evidence)) is not None]
+    given = [advice for rule in RULES if (advice := rule(evidence)) is not None]
 
     def place(advice: Advice) -> tuple[bool, bool, int, str]:
         own = advice.rule == "profiler-cost"  # no other step pays it
         return own, advice.kind != "alarm", -(advice.saves_ns or 0), advice.rule
 
-    return Table(sorted(found, key=place))
+    return Table(sorted(given, key=place))

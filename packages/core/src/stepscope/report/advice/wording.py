@@ -7,7 +7,7 @@ from stepscope.report.formatting import duration, percents
 
 
 def is_unedited(evidence: Evidence) -> bool:
-    """Whether the program's reader has a configuration to change, and no code."""
+    """Return whether the reader can change the configuration alone, and no code."""
     return evidence.health.opened_by == "instrument"
 
 

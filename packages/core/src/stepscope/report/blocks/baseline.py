@@ -32,15 +32,20 @@ def say_beside(baseline: Baseline | None) -> str:
     if baseline.excess_ns is None or baseline.cost_ns is None:
         return "Not compared: the capture ended before the step did"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
-    said = f"This one: {by}, {_rank(baseline)}"
+    text = f"This one: {by}, {_rank(baseline)}"
     if baseline.cost_ns > 0:
-        said += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
+        text += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
     if len(baseline.steps) < ENOUGH:
-        steps = "One uncaptured step is" if len(baseline.steps) == 1 else "So few uncaptured steps are"
-        said += f". {steps} not enough to say what is usual"
+        text += f". {_few(len(baseline.steps))} too few for a comparison"
     if baseline.next_ns is not None:
-        said += f". The step after it took {duration(baseline.next_ns)}"
-    return said
+        text += f". The step after it took {duration(baseline.next_ns)}"
+    return text
+
+
+def _few(steps: int) -> str:
+    """Return `One uncaptured step is`, `Two uncaptured steps are`, up to less than `ENOUGH`."""
+    word = ("No", "One", "Two", "Three", "Four")[steps] if steps < 5 else f"{steps:,}"
+    return f"{word} uncaptured step{' is' if steps == 1 else 's are'}"
 
 
 def _rank(baseline: Baseline) -> str:
@@ -53,11 +58,11 @@ def _rank(baseline: Baseline) -> str:
 
 
 def _numbers(steps: tuple[int, ...]) -> str:
-    """`3, 5-9, 12`, cut behind a few."""
+    """Return `3, 5-9, 12`, cut after a few."""
     ordered = sorted(set(steps))
     breaks = [0, *(at for at, (a, b) in enumerate(pairwise(ordered), 1) if b > a + 1), len(ordered)]
-    said = [
+    stretches = [
         str(ordered[first]) if end - first == 1 else f"{ordered[first]}-{ordered[end - 1]}"
         for first, end in pairwise(breaks)
     ]
-    return ", ".join(said[:RUNS]) + (" ..." if len(said) > RUNS else "")
+    return ", ".join(stretches[:RUNS]) + (" ..." if len(stretches) > RUNS else "")

@@ -55,7 +55,10 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_gantt(timeline: Timeline, stages: Sequence[Stage], budget: int = MARKS) -> Gantt:
-    """The chart of one step, `stages` being its table. Positions of marks are exact, but for united ones."""
+    """Return the chart of one step, whose table is `stages`.
+
+    Positions of marks are exact, except for united ones.
+    """
     slowest = {stage.slowest for stage in stages if stage.slowest is not None}
     drawn, shortest_ns = _groups(timeline, slowest), 0
     for shortest_ns in resolutions(timeline.window.wall_ns):
@@ -90,12 +93,12 @@ def _thin_row(row: Row, strip: bool, shortest_ns: int) -> Row:
 
 
 def _join_by_stage(lane: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Stages that share a lane do so because they never overlap, and are joined each by itself."""
-    mine: dict[Label, list[Mark]] = defaultdict(list)
+    """Join the marks of each stage by itself: stages that share a lane never overlap."""
+    by_stage: dict[Label, list[Mark]] = defaultdict(list)
     for mark in lane:
-        mine[mark.label].append(mark)
+        by_stage[mark.label].append(mark)
     return sorted(
-        chain.from_iterable(join_near(marks, gap_ns) for marks in mine.values()),
+        chain.from_iterable(join_near(marks, gap_ns) for marks in by_stage.values()),
         key=lambda mark: mark.start_ns,
     )
 
@@ -107,17 +110,17 @@ def _groups(timeline: Timeline, slowest: set[str]) -> tuple[Group, ...]:
     spans: dict[int, list[int]] = defaultdict(list)
     for index, span in enumerate(timeline.spans):
         spans[span.process].append(index)
-    return tuple(_group(timeline, role, mine, spans, slowest) for role, mine in roles.items())
+    return tuple(_group(timeline, role, members, spans, slowest) for role, members in roles.items())
 
 
 def _group(
-    timeline: Timeline, role: str, mine: list[int], spans: Mapping[int, list[int]], slowest: set[str]
+    timeline: Timeline, role: str, members: list[int], spans: Mapping[int, list[int]], slowest: set[str]
 ) -> Group:
-    strips = len(mine) > FULL_ROWS
-    wanted = [place for place, index in enumerate(mine) if timeline.processes[index].name in slowest]
-    drawn = pick(len(mine), STRIPS, wanted)
-    rows = tuple(_row(timeline, mine[place], spans.get(mine[place], []), strips) for place in drawn)
-    return Group(role=role, strips=strips, processes=len(mine), rows=rows)
+    strips = len(members) > FULL_ROWS
+    wanted = [place for place, index in enumerate(members) if timeline.processes[index].name in slowest]
+    drawn = pick(len(members), STRIPS, wanted)
+    rows = tuple(_row(timeline, members[place], spans.get(members[place], []), strips) for place in drawn)
+    return Group(role=role, strips=strips, processes=len(members), rows=rows)
 
 
 def _row(timeline: Timeline, index: int, spans: list[int], strip: bool) -> Row:
@@ -131,7 +134,7 @@ def _row(timeline: Timeline, index: int, spans: list[int], strip: bool) -> Row:
 
 
 def _lanes(timeline: Timeline, indices: Sequence[int]) -> tuple[tuple[Mark, ...], ...]:
-    """A lane for each stage, below its callers'; stages that never overlap share one."""
+    """Return a lane for each stage, below its callers'. Stages that never overlap share one."""
     calls, callers = _calls(timeline, indices)
     lanes: list[list[Mark]] = []
     place: dict[Label, int] = {}
@@ -148,7 +151,7 @@ def _lanes(timeline: Timeline, indices: Sequence[int]) -> tuple[tuple[Mark, ...]
 def _calls(
     timeline: Timeline, indices: Sequence[int]
 ) -> tuple[dict[Label, list[Span]], dict[Label, set[Label]]]:
-    """Spans by stage; and which stages of this process each was called by, directly."""
+    """Return the spans by stage, and the stages of this process that called each one directly."""
     calls: dict[Label, list[Span]] = defaultdict(list)
     callers: dict[Label, set[Label]] = defaultdict(set)
     for index in indices:
@@ -162,7 +165,10 @@ def _calls(
 
 
 def _callers_first(calls: Iterable[Label], callers: Mapping[Label, set[Label]]) -> list[Label]:
-    """By first call, but a stage after those that call it. Of stages that call each other the first leads."""
+    """Return the stages by first call, each after its callers.
+
+    Of stages that call each other the first leads.
+    """
     order: dict[Label, None] = {}
 
     def add(label: Label, above: tuple[Label, ...]) -> None:
@@ -177,6 +183,6 @@ def _callers_first(calls: Iterable[Label], callers: Mapping[Label, set[Label]]) 
 
 
 def _collide(one: Sequence[Mark], other: Sequence[Mark]) -> bool:
-    """Whether any mark of two lanes, each in order and without overlaps, overlap."""
+    """Return whether any marks of two lanes overlap. Each lane is in order and has no overlaps."""
     both = sorted(chain(one, other), key=lambda mark: (mark.start_ns, mark.end_ns))
     return any(mark.start_ns < before.end_ns for before, mark in pairwise(both))

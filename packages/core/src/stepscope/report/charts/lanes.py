@@ -44,32 +44,35 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack_trajectories(timeline: Timeline, slowest: Iterable[str] = (), budget: int = MARKS) -> Lanes | None:
-    """The lanes of one step; those of the `slowest` are drawn in any case. None without trajectories."""
-    found = _flights(timeline)
-    if not found:
+    """Return the lanes of one step; those of the `slowest` are always drawn. None without trajectories."""
+    flights = _flights(timeline)
+    if not flights:
         return None
-    slots = pack([(start_ns, end_ns) for _, start_ns, end_ns, _, _ in found])
+    slots = pack([(start_ns, end_ns) for _, start_ns, end_ns, _, _ in flights])
     needed = max(slots) + 1
     names = set(slowest)
-    wanted = [slot for slot, (name, *_) in zip(slots, found, strict=True) if name in names]
+    wanted = [slot for slot, (name, *_) in zip(slots, flights, strict=True) if name in names]
     drawn = {slot: place for place, slot in enumerate(pick(needed, LANES, wanted))}
     lanes: list[list[Flight]] = [[] for _ in drawn]
-    for slot, flight in zip(slots, found, strict=True):
+    for slot, flight in zip(slots, flights, strict=True):
         if slot in drawn:
             lanes[drawn[slot]].append(_flight(timeline, flight))
     thin, shortest_ns = _fit(lanes, timeline.window.wall_ns, budget)
     return Lanes(
-        trajectories=len(found),
+        trajectories=len(flights),
         needed=needed,
         lanes=tuple(thin),
-        in_flight=tuple(_in_flight(timeline, [(start, end) for _, start, end, _, _ in found])),
+        in_flight=tuple(_in_flight(timeline, [(start, end) for _, start, end, _, _ in flights])),
         marks=_count(thin),
         shortest_ns=shortest_ns,
     )
 
 
 def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """The lane of each (start, end), sorted by start: the lowest one that is free then. None is wasted."""
+    """Return the lane of each (start, end), sorted by start: the lowest one that is free then.
+
+    No lane is wasted.
+    """
     slots: list[int] = []
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -82,36 +85,40 @@ def pack(intervals: Sequence[tuple[int, int]]) -> list[int]:
     return slots
 
 
-_Found = tuple[str, int, int, bool, list[int]]
+_Extent = tuple[str, int, int, bool, list[int]]
 """(trajectory, start, end, open, its spans), in unix ns."""
 
 
-def _flights(timeline: Timeline) -> list[_Found]:
-    """By start. From the opening of the span `trajectory` to its end, or the extent of what has its id."""
+def _flights(timeline: Timeline) -> list[_Extent]:
+    """Return the trajectories by start.
+
+    Each lasts from the opening of the span `trajectory` to its end, or for the extent of all spans with its
+    id.
+    """
     members: dict[str, list[int]] = defaultdict(list)
     for index, span in enumerate(timeline.spans):
         if span.trajectory is not None and timeline.processes[span.process].aligned:
             members[span.trajectory].append(index)
-    return sorted((_extent(timeline, name, mine) for name, mine in members.items()), key=lambda f: f[1])
+    return sorted((_extent(timeline, name, indices) for name, indices in members.items()), key=lambda f: f[1])
 
 
-def _extent(timeline: Timeline, name: str, mine: list[int]) -> _Found:
-    roots = [index for index in mine if timeline.spans[index].stage == "trajectory"] or mine
+def _extent(timeline: Timeline, name: str, indices: list[int]) -> _Extent:
+    roots = [index for index in indices if timeline.spans[index].stage == "trajectory"] or indices
     spans = [timeline.spans[index] for index in roots]
     start_ns = min(span.start_ns for span in spans)
     end_ns = max(timeline.until_ns(span) for span in spans)
-    return name, start_ns, end_ns, any(span.end_ns is None for span in spans), mine
+    return name, start_ns, end_ns, any(span.end_ns is None for span in spans), indices
 
 
-def _flight(timeline: Timeline, found: _Found) -> Flight:
-    name, start_ns, end_ns, is_open, mine = found
+def _flight(timeline: Timeline, extent: _Extent) -> Flight:
+    name, start_ns, end_ns, is_open, indices = extent
     zero_ns = timeline.window.start_ns
     return Flight(
         trajectory=name,
         start_ns=start_ns - zero_ns,
         end_ns=end_ns - zero_ns,
         open=is_open,
-        marks=tuple(runs(timeline, mine, start_ns, end_ns)),
+        marks=tuple(runs(timeline, indices, start_ns, end_ns)),
     )
 
 
@@ -147,15 +154,15 @@ def _in_flight(timeline: Timeline, flights: Sequence[tuple[int, int]]) -> list[f
     for start_ns, end_ns in flights:
         _add(change, (start_ns - window.start_ns) / part_ns, 1)
         _add(change, (end_ns - window.start_ns) / part_ns, -1)
-    running, found = 0.0, []
+    running, curve = 0.0, []
     for place in range(SAMPLES):
         running += change[place]
-        found.append(max(0.0, round(running, 3)))
-    return found
+        curve.append(max(0.0, round(running, 3)))
+    return curve
 
 
 def _add(change: list[float], at: float, by: int) -> None:
-    """One more or less from `at` on: in the part that holds it for what is left of that part."""
+    """Add one, or take one away, from `at` on: in the part that holds it, for the rest of that part."""
     at = min(max(at, 0.0), float(SAMPLES))
     place = int(at)
     change[place] += by * (1 - (at - place))

@@ -1,4 +1,4 @@
-"""What is drawn of spans: blocks of time, and fewer of them where a screen could not show more."""
+"""Marks of spans: blocks of time, united if a screen could not show them apart."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 
 
 def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
-    """One stage's calls in one process: those that overlap or touch are one block."""
+    """Return one stage's calls in one process. Calls that overlap or touch are one block."""
     zero_ns = timeline.window.start_ns
-    found: list[Mark] = []
+    marks: list[Mark] = []
     running: list[int] = []
     for span in sorted(spans, key=lambda span: span.start_ns):
         mark = Mark(
@@ -48,47 +48,48 @@ def blocks(timeline: Timeline, spans: Iterable[Span]) -> list[Mark]:
         while running and running[0] <= mark.start_ns:
             heapq.heappop(running)
         heapq.heappush(running, mark.end_ns)
-        if found and mark.start_ns <= found[-1].end_ns:
-            found[-1] = _unite((found[-1], mark), at_once=len(running))
+        if marks and mark.start_ns <= marks[-1].end_ns:
+            marks[-1] = _unite((marks[-1], mark), at_once=len(running))
         else:
-            found.append(mark)
-    return found
+            marks.append(mark)
+    return marks
 
 
 def join_near(marks: Iterable[Mark], gap_ns: int) -> list[Mark]:
-    """Unites neighbours of one stage that are less than `gap_ns` apart, if one of them is shorter than it."""
-    found: list[Mark] = []
+    """Unite neighbours of one stage that are less than `gap_ns` apart, if one of them is shorter than it."""
+    joined: list[Mark] = []
     for mark in marks:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if (
             last is not None
             and mark.start_ns - last.end_ns < gap_ns
             and min(_wall_ns(mark), _wall_ns(last)) < gap_ns
         ):
-            found[-1] = _unite((last, mark))
+            joined[-1] = _unite((last, mark))
         else:
-            found.append(mark)
-    return found
+            joined.append(mark)
+    return joined
 
 
 def runs(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> list[Mark]:
-    """What ran at each instant from `start_ns` to `end_ns` (unix ns): of the leaves, work before waiting.
+    """Return what ran at each instant from `start_ns` to `end_ns` (unix ns): of the leaves, work before
+    waiting.
 
     One stage at a time: where several remain, the first by name. Gaps are where nothing ran.
     """
     zero_ns = timeline.window.start_ns
     work = work_of(timeline, indices)
     chosen: dict[Mask, Label] = {}
-    found: list[Mark] = []
+    marks: list[Mark] = []
     for from_ns, until_ns, mask in walk(work.intervals, start_ns, end_ns):
         if not mask:
             continue
         label = chosen.get(mask) or chosen.setdefault(mask, _choose(work, mask))
-        if found and found[-1].label == label and found[-1].end_ns == from_ns - zero_ns:
-            found[-1] = Mark(label, found[-1].start_ns, until_ns - zero_ns)
+        if marks and marks[-1].label == label and marks[-1].end_ns == from_ns - zero_ns:
+            marks[-1] = Mark(label, marks[-1].start_ns, until_ns - zero_ns)
         else:
-            found.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
-    return found
+            marks.append(Mark(label, from_ns - zero_ns, until_ns - zero_ns))
+    return marks
 
 
 def _choose(work: Work, mask: Mask) -> Label:
@@ -96,11 +97,11 @@ def _choose(work: Work, mask: Mask) -> Label:
 
 
 def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
-    """Neighbours shorter than `shortest_ns` become one mark, of the stage with most of their time.
+    """Unite neighbours shorter than `shortest_ns` to one mark, of the stage with most of their time.
 
     At most two marks remain in any stretch of `shortest_ns`.
     """
-    found: list[Mark] = []
+    blended: list[Mark] = []
     short: list[Mark] = []
     for mark in marks:
         long = _wall_ns(mark) >= shortest_ns
@@ -109,13 +110,13 @@ def blend_short(marks: Iterable[Mark], shortest_ns: int) -> list[Mark]:
             or mark.start_ns - short[0].start_ns >= shortest_ns
             or mark.start_ns - short[-1].end_ns >= shortest_ns
         ):
-            found.append(_unite(short))
+            blended.append(_unite(short))
             short = []
         if long:
-            found.append(mark)
+            blended.append(mark)
         else:
             short.append(mark)
-    return [*found, _unite(short)] if short else found
+    return [*blended, _unite(short)] if short else blended
 
 
 def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
@@ -139,7 +140,9 @@ def _unite(marks: Sequence[Mark], at_once: int = 1) -> Mark:
 
 
 def resolutions(window_ns: int) -> Iterator[int]:
-    """How short a mark may be, ns, finest first: below a half pixel of a laptop's screen; up to a tenth."""
+    """Return how short a mark may be, in ns, finest first: from below half a pixel of a laptop's screen up to
+    a tenth.
+    """
     parts = 2048
     while parts >= 8:
         yield window_ns // parts
@@ -151,6 +154,6 @@ def _wall_ns(mark: Mark) -> int:
 
 
 def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
-    """Of `count` rows every k-th, so that at most `limit` are drawn, and besides them the wanted ones."""
+    """Pick every k-th of `count` rows, so that at most `limit` are drawn, and the wanted ones besides."""
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})

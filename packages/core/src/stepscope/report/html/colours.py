@@ -31,12 +31,12 @@ class Colours:
         return tag("i", class_=f"swatch {self.of(label)}")
 
     def legend(self, used: Iterable[Label]) -> Html:
-        """Of the stages used in one chart, in the page's order."""
+        """Return the legend of the stages used in one chart, in the page's order."""
         drawn = set(used)
-        mine = [label for label in self.labels if label in drawn]
-        named = [label for label in mine if self.of(label) != "co"]
+        shown = [label for label in self.labels if label in drawn]
+        named = [label for label in shown if self.of(label) != "co"]
         items = [tag("span", self.swatch(label), " ".join(label)) for label in named]
-        if len(mine) > len(named):
-            other = [label for label in mine if self.of(label) == "co"]
+        if len(shown) > len(named):
+            other = [label for label in shown if self.of(label) == "co"]
             items.append(tag("span", self.swatch(other[0]), f"{len(other)} other stages"))
         return tag("p", join(*items), class_="legend")

@@ -105,7 +105,7 @@ def _levels(load: Load) -> tuple[float, float, float]:
 
 
 def _load(row: Engine, top: float, window_ns: int, colours: Colours) -> Html:
-    """Stacked bars, from below: decode, prefill, waiting."""
+    """Return stacked bars, from below: decode, prefill, waiting."""
     bars = []
     width_ns = row.load[1].start_ns - row.load[0].start_ns if len(row.load) > 1 else row.window_ns
     for load in row.load:

@@ -17,12 +17,12 @@ EMPTY = Html("")
 
 
 def text(value: str) -> Html:
-    """`value` as text or as an attribute's value. Control characters become visible escapes."""
+    """Return `value` as text or as an attribute's value. Control characters become visible escapes."""
     return Html(escape(value if value.isprintable() else plain(value)))
 
 
 def tag(name: str, *children: str | Html, **attributes: str | int | None) -> Html:
-    """`tag("td", "a < b", class_="n", data_t="...")`. An attribute of None is left out."""
+    """Return an element: `tag("td", "a < b", class_="n", data_t="...")`. An attribute of None is left out."""
     inner = "".join(child if isinstance(child, Html) else text(child) for child in children)
     return Html(f"<{name}{_attributes(attributes)}>{inner}</{name}>")
 

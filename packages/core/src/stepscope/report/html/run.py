@@ -34,7 +34,7 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render_run(steps: Sequence[RunStep], unreadable: Sequence[str] = ()) -> str:
-    """The page of a run.
+    """Return the page of a run.
 
     Args:
         steps: At least one, in order.
@@ -53,7 +53,7 @@ def render_run(steps: Sequence[RunStep], unreadable: Sequence[str] = ()) -> str:
 
 
 def _labels(reports: Sequence[StepReport]) -> list[Label]:
-    """By their share of all steps."""
+    """Return the stages by their share of all steps."""
     wall_ns: Counter[Label] = Counter()
     for report in reports:
         for line in report.breakdown.lines:
@@ -65,11 +65,11 @@ def _labels(reports: Sequence[StepReport]) -> list[Label]:
 def _head(reports: Sequence[StepReport]) -> Html:
     took = [report.breakdown.window_ns for report in reports]
     runs = ", ".join(dict.fromkeys(report.run_id for report in reports))
-    said = (
+    summary = (
         f"{count(len(reports), 'captured step')}: median {duration(middle(took))}, "
         f"{duration(min(took))} to {duration(max(took))}"
     )
-    return tag("header", tag("h1", f"Run {runs}"), tag("p", said, class_="note"))
+    return tag("header", tag("h1", f"Run {runs}"), tag("p", summary, class_="note"))
 
 
 def _side_by_side(steps: Sequence[RunStep], colours: Colours) -> Html:
@@ -116,7 +116,7 @@ def _step(step: RunStep, longest_ns: int, colours: Colours, runs: bool) -> tuple
 
 
 def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Html]:
-    """Stages in the page's order and not in the step's, so that the steps can be compared."""
+    """Yield stages in the page's order and not in the step's, so that the steps can be compared."""
     order = {label: place for place, label in enumerate(colours.labels)}
     lines = sorted(
         report.breakdown.lines, key=lambda line: order.get((line.role or "", line.stage or ""), len(order))
@@ -126,13 +126,13 @@ def _bars(report: StepReport, longest_ns: int, colours: Colours) -> Iterator[Htm
         if line.wall_ns:
             kind = colours.of((line.role or "", line.stage or "")) if line.kind == "stage" else line.kind
             place = f"left:{percent(at_ns, longest_ns)};width:{percent(line.wall_ns, longest_ns)}"
-            said = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
-            yield tag("i", class_=f"m {kind}", style=place, data_t=said)
+            hover = f"{line.role or ''} {line.stage or line.kind} {duration(line.wall_ns)}".strip()
+            yield tag("i", class_=f"m {kind}", style=place, data_t=hover)
             at_ns += line.wall_ns
 
 
 def _by_stage(reports: Sequence[StepReport], colours: Colours) -> Html:
-    """Wall time by stage and step, shaded against the stage's median."""
+    """Return wall time by stage and step, shaded against the stage's median."""
     columns = ("stage", *(f">{report.step}" for report in reports), ">median")
     walls = [{(x.role or "", x.stage or x.kind): x.wall_ns for x in r.breakdown.lines} for r in reports]
     kinds = [kind for kind in OTHERS if any(_of_kind(report, kind) for report in reports)]
@@ -153,7 +153,9 @@ def _stage(label: Label, wall_ns: Sequence[int], least_ns: int, colours: Colours
 
 
 def _shade(ns: int, median_ns: int, least_ns: int) -> str:
-    """Of a cell: how far it is off the median, in steps of a tenth of that, if it is far enough to matter."""
+    """Return the class of a cell: its distance from the median, in steps of a tenth, if it is far enough to
+    matter.
+    """
     if abs(ns - median_ns) < max(least_ns, 1):
         return "shade"
     ratio = ns / median_ns if median_ns else 2.0
@@ -163,13 +165,15 @@ def _shade(ns: int, median_ns: int, least_ns: int) -> str:
 def _changes(reports: Sequence[StepReport]) -> Html:
     rows: list[tuple[str | Html, ...]] = []
     for before, after in pairwise(reports):
-        found = diff([before], [after])
+        step_change = diff([before], [after])
         pair = f"{before.step} > {after.step}"
-        whole = signed(found.delta_ns)
-        rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(found.delta_ns)),
-                     percentage(found.delta_ns, found.a.step_ns), "", ""))  # fmt: skip
+        whole = signed(step_change.delta_ns)
+        rows.append((tag("b", pair), tag("b", "step"), tag("b", whole, class_=_sign(step_change.delta_ns)),
+                     percentage(step_change.delta_ns, step_change.a.step_ns), "", ""))  # fmt: skip
         rows += [
-            ("", *_change(change, found.a.step_ns)) for change in found.changes[:CHANGES] if change.delta_ns
+            ("", *_change(change, step_change.a.step_ns))
+            for change in step_change.changes[:CHANGES]
+            if change.delta_ns
         ]
     columns = ("steps", "line", ">change", ">% of the step", ">calls", ">mean call")
     note = f"The {CHANGES} largest against the step before. stepscope diff compares any two steps or runs."

@@ -23,7 +23,7 @@ __all__ = ["StepFile", "render_step"]
 
 
 def render_step(timeline: Timeline, report: StepReport, files: Sequence[StepFile] = ()) -> str:
-    """The page of one step. Pure: `files` are what it will link to.
+    """Return the page of one step. Pure: `files` are what it links to.
 
     Args:
         report: Of the same timeline.
@@ -42,7 +42,10 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
 
 
 def _by_sight(stages: Sequence[Stage]) -> list[Label]:
-    """By how long a stage is seen in a row of the charts, and not by its share: much of that is split."""
+    """Return stages by how long they are seen in a row of the charts.
+
+    Their share would not do: much of that is split.
+    """
     seen = {(s.role, s.stage): max(share.busy_ns for share in s.processes) for s in stages}
     return sorted(seen, key=lambda label: (-seen[label], label))
 
@@ -59,10 +62,10 @@ def _head(timeline: Timeline, report: StepReport) -> Html:
     )
 
 
-def _ended(found: Health) -> list[Html]:
+def _ended(health: Health) -> list[Html]:
     """Return what a reader must know before anything below."""
-    ended, again = say_ended(found), say_again(found)
-    incomplete = say_incomplete(found)
+    ended, again = say_ended(health), say_again(health)
+    incomplete = say_incomplete(health)
     parts = [tag("p", ended, class_="said bad")] if ended else []
     if incomplete:
         link = tag("a", "What is missing", href="#complete")
@@ -73,19 +76,19 @@ def _ended(found: Health) -> list[Html]:
 
 
 def _usual(report: StepReport) -> list[Html]:
-    said = filter(None, (say_usual(report.baseline), say_beside(report.baseline)))
-    return [tag("p", ". ".join(said) + ".", class_="note")]
+    sentences = filter(None, (say_usual(report.baseline), say_beside(report.baseline)))
+    return [tag("p", ". ".join(sentences) + ".", class_="note")]
 
 
 def _others(report: StepReport) -> list[Html]:
     others = [run for run in report.runs if run != report.run_id]
-    said = f"Other runs wrote into this folder; see stepscope report --run: {', '.join(others)}"
-    return [tag("p", said, class_="note")] if others else []
+    note = f"Other runs wrote into this folder; see stepscope report --run: {', '.join(others)}"
+    return [tag("p", note, class_="note")] if others else []
 
 
 def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, str, str]]:
-    """(what, value, remark, class)."""
-    breakdown, found = report.breakdown, report.health
+    """Yield (what, value, remark, class) for the boxes in the head."""
+    breakdown, health = report.breakdown, report.health
     yield (
         "step",
         duration(breakdown.window_ns),
@@ -103,21 +106,21 @@ def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, s
     if lines[0].kind == "stage":
         yield "largest stage", f"{shares[0]} %", f"{lines[0].role} {lines[0].stage}, of all", ""
     yield "unaccounted", f"{shares[-1]} %", "no span ran", ""
-    hosts = len({process.host for process in found.processes})
-    within = [p.clock.uncertainty_ns for p in found.processes if p.clock.uncertainty_ns is not None]
+    hosts = len({process.host for process in health.processes})
+    within = [p.clock.uncertainty_ns for p in health.processes if p.clock.uncertainty_ns is not None]
     remark = f"on {count(hosts, 'host')}, {count(len(timeline.spans), 'span')}"
-    yield "processes", f"{len(found.processes):,}", remark, ""
-    unaligned = len(found.processes) - len(within)
-    said = f"{count(unaligned, 'process')} unaligned" if unaligned else "of every process, at most"
-    yield "clocks within", f"±{duration(max(within, default=None))}", said, "bad" if unaligned else ""
-    yield "state", *_state(found)
+    yield "processes", f"{len(health.processes):,}", remark, ""
+    unaligned = len(health.processes) - len(within)
+    scope = f"{count(unaligned, 'process')} unaligned" if unaligned else "of every process, at most"
+    yield "clocks within", f"±{duration(max(within, default=None))}", scope, "bad" if unaligned else ""
+    yield "state", *_state(health)
 
 
-def _state(found: Health) -> tuple[str, str, str]:
-    state = found.state or "no manifest"
-    if found.complete:
+def _state(health: Health) -> tuple[str, str, str]:
+    state = health.state or "no manifest"
+    if health.complete:
         return "complete", f"manifest: {state}", "good"
-    reasons = len(list(doubts(found)))
+    reasons = len(list(doubts(health)))
     return "not complete", f"{count(reasons, 'reason')} below; manifest: {state}", "bad"
 
 

@@ -21,7 +21,7 @@ LABELLED_STRIP = 9
 
 
 def gantt(chart: Gantt, colours: Colours) -> Html:
-    """A row for each process, by role."""
+    """Return a row for each process, by role."""
     groups = [part for group in chart.groups for part in _group(group, chart.window_ns, colours)]
     used = {m.label for g in chart.groups for row in g.rows for lane in row.lanes for m in lane}
     body = tag("div", axis(chart.window_ns), *groups, class_="chart", id="gantt", data_ns=chart.window_ns)
@@ -33,12 +33,12 @@ def gantt(chart: Gantt, colours: Colours) -> Html:
 
 
 def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
-    said = [count(group.processes, "process")]
+    remarks = [count(group.processes, "process")]
     if group.strips:
-        said.append("one strip each, of the most specific stage at each instant")
+        remarks.append("one strip each, of the most specific stage at each instant")
     if len(group.rows) < group.processes:
-        said.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
-    yield tag("h3", group.role, tag("small", "; ".join(said)))
+        remarks.append(f"{len(group.rows):,} drawn, evenly chosen, and the slowest of each stage")
+    yield tag("h3", group.role, tag("small", "; ".join(remarks)))
     height = strip_height(len(group.rows)) if group.strips else LANE
     every = 1 if height >= LABELLED_STRIP else 1 << (64 // height).bit_length() - 1
     for at, row in enumerate(group.rows):
@@ -46,7 +46,7 @@ def _group(group: Group, window_ns: int, colours: Colours) -> Iterator[Html]:
 
 
 def strip_height(rows: int) -> int:
-    """Pixels, so that a screen holds all of them, or two."""
+    """Return the pixels of a strip, so that one or two screens hold all of them."""
     return max(2, min(10, 640 // max(rows, 1)))
 
 
@@ -69,7 +69,7 @@ def _row(row: Row, height: int, window_ns: int, colours: Colours, *, named: bool
 
 
 def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, whose: str) -> Html:
-    """Written by hand and not by `tag`: there are thousands."""
+    """Return a mark. It is written by hand and not by `tag`, because there are thousands."""
     left_ns, right_ns = max(mark.start_ns, 0), min(mark.end_ns, window_ns)
     if right_ns < left_ns:
         left_ns, right_ns = (0, 0) if right_ns < 0 else (window_ns, window_ns)
@@ -85,25 +85,25 @@ def _mark(mark: Mark, top: int, height: int, window_ns: int, colours: Colours, w
 
 
 def _thick(height: int) -> int:
-    """Pixels of a mark in a lane: with a line between lanes, where there is room for one."""
+    """Return the pixels of a mark in a lane, with a line between lanes if one fits."""
     return height - 1 if height > 4 else height
 
 
 def _said(mark: Mark) -> str:
-    said = f"{' '.join(mark.label)}, {duration(mark.end_ns - mark.start_ns)} from {duration(mark.start_ns)}"
+    text = f"{' '.join(mark.label)}, {duration(mark.end_ns - mark.start_ns)} from {duration(mark.start_ns)}"
     if mark.spans > 1:
-        said += f"; {mark.spans:,} pieces"
+        text += f"; {mark.spans:,} pieces"
     if mark.gaps_ns:
-        said += f", {duration(mark.gaps_ns)} of it between them"
+        text += f", {duration(mark.gaps_ns)} of it between them"
     if mark.at_once > 1:
-        said += f", up to {mark.at_once:,} at once"
+        text += f", up to {mark.at_once:,} at once"
     return (
-        said + ("; never ended" if mark.open else "") + (f"; {mark.failed:,} failed" if mark.failed else "")
+        text + ("; never ended" if mark.open else "") + (f"; {mark.failed:,} failed" if mark.failed else "")
     )
 
 
 def lanes(chart: Lanes, window_ns: int, colours: Colours) -> Html:
-    """Trajectories in lanes, and above them how many were in flight."""
+    """Return trajectories in lanes, and above them how many were in flight."""
     height = max(2, min(LANE, 480 // max(len(chart.lanes), 1)))
     tracks = [_lane(lane, height, window_ns, colours) for lane in chart.lanes]
     used = {mark.label for lane in chart.lanes for flight in lane for mark in flight.marks}
@@ -139,14 +139,16 @@ def _lane(lane: Sequence[Flight], height: int, window_ns: int, colours: Colours)
 
 
 def _frame(flight: Flight, height: int, window_ns: int) -> Html:
-    """Behind a trajectory's marks: from its first to its last, so that its gaps are seen as its own."""
+    """Return the frame behind a trajectory's marks, from its first to its last, so that its gaps are seen as
+    its own.
+    """
     left_ns, right_ns = max(flight.start_ns, 0), min(flight.end_ns, window_ns)
     place = f"left:{percent(left_ns, window_ns)};width:{percent(max(right_ns - left_ns, 0), window_ns)}"
-    said = (
+    hover = (
         f"{flight.trajectory}: {duration(flight.end_ns - flight.start_ns)} from {duration(flight.start_ns)}"
     )
     kind = "frame open" if flight.open else "frame"
-    return tag("i", class_=kind, style=f"{place};height:{_thick(height)}px", data_t=said)
+    return tag("i", class_=kind, style=f"{place};height:{_thick(height)}px", data_t=hover)
 
 
 def _in_flight(curve: Sequence[float]) -> Html:
@@ -168,7 +170,7 @@ def _in_flight(curve: Sequence[float]) -> Html:
 
 
 def axis(window_ns: int) -> Html:
-    """The row with the times, above a chart."""
+    """Return the row with the times, above a chart."""
     marks = [
         tag("b", duration(at_ns), style=f"left:{percent(at_ns, window_ns)}") for at_ns in ticks(window_ns)
     ]
@@ -177,7 +179,7 @@ def axis(window_ns: int) -> Html:
 
 
 def ticks(window_ns: int) -> list[int]:
-    """Round times, at most 11, from 0."""
+    """Return round times, at most 11, from 0."""
     if window_ns <= 0:
         return [0]
     size = 1

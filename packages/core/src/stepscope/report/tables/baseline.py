@@ -13,7 +13,7 @@ from stepscope.report.tables.breakdown import Breakdown
 from stepscope.timeline import Timeline
 
 ENOUGH = 5
-"""With fewer uncaptured steps nothing is said of what is usual."""
+"""Least number of uncaptured steps for a comparison."""
 UNDISTURBED = 3
 """So many that do not follow a capture are enough to leave out those that do."""
 
@@ -48,12 +48,12 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
     used = comparable(timeline.uncaptured)
     if not used:
         return None
-    took = sorted(each.dur_ns for each in used)
+    took = sorted(step.dur_ns for step in used)
     end_ns, p50_ns = timeline.window.end_ns, middle(took)
-    after = (each.dur_ns for each in timeline.uncaptured if each.first and each.start_ns >= end_ns)
+    after = (step.dur_ns for step in timeline.uncaptured if step.first and step.start_ns >= end_ns)
     whole = _whole(timeline)
     return Baseline(
-        steps=tuple(each.step for each in used),
+        steps=tuple(step.step for step in used),
         min_ns=took[0],
         p50_ns=p50_ns,
         p90_ns=took[rank_of(90, len(took))],
@@ -66,16 +66,17 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
 
 
 def comparable(near: Sequence[UncapturedStep]) -> Sequence[UncapturedStep]:
-    """Those that a captured step compares with: no warm-up, and if enough others are left, no first one after
-    a capture.
+    """Return the steps that a captured one compares with.
+
+    Warm-up steps do not compare. Neither does the first step after a capture, if enough others are left.
     """
-    warm = [each for each in near if not each.warm_up]
-    apart = [each for each in warm if not each.first]
+    warm = [step for step in near if not step.warm_up]
+    apart = [step for step in warm if not step.first]
     return apart if len(apart) >= UNDISTURBED else warm
 
 
 def _whole(timeline: Timeline) -> bool:
-    """Whether the recording lasted as long as the step: nobody's exception and no budget ended it."""
+    """Return whether the recording lasted as long as the step: no exception and no budget ended it."""
     parts = () if timeline.manifest is None else timeline.manifest.processes
     cut = any(
         part.ended_by is not None or any(item.kind == "spans" and item.truncated for item in part.expected)

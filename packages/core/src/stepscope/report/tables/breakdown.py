@@ -153,7 +153,10 @@ class Work(NamedTuple):
 
 
 def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
-    """Some of the spans as intervals. Those of unaligned processes have no length: nobody knows where."""
+    """Return some of the spans as intervals.
+
+    Those of unaligned processes have no length, because their place is unknown.
+    """
     kinds: dict[tuple[Label, int, int | None], int] = {}
     places = {index: place for place, index in enumerate(indices)}
     intervals = []
@@ -175,15 +178,19 @@ def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
 
 
 def part_of(timeline: Timeline, span: Span) -> int | None:
-    """The span that it is a part of. A later step's work is no part of this step's: who began it goes on."""
+    """Return the span that a span is a part of.
+
+    A later step's work is no part of this step's: who began it goes on.
+    """
     if span.parent is None or span.step > timeline.step >= timeline.spans[span.parent].step:
         return None
     return span.parent
 
 
 def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> Shares:
-    """Divides a stretch of time among some of the spans: this step's before a later one's, a worker's before
-    the owner's, and waiting last.
+    """Divide a stretch of time among some of the spans.
+
+    Spans of this step come before those of a later one, a worker's before the owner's, and waiting last.
     """
     return _divide(timeline, work_of(timeline, indices), start_ns, end_ns)
 
@@ -211,7 +218,10 @@ def _held(timeline: Timeline, engines: Sequence[int | None]) -> list[Held]:
 
 
 def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> Mask:
-    """Work of an engine that nothing names is held up only when all of them stall."""
+    """Return the kinds of work that stalls hold up.
+
+    Work of an unnamed engine is held up only when all of them stall.
+    """
     if not stalled:
         return 0
     return sum(
@@ -220,7 +230,10 @@ def _mask(engines: Sequence[int | None], stalled: Set[int], *, whole: bool) -> M
 
 
 def _engine(timeline: Timeline, span: Span) -> int | None:
-    """A turn without a span below it waits for the model: tools have spans of their own."""
+    """Return the engine that a span waits for.
+
+    A turn without a span below it waits for the model: tools have spans of their own.
+    """
     if is_tool(span.role, span.stage):
         return None
     if span.role != "rollout" and (span.role, span.stage) != ("agent_loop", "turn"):

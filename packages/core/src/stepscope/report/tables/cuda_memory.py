@@ -1,4 +1,4 @@
-"""How full CUDA's allocator was at most, and of what: by the stage that ran and the line that asked."""
+"""Peaks of CUDA's allocator, by the stage that ran and the line that asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOP = 10
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """What held memory when the most was allocated."""
+    """A holder of memory when the most was allocated."""
 
     stage: str | None
     """`actor update_policy`: the innermost span of the process when it was allocated. None: none ran, or it
@@ -102,12 +102,12 @@ class _Change(NamedTuple):
 
 
 class _Stack:
-    """Which span was innermost in a process, at any time."""
+    """Innermost spans of a process, at any time."""
 
     def __init__(self, timeline: Timeline, process: int) -> None:
-        mine = [span for span in timeline.spans if span.process == process]
-        points: list[tuple[int, int, Span]] = [(span.start_ns, 1, span) for span in mine]
-        points += [(timeline.until_ns(span), 0, span) for span in mine]
+        spans = [span for span in timeline.spans if span.process == process]
+        points: list[tuple[int, int, Span]] = [(span.start_ns, 1, span) for span in spans]
+        points += [(timeline.until_ns(span), 0, span) for span in spans]
         running: dict[int, Span] = {}
         self._changes: list[_Change] = []
         for at_ns, begins, span in sorted(points, key=lambda point: point[:2]):

@@ -1,4 +1,4 @@
-"""What the step's torch traces say: what took longest, how busy devices were, how full their memory."""
+"""Tables of the step's torch traces: operators, devices, memory."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class TraceTables(msgspec.Struct, frozen=True, kw_only=True):
 
 def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
     """Return all tables that need nothing but the traces."""
-    found = traces.activities
+    activities = traces.activities
     return TraceTables(
-        traces=Table(map(_trace, found)),
-        operators=operator_times(found),
-        devices=device_usage(found),
-        without_device=missing_devices(found),
-        memory=memory_peaks(found, opened_ns),
+        traces=Table(map(_trace, activities)),
+        operators=operator_times(activities),
+        devices=device_usage(activities),
+        without_device=missing_devices(activities),
+        memory=memory_peaks(activities, opened_ns),
         unread=traces.unread,
         problems=traces.problems,
     )
@@ -115,17 +115,18 @@ def trace_tables(traces: Traces, opened_ns: int) -> TraceTables:
 
 def operator_times(activities: Iterable[TraceActivity]) -> Table[OperatorRow]:
     """Return the operators and kernels of each role, the longest own time first."""
-    found: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
-    found = defaultdict(list)
+    times: dict[tuple[str, OperatorKind, str], list[tuple[str, int, float, float, float]]]
+    times = defaultdict(list)
     for activity in activities:
         role = activity.info.role
-        for each in activity.content.operators:
-            key = (role, "mark" if each.outer else "cpu", each.name)
-            found[key].append((activity.name, each.count, each.self_us, each.total_us, each.max_us))  # type: ignore[index] # a literal
+        for operator in activity.content.operators:
+            kind: OperatorKind = "mark" if operator.outer else "cpu"
+            took = (activity.name, operator.count, operator.self_us, operator.total_us, operator.max_us)
+            times[role, kind, operator.name].append(took)
         for kernel in activity.content.kernels:
             took = (activity.name, kernel.count, kernel.total_us, kernel.total_us, kernel.max_us)
-            found[role, kernel.work, kernel.name].append(took)
-    rows = [_operator(key, parts) for key, parts in found.items()]
+            times[role, kernel.work, kernel.name].append(took)
+    rows = [_operator(key, parts) for key, parts in times.items()]
     rows.sort(key=lambda row: (row.role, -row.self_ns, row.name))
     kept: dict[tuple[str, bool], int] = defaultdict(int)
     chosen = []
@@ -158,27 +159,27 @@ def _operator(
 
 def device_usage(activities: Iterable[TraceActivity]) -> Table[DeviceRow]:
     """Return a row for each device of each process. Traces of several stages are added up."""
-    found: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
+    by_device: dict[tuple[str, str], list[TraceActivity]] = defaultdict(list)
     for activity in activities:
         for device in activity.content.devices:
-            found[activity.name, device.name].append(activity)
-    return Table(_device(name, device, mine) for (name, device), mine in found.items())
+            by_device[activity.name, device.name].append(activity)
+    return Table(_device(name, device, group) for (name, device), group in by_device.items())
 
 
 def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> DeviceRow:
-    devices = [each for activity in activities for each in activity.content.devices if each.name == name]
+    devices = [usage for activity in activities for usage in activity.content.devices if usage.name == name]
     return DeviceRow(
         process=process,
         role=activities[0].info.role,
         rank=activities[0].info.rank,
         device=f"GPU {name}" if name.isdigit() else name,
         recorded_ns=sum(map(_recorded_ns, activities)),
-        span_ns=_ns(sum(each.last_us - each.first_us for each in devices)),
-        busy_ns=_ns(sum(each.busy_us for each in devices)),
-        compute_ns=_ns(sum(each.compute_us for each in devices)),
-        communication_ns=_ns(sum(each.communication_us for each in devices)),
-        exposed_ns=_ns(sum(each.alone_us for each in devices)),
-        memory_ns=_ns(sum(each.memory_us for each in devices)),
+        span_ns=_ns(sum(usage.last_us - usage.first_us for usage in devices)),
+        busy_ns=_ns(sum(usage.busy_us for usage in devices)),
+        compute_ns=_ns(sum(usage.compute_us for usage in devices)),
+        communication_ns=_ns(sum(usage.communication_us for usage in devices)),
+        exposed_ns=_ns(sum(usage.alone_us for usage in devices)),
+        memory_ns=_ns(sum(usage.memory_us for usage in devices)),
     )
 
 

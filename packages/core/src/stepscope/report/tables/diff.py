@@ -69,7 +69,7 @@ _Key = tuple[LineKind, str | None, str | None]
 
 
 def diff(a: Sequence[StepReport], b: Sequence[StepReport]) -> Diff:
-    """Compares the reports of one step, or of several per side: then by the mean of its steps.
+    """Compare the reports of one step, or of several per side by the mean of its steps.
 
     Raises:
         ValueError: a side has no step.
@@ -136,7 +136,7 @@ def _line(
 
 
 def _calls(reports: Iterable[StepReport]) -> tuple[Counter[Label], Counter[Label]]:
-    """Calls that ended, and their times."""
+    """Return the calls that ended, and their times."""
     calls, total_ns = Counter[Label](), Counter[Label]()
     for report in reports:
         for stage in report.stages:

@@ -90,7 +90,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it was recorded, ran nothing and had nothing to do."""
+        """Return whether the replica was recorded, ran nothing and had nothing to do."""
         return self.iterations == 0 and not self.held_ns
 
 
@@ -181,7 +181,11 @@ Levels: TypeAlias = list[int]
 
 def _is_known(replica: Replica) -> bool:
     ran = bool(replica.passes) or any(span.stage not in WAITING for span in replica.served)
-    return ran or replica.idle or (bool(replica.recordings) and all(each.idle for each in replica.recordings))
+    return (
+        ran
+        or replica.idle
+        or (bool(replica.recordings) and all(recording.idle for recording in replica.recordings))
+    )
 
 
 def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
@@ -211,10 +215,10 @@ def _engine(
     counted = source == "iterations"
     times = _measure(replica, work, window, source)
     tokens, processes = replica.tokens, timeline.processes
-    prefilled = [each.iteration.prefill_tokens for each in replica.passes]
+    prefilled = [ran.iteration.prefill_tokens for ran in replica.passes]
     spent, present_ns = times.spent, times.present_ns
     if not replica.served and replica.passes:
-        present_ns = max(each.end_ns for each in work) - min(each.start_ns for each in work)
+        present_ns = max(ran.end_ns for ran in work) - min(ran.start_ns for ran in work)
     known = bool(replica.served) or (idle and attributed)
     return Engine(
         replica=replica.name,
@@ -223,7 +227,7 @@ def _engine(
         profiled=bool(replica.recordings) or any(processes[index].profiled for index in replica.processes),
         source=source,
         iterations=len(replica.passes) if counted else None,
-        iterations_by_engine=tuple(len(each.passes) for each in replica.recordings) if counted else (),
+        iterations_by_engine=tuple(len(ran.passes) for ran in replica.recordings) if counted else (),
         window_ns=window[1] - window[0],
         recorded_ns=sum(spent.values()),
         prefill_ns=spent["prefill"],
@@ -238,7 +242,7 @@ def _engine(
         cached_tokens=tokens.cached,
         output_tokens=tokens.output,
         output_tokens_per_s=None if tokens.output is None else _per(tokens.output * 10**9, present_ns, 1),
-        prefill_tokens=None if None in prefilled or not counted else sum(each or 0 for each in prefilled),
+        prefill_tokens=None if None in prefilled or not counted else sum(ran or 0 for ran in prefilled),
         preemptions=tokens.preemptions,
         running_mean=_per(times.running, times.running_ns),
         running_most=times.running_most if times.running_ns else None,
@@ -250,7 +254,7 @@ def _engine(
 
 def _measure(replica: Replica, work: list[_Piece], window: tuple[int, int], source: Source) -> _Times:
     """Sum over the instants of the window that the source covers."""
-    stretches = [pair for each in replica.recordings for pair in each.stretches]
+    stretches = [pair for recording in replica.recordings for pair in recording.stretches]
     recorded = stretches if source == "iterations" and stretches else [window]
     around = [
         *(_Piece(start_ns, end_ns, _Kind.RECORDED) for start_ns, end_ns in recorded),

@@ -121,7 +121,8 @@ def step_health(timeline: Timeline) -> Health:
 
 
 def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
-    """Names of processes whose recording ended before their work did: by a budget, SIGTERM or their exit.
+    """Return the names of processes whose recording ended before their work did: by a budget, SIGTERM or
+    their exit.
 
     Args:
         by_a_budget: By that alone.
@@ -173,16 +174,16 @@ def _user_error(timeline: Timeline) -> str | None:
 
 
 def _never_ended(timeline: Timeline) -> list[Span]:
-    found = [span for span in timeline.spans if span.end_ns is None and not _goes_on(timeline, span)]
+    spans = [span for span in timeline.spans if span.end_ns is None and not _goes_on(timeline, span)]
 
     def place(span: Span) -> tuple[bool, int]:
         return timeline.processes[span.process].closed_ns is not None, span.start_ns - timeline.until_ns(span)
 
-    return sorted(found, key=place)
+    return sorted(spans, key=place)
 
 
 def _goes_on(timeline: Timeline, span: Span) -> bool:
-    """Whether a span without an end is work for a later step, of a process that closed its capture."""
+    """Return whether a span without an end is work for a later step, of a process that closed its capture."""
     closed = timeline.processes[span.process].closed_ns is not None
     return closed and span.end_ns is None and span.step > timeline.step
 
@@ -204,10 +205,10 @@ def _rows(timeline: Timeline, spans: Iterable[Span]) -> tuple[SpanRow, ...]:
 
 
 def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
-    found: dict[int, list[Span]] = defaultdict(list)
+    by_step: dict[int, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.step != timeline.step:
-            found[span.step].append(span)
+            by_step[span.step].append(span)
     return tuple(
         OtherStep(
             step=step,
@@ -216,7 +217,7 @@ def _other_steps(timeline: Timeline) -> tuple[OtherStep, ...]:
             policy_versions=tuple(sorted({v for span in spans if (v := span.policy_version) is not None})),
             under_way=sum(_goes_on(timeline, span) for span in spans),
         )
-        for step, spans in sorted(found.items())
+        for step, spans in sorted(by_step.items())
     )
 
 

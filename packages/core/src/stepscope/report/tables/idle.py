@@ -196,7 +196,7 @@ class _Shift:
         return idle
 
     def _intervals(self) -> list[Interval]:
-        timeline, found = self._timeline, []
+        timeline, intervals = self._timeline, []
         for span in timeline.spans:
             process = timeline.processes[span.process]
             later = span.step > timeline.step
@@ -205,24 +205,24 @@ class _Shift:
             kind = _Kind(span.process, work)
             ends_ns = timeline.until_ns(span) if process.aligned else span.start_ns
             bit = self._kinds.setdefault(kind, len(self._kinds))
-            found.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
-        return found
+            intervals.append(Interval(span.start_ns, ends_ns, part_of(timeline, span), bit))
+        return intervals
 
     def _transfers(self, intervals: Sequence[Interval]) -> dict[int, _Awaited]:
-        """By when they begin, the stretches in which nothing runs and weights are on their way."""
+        """Return the stretches in which nothing runs and weights are on their way, by start."""
         timeline, window = self._timeline, self._timeline.window
-        found: dict[int, _Awaited] = {}
+        transfers: dict[int, _Awaited] = {}
         for stretch in find_stretches(intervals, window.start_ns, window.end_ns):
             if stretch.before is None or stretch.after is None:
                 continue
             before, after = timeline.spans[stretch.before], timeline.spans[stretch.after]
             if is_transfer((before.role, before.stage), (after.role, after.stage)):
                 runner = timeline.processes[after.process].info.role
-                found[stretch.start_ns] = runner, (after.role, TRANSFER)
-        return found
+                transfers[stretch.start_ns] = runner, (after.role, TRANSFER)
+        return transfers
 
     def _turn(self, kinds: Sequence[_Kind], changed: Iterable[int], mask: int) -> set[int]:
-        """Takes over what began and ended; returns the processes that this may make busy or idle."""
+        """Apply what began and ended, and return the processes that this may make busy or idle."""
         touched, workers = set(), (bool(self._workers), bool(self._workers_now))
         for bit in changed:
             kind = kinds[bit]
@@ -242,7 +242,10 @@ class _Shift:
         return touched
 
     def _busy(self, index: int) -> bool:
-        """The owner's spans around what workers do for this step are waiting for them."""
+        """Return whether a process works.
+
+        The owner's spans around what workers do for this step are waiting for them.
+        """
         if not self._timeline.processes[index].owner:
             return self._runs[index] > 0
         return bool(
@@ -267,7 +270,7 @@ class _Shift:
                 )
 
     def _awaited(self) -> dict[str, _Awaited]:
-        """By role, what its idle processes wait for now."""
+        """Return what idle processes of each role wait for now."""
         running = frozenset(self._labels)
         if running not in self._chosen:
             self._chosen[running] = {role: _likeliest(running, role) for role in self._roles}
@@ -303,14 +306,14 @@ def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
 
 
 def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
-    """By process, time in collectives with no computation beside: on the CPU, or the device's."""
-    found: Counter[int] = Counter()
+    """Return time in collectives with no computation beside, by process: on the CPU, or the device."""
+    times: Counter[int] = Counter()
     for activity in activities:
         content = activity.content
         if activity.process is not None and content.collectives:
             alone_us = sum(device.alone_us for device in content.devices)
-            found[activity.process] += round(1000 * (content.waiting_us + alone_us))
-    return dict(found)
+            times[activity.process] += round(1000 * (content.waiting_us + alone_us))
+    return dict(times)
 
 
 class _Skew(NamedTuple):
@@ -323,16 +326,16 @@ class _Skew(NamedTuple):
 
 
 def _skews(activities: Iterable[TraceActivity]) -> dict[int, _Skew]:
-    """By process that is in collectives with others."""
+    """Return the skew of each process that is in collectives with others."""
     waits: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     """By process, and by the one that was last: (from, until)."""
     for members in _matched(activities):
         for calls in zip(*members.values(), strict=True):
             last_ns, awaited = max(zip((start_ns for start_ns, _ in calls), members, strict=True))
             for process, (start_ns, end_ns) in zip(members, calls, strict=True):
-                mine = waits[process]  # also of one that waits for nobody
+                pairs = waits[process]  # also of one that waits for nobody
                 if start_ns < min(last_ns, end_ns):
-                    mine[awaited].append((start_ns, min(last_ns, end_ns)))
+                    pairs[awaited].append((start_ns, min(last_ns, end_ns)))
     return {process: _skew(process, of) for process, of in waits.items()}
 
 
@@ -340,17 +343,19 @@ def _matched(activities: Iterable[TraceActivity]) -> Iterator[dict[int, list[tup
     """Ranks' calls of one collective, in order: (start, end) by process. With `mode: discrete` a process may
     have several traces of a stage.
     """
-    found: dict[tuple[str, str | None, str], dict[int, list[tuple[int, int]]]] = {}
+    calls_of: dict[tuple[str, str | None, str], dict[int, list[tuple[int, int]]]] = {}
     for activity in activities:
         if activity.unaligned is not None or activity.process is None:
             continue
-        for each in activity.content.collectives:
-            of = found.setdefault((activity.info.role, activity.stage, each.name), defaultdict(list))
+        for collective in activity.content.collectives:
+            of = calls_of.setdefault((activity.info.role, activity.stage, collective.name), defaultdict(list))
             times = zip(
-                map(activity.unix_ns, each.starts_us), map(activity.unix_ns, each.ends_us), strict=True
+                map(activity.unix_ns, collective.starts_us),
+                map(activity.unix_ns, collective.ends_us),
+                strict=True,
             )
             of[activity.process] += times
-    for of in found.values():
+    for of in calls_of.values():
         for number in {len(calls) for calls in of.values()}:
             members = {process: sorted(calls) for process, calls in of.items() if len(calls) == number}
             if len(members) > 1:

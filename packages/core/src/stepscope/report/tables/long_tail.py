@@ -144,16 +144,16 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     if not members:
         return None
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
-    mine = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
-    ended = [span for span in mine if span.end_ns is not None]
+    own = [timeline.spans[index] for index in roots if timeline.spans[index].step == timeline.step]
+    ended = [span for span in own if span.end_ns is not None]
     placed = [span for span in ended if timeline.processes[span.process].aligned]
     last, held_ns, rollout_ns = _held(placed)
     slowed = _slowed(timeline, members)
     latest = sorted(placed, key=lambda span: span.end_ns or 0)[len(placed) - last :]
     return LongTail(
         trajectories=len(ended),
-        open=len(mine) - len(ended),
-        of_other_steps=len(roots) - len(mine),
+        open=len(own) - len(ended),
+        of_other_steps=len(roots) - len(own),
         under_way=len(members.keys() - {timeline.spans[index].trajectory for index in roots}),
         spreads=_spreads(kinds),
         last=last,
@@ -182,8 +182,9 @@ def _stalled_ns(
 
 
 def _slowed(timeline: Timeline, members: Mapping[str, list[int]]) -> dict[str, tuple[str, ...]]:
-    """By trajectory, the profiled processes that served it: those of a role of which others, that served
-    trajectories too, are not profiled.
+    """Return the profiled processes that served each trajectory.
+
+    A process counts if others of its role served trajectories too, and were not profiled.
     """
     served: dict[str, set[int]] = {
         name: {timeline.spans[index].process for index in indices} for name, indices in members.items()
@@ -239,7 +240,7 @@ def _extreme(span: Span) -> Extreme:
 
 
 def _held(ended: Sequence[Span]) -> tuple[int, int | None, int | None]:
-    """(how many are the last tenth, how long they held the others, the whole rollout)."""
+    """Return (size of the last tenth, how long it held the others, the whole rollout)."""
     if not ended:
         return 0, None, None
     ends = sorted(span.end_ns or 0 for span in ended)
@@ -266,9 +267,9 @@ def _bubble(timeline: Timeline, ended: Sequence[Span]) -> Bubble:
         process = timeline.processes[span.process]
         if span.role == "rollout" and process.aligned and process.is_replica:
             begins, stops = max(span.start_ns, from_ns), min(timeline.until_ns(span), until_ns)
-            mine = worked[span.process]
+            ran = worked[span.process]
             if begins < stops and not span.waits:
-                mine.append((begins, stops))
+                ran.append((begins, stops))
     tail_ns = until_ns - from_ns
     return Bubble(
         replicas=len(worked),

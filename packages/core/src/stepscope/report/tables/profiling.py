@@ -56,7 +56,7 @@ def step_profilers(timeline: Timeline, activities: Sequence[TraceActivity]) -> P
         heavy=tuple(
             word
             for option, word in _HEAVY.items()
-            if any(each.options.get(option) is True for each in activities)
+            if any(recorded_activity.options.get(option) is True for recorded_activity in activities)
         ),
         engines=engines,
         given=timeline.replicas > 0,

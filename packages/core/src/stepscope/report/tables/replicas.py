@@ -75,7 +75,7 @@ class Replica(msgspec.Struct, kw_only=True):
 
     @property
     def passes(self) -> list[Pass]:
-        return [each for recording in self.recordings for each in recording.passes]
+        return [ran for recording in self.recordings for ran in recording.passes]
 
 
 _Key = tuple[str, int]
@@ -149,10 +149,12 @@ class _Search:
 
     def _stall(self) -> None:
         parts = self._timeline.manifest.processes if self._timeline.manifest is not None else ()
-        artifacts = [each for part in parts for item in part.expected for each in item.artifacts]
-        for number in {each.replica for each in artifacts if each.replica is not None and each.stalls}:
-            mine = [stall for stall in self._timeline.stalls if stall.replica == number]
-            self._replica(("replica", number)).stalls = [(stall.start_ns, stall.end_ns) for stall in mine]
+        artifacts = [artifact for part in parts for item in part.expected for artifact in item.artifacts]
+        for number in {
+            artifact.replica for artifact in artifacts if artifact.replica is not None and artifact.stalls
+        }:
+            stalls = [stall for stall in self._timeline.stalls if stall.replica == number]
+            self._replica(("replica", number)).stalls = [(stall.start_ns, stall.end_ns) for stall in stalls]
 
     def _count(self) -> None:
         counted = _count_requests(self._timeline, self._owner_of)

@@ -56,7 +56,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uneven(self) -> bool:
-        """Whether a profiler recorded some of the processes and not the others: they do not compare."""
+        """Return whether a profiler recorded some of the processes and not the others."""
         return len({share.profiled for share in self.processes}) > 1
 
 
@@ -66,8 +66,8 @@ def stage_times(timeline: Timeline) -> Table[Stage]:
     for span in timeline.spans:
         if span.stage != PROFILING:
             spans[span.role, span.stage].append(span)
-    found = [_stage(timeline, label, mine) for label, mine in spans.items()]
-    return Table(sorted(found, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
+    stages = [_stage(timeline, label, own) for label, own in spans.items()]
+    return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
 
 
 def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
@@ -94,7 +94,7 @@ def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
 
 
 def _shares(timeline: Timeline, spans: Iterable[Span]) -> tuple[Share, ...]:
-    """By process, in the timeline's order."""
+    """Return the shares by process, in the timeline's order."""
     by_process: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         by_process[span.process].append(span)

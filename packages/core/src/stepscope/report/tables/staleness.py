@@ -1,4 +1,4 @@
-"""How old the trajectories are that a step trains on: in steps, and in versions of the policy (async RL)."""
+"""Age of the trajectories that a step trains on, in steps and in versions of the policy (async RL)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORST = 10
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
-    """How far trajectories are behind. Percentiles are by nearest rank: each is some trajectory's own."""
+    """Distance of trajectories from the step. Percentiles are by nearest rank."""
 
     known: int
     """Of how many trajectories it is known."""
@@ -49,7 +49,7 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Consumed:
-    """What is known of one trajectory."""
+    """Known facts of one consumed trajectory."""
 
     def __init__(self) -> None:
         self.begun: int | None = None
@@ -65,15 +65,15 @@ class _Consumed:
 
 def step_staleness(timeline: Timeline) -> Staleness | None:
     """Return the staleness of the step. None if nothing is known to be stale, as in synchronous RL."""
-    found = _consumed(timeline)
+    consumed = _consumed(timeline)
     trainer = _trainer_version(timeline)
-    rows = [_row(name, each, timeline.step, trainer) for name, each in found.items()]
+    rows = [_row(name, trajectory, timeline.step, trainer) for name, trajectory in consumed.items()]
     steps = sorted(row.steps for row in rows if row.steps is not None)
     versions = sorted(row.versions for row in rows if row.versions is not None)
     mixed = sum(len(row.policy_versions) > 1 for row in rows)
     if not (timeline.consumed or any(steps) or any(versions) or mixed):
         return None
-    under = [each.under for each in found.values() if each.under is not None]
+    under = [trajectory.under for trajectory in consumed.values() if trajectory.under is not None]
     return Staleness(
         trajectories=len(rows),
         policy_version=max(under, default=trainer),
@@ -85,21 +85,21 @@ def step_staleness(timeline: Timeline) -> Staleness | None:
 
 
 def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
-    found: dict[str, _Consumed] = {}
+    consumed: dict[str, _Consumed] = {}
     for mark in timeline.consumed:
         if mark.trajectory is not None and mark.step == timeline.step:
-            one = found.setdefault(mark.trajectory, _Consumed())
+            one = consumed.setdefault(mark.trajectory, _Consumed())
             version = (mark.attrs or {}).get("begun_version")  # its own is that of what it stands in
             one.see(mark.begun_step, version if isinstance(version, int) else None)
             one.under = None if mark.parent is None else timeline.spans[mark.parent].policy_version
     for span in timeline.spans:
         if span.trajectory is None or span.step != timeline.step:
             continue
-        if span.trajectory in found or not timeline.consumed:
+        if span.trajectory in consumed or not timeline.consumed:
             begun = timeline.step if span.stage == "trajectory" else None
-            one = found.setdefault(span.trajectory, _Consumed())
+            one = consumed.setdefault(span.trajectory, _Consumed())
             one.see(begun if span.begun_step is None else span.begun_step, span.policy_version)
-    return found
+    return consumed
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
@@ -113,15 +113,15 @@ def _versions(spans: Sequence[Span], step: int) -> Iterator[int]:
             yield span.policy_version
 
 
-def _row(name: str, found: _Consumed, step: int, trainer: int | None) -> StaleTrajectory:
-    under = trainer if found.under is None else found.under
-    known = found.versions and under is not None
+def _row(name: str, consumed: _Consumed, step: int, trainer: int | None) -> StaleTrajectory:
+    under = trainer if consumed.under is None else consumed.under
+    known = consumed.versions and under is not None
     return StaleTrajectory(
         trajectory=name,
-        begun_step=found.begun,
-        policy_versions=tuple(sorted(found.versions)),
-        steps=None if found.begun is None else step - found.begun,
-        versions=under - min(found.versions) if known and under is not None else None,
+        begun_step=consumed.begun,
+        policy_versions=tuple(sorted(consumed.versions)),
+        steps=None if consumed.begun is None else step - consumed.begun,
+        versions=under - min(consumed.versions) if known and under is not None else None,
     )
 
 

@@ -56,7 +56,7 @@ def waits_in_vain(timeline: Timeline) -> Table[VainWait]:
 
 
 def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
-    """By wait: how long it went on, and how long of that in vain."""
+    """Return how long each wait went on, and how long of that in vain."""
     work, window = work_of(timeline, range(len(timeline.spans))), timeline.window
     wall_ns, vain_ns = Counter[Label](), Counter[Label]()
     for start_ns, end_ns, mask in walk(work.intervals, window.start_ns, window.end_ns):
@@ -70,5 +70,5 @@ def _sum(timeline: Timeline) -> tuple[Counter[Label], Counter[Label]]:
 
 
 def _could_end(wait: Label, roles: Iterable[str]) -> bool:
-    """Whether work of one of the roles could end the wait."""
+    """Return whether work of one of the roles could end the wait."""
     return any(role in ROLLOUT or wait[0] not in ROLLOUT for role in roles)

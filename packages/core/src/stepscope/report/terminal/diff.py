@@ -18,50 +18,51 @@ CHANGES = 4
 """The largest changes of a step against the one before it that are listed."""
 
 
-def render_diff(found: Diff) -> RenderableType:
-    """The change of the whole, then of each line; the smallest of many are summed up."""
-    shown = _worth_a_line(found)
-    rest = found.changes[len(shown) :]
-    rows = [_row(change, found.a.step_ns) for change in shown]
+def render_diff(comparison: Diff) -> RenderableType:
+    """Return the change of the whole, then of each line; the smallest of many are summed up."""
+    shown = _worth_a_line(comparison)
+    rest = comparison.changes[len(shown) :]
+    rows = [_row(change, comparison.a.step_ns) for change in shown]
     if rest:
-        rows.append(_rest(rest, found.a.step_ns))
-    rows.append(
-        ("", "step", duration(found.a.step_ns), duration(found.b.step_ns), signed(found.delta_ns),
-         percentage(found.delta_ns, found.a.step_ns), "", "")
-    )  # fmt: skip
-    a_ns, b_ns = (side.opening_ns + side.closing_ns for side in (found.a, found.b))
+        rows.append(_rest(rest, comparison.a.step_ns))
+    whole = (duration(comparison.a.step_ns), duration(comparison.b.step_ns), signed(comparison.delta_ns))
+    percent = percentage(comparison.delta_ns, comparison.a.step_ns)
+    rows.append(("", "step", *whole, percent, "", ""))
+    a_ns, b_ns = (side.opening_ns + side.closing_ns for side in (comparison.a, comparison.b))
     if a_ns or b_ns:
         rows.append(("", BESIDE, duration(a_ns), duration(b_ns), signed(b_ns - a_ns), "", "", ""))
     columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
-    return Group(_head(found), table("What changed", columns, rows, _note(found)))
+    return Group(_head(comparison), table("What changed", columns, rows, _note(comparison)))
 
 
 def render_changes(reports: Sequence[StepReport]) -> RenderableType:
-    """Each step against the one before it: the whole, and the largest changes."""
+    """Return each step against the one before it: the whole, and the largest changes."""
     rows = []
     for before, after in pairwise(reports):
-        found = diff([before], [after])
+        step_change = diff([before], [after])
         largest = [
             f"{' '.join(filter(None, (change.role, change.stage or change.kind)))} {signed(change.delta_ns)}"
-            for change in found.changes[:CHANGES]
+            for change in step_change.changes[:CHANGES]
             if change.delta_ns
         ]
-        percent = percentage(found.delta_ns, found.a.step_ns)
-        rows.append((f"{before.step} > {after.step}", signed(found.delta_ns), percent, ", ".join(largest)))
+        percent = percentage(step_change.delta_ns, step_change.a.step_ns)
+        rows.append(
+            (f"{before.step} > {after.step}", signed(step_change.delta_ns), percent, ", ".join(largest))
+        )
     note = "stepscope diff compares any two steps or runs, line by line."
     return table("What changed", ("steps", ">step", ">%", "the most"), rows, note)
 
 
-def _worth_a_line(found: Diff) -> Sequence[Change]:
-    """All of a few; of many those that would not be printed as 0.0 %."""
-    if len(found.changes) <= LISTED:
-        return found.changes
-    least_ns = max(found.a.step_ns, found.b.step_ns) / 2000
-    return [change for change in found.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
+def _worth_a_line(comparison: Diff) -> Sequence[Change]:
+    """Return all of a few changes; of many those that would not be printed as 0.0 %."""
+    if len(comparison.changes) <= LISTED:
+        return comparison.changes
+    least_ns = max(comparison.a.step_ns, comparison.b.step_ns) / 2000
+    return [change for change in comparison.changes[: 2 * LISTED] if abs(change.delta_ns) >= least_ns]
 
 
-def _head(found: Diff) -> Text:
-    return Text(f"A: {_side(found.a)}\nB: {_side(found.b)}", style="bold")
+def _head(comparison: Diff) -> Text:
+    return Text(f"A: {_side(comparison.a)}\nB: {_side(comparison.b)}", style="bold")
 
 
 def _side(side: Side) -> str:
@@ -69,19 +70,19 @@ def _side(side: Side) -> str:
         f"step {side.steps[0]}" if len(side.steps) == 1
         else f"{count(len(side.steps), 'step')}, {min(side.steps)} to {max(side.steps)}"
     )  # fmt: skip
-    said = f"{steps} of run {plain(', '.join(side.runs))}: {duration(side.step_ns)}"
-    said += " per step" if len(side.steps) > 1 else ""
-    return said if side.complete else f"{said}; not complete, see stepscope report"
+    text = f"{steps} of run {plain(', '.join(side.runs))}: {duration(side.step_ns)}"
+    text += " per step" if len(side.steps) > 1 else ""
+    return text if side.complete else f"{text}; not complete, see stepscope report"
 
 
-def _note(found: Diff) -> str:
+def _note(comparison: Diff) -> str:
     note = (
         "A and B: share of the step; B - A adds up. % of A: of A's step. calls, mean call: A > B.\n"
         f"{BESIDE}: the capture, outside of the step."
     )
-    if len(found.a.steps) > 1 or len(found.b.steps) > 1:
+    if len(comparison.a.steps) > 1 or len(comparison.b.steps) > 1:
         note += " Per step, by the mean."
-    if len(found.a.steps) > 1 and len(found.b.steps) > 1:
+    if len(comparison.a.steps) > 1 and len(comparison.b.steps) > 1:
         note += " *: A's steps and B's do not overlap in this line."
     return note
 
