@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import pytest
 from typing_extensions import assert_type
 
 import stepscope
-from stepscope import Capture, ProfileConfig, capture, consume, profile_step, span, trajectory, turn
+from stepscope import (
+    Capture,
+    CaptureResult,
+    ProfileConfig,
+    Sidecar,
+    Span,
+    StepScalars,
+    capture,
+    configure,
+    consume,
+    on_artifact,
+    on_report,
+    profile_step,
+    request_capture,
+    span,
+    trajectory,
+    turn,
+)
+from stepscope.errors import ConfigError
 
 PUBLIC = {
     "Capture",
+    "CaptureResult",
     "ProfileConfig",
+    "Sidecar",
+    "Span",
+    "StepScalars",
     "advance",
     "aprepare",
     "attach",
@@ -105,6 +130,48 @@ def test_a_decorated_function_keeps_its_type() -> None:
     telling: Callable[[str], Coroutine[Any, Any, bytes]] = tell
     assert telling is tell
     assert (plain([1, 2], scale=2.0), list(tokens(2)), Worker.build("w").update([1])) == (6.0, [0, 1], 1)
+
+
+def test_settings_are_typed_one_by_one(tmp_path: Path) -> None:
+    assert configure(save_path=tmp_path, steps=[2, "10:50"], torch={"with_stack": True}).selects(2)
+    with pytest.raises(ConfigError, match=r"save_paht.*did you mean 'save_path'"):
+        configure(save_paht=tmp_path)  # type: ignore[call-arg]  # the fact of this test
+    with pytest.raises(ConfigError, match="mode is 'twice'"):
+        configure(mode="twice")  # type: ignore[arg-type]  # likewise
+
+
+def test_workers_and_ranks_are_typed(tmp_path: Path) -> None:
+    class Handle:
+        _actor_id = "a1"
+
+    handle = Handle()
+    config = ProfileConfig()  # it selects no step
+    capture(1, workers=handle, config=config).open()
+    capture(1, workers=[handle], config=config).open()
+    capture(1, workers={0: handle}, config=config).open()
+    capture(1, workers={"actor": [handle], "ref": handle}, config=config).open()
+    capture(1, workers={}, config=config).open()
+    capture(1, workers=5, config=config).open()  # type: ignore[arg-type]  # the fact of this test
+    with pytest.raises(ConfigError, match="ranks"):
+        request_capture(ranks=0.5, save_path=tmp_path)  # type: ignore[arg-type]  # likewise
+
+
+def test_what_hooks_and_blocks_are_given_has_public_names() -> None:
+    def size(path: Path, sidecar: Sidecar) -> int | None:
+        return sidecar.artifact.size_bytes
+
+    def values(scalars: StepScalars) -> dict[str, float]:
+        return scalars.values
+
+    registering: tuple[Callable[[Any], object], ...] = (
+        partial(on_artifact, size),
+        partial(on_report, values),
+    )
+    assert all(map(callable, registering))
+    block: Span = span("reward")
+    with capture(1, config=ProfileConfig()) as opened:
+        assert_type(opened.result, CaptureResult)
+    assert isinstance(block, Span)
 
 
 def test_blocks_are_context_managers_of_both_kinds() -> None:

@@ -172,7 +172,7 @@ def test_a_worker_that_is_stopped_while_it_starts_does_not_stay_open(
 
 def test_a_capture_that_cannot_open_leaves_the_process_free(config: ProfileConfig) -> None:
     with pytest.raises(Exception, match="workers"):
-        capture(1, workers=[object()], config=config).open()
+        capture(1, workers=[object()], config=config).open()  # type: ignore[list-item]  # refused
     with capture(2, config=config) as cap:
         pass
     assert cap.result.problems() == []

@@ -113,7 +113,7 @@ def test_the_default_role_goes_when_any_role_is_named() -> None:
 
 def test_an_unknown_argument_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'steps'\?"):
-        resolve(environ={}, stpes=[2])
+        resolve(environ={}, stpes=[2])  # type: ignore[call-arg]  # the fact of this test
 
 
 def test_every_kind_of_field_can_be_set_from_the_environment() -> None:

@@ -271,7 +271,7 @@ def test_a_driver_that_names_no_workers_hears_of_it_once_and_each_report_lists_i
 
 @pytest.mark.parametrize("none", [{}, []])
 def test_no_workers_may_be_meant(
-    none: object, config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    none: list[Any], config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "_warned", set())
     with capture(1, config=config, workers=none) as cap:

@@ -64,7 +64,7 @@ def test_a_step_that_was_not_captured_is_named_with_those_that_were(stepscope_ru
 
 def test_a_wrong_setting_is_an_error_here_too(stepscope_run: RecordedRun) -> None:
     with pytest.raises(ConfigError, match="mode"):
-        stepscope_run.configure(mode="sometimes")
+        stepscope_run.configure(mode="sometimes")  # type: ignore[arg-type]  # the fact of this test
 
 
 def test_a_capture_that_a_test_leaves_open_does_not_reach_the_next_one(tmp_path: Path) -> None:

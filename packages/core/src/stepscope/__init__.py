@@ -20,21 +20,28 @@ from stepscope.recording.after.hooks import (
 from stepscope.recording.spans.api import span, trajectory, turn
 from stepscope.recording.spans.carrier import attach, carrier
 from stepscope.recording.spans.decorator import profile_step
+from stepscope.recording.spans.scopes import Scope as Span
 
 if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
+    from stepscope.files.scalars import StepScalars
+    from stepscope.files.sidecar import Sidecar
     from stepscope.recording.capture.capture import Capture, capture
     from stepscope.recording.capture.configure import configure
     from stepscope.recording.capture.prepare import aprepare, prepare
     from stepscope.recording.capture.requesting import request_capture
-    from stepscope.recording.capture.result import on_capture
+    from stepscope.recording.capture.result import CaptureResult, on_capture
     from stepscope.recording.instrument.patch import instrument
 
     __version__: str
 
 __all__ = [
     "Capture",
+    "CaptureResult",
     "ProfileConfig",
+    "Sidecar",
+    "Span",
+    "StepScalars",
     "advance",
     "aprepare",
     "attach",
@@ -58,7 +65,10 @@ __all__ = [
 
 _LATER = {
     "Capture": "stepscope.recording.capture.capture",
+    "CaptureResult": "stepscope.recording.capture.result",
     "ProfileConfig": "stepscope.config",
+    "Sidecar": "stepscope.files.sidecar",
+    "StepScalars": "stepscope.files.scalars",
     "aprepare": "stepscope.recording.capture.prepare",
     "capture": "stepscope.recording.capture.capture",
     "configure": "stepscope.recording.capture.configure",

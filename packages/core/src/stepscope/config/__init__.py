@@ -26,6 +26,7 @@ from stepscope.config._sections import (
     ScheduleConfig,
     TorchConfig,
 )
+from stepscope.config._settings import Settings
 from stepscope.config._sources import RESERVED_VARIABLES
 from stepscope.config._steps import StepRange
 
@@ -48,6 +49,7 @@ __all__ = [
     "ProfileConfig",
     "RoleConfig",
     "ScheduleConfig",
+    "Settings",
     "StepRange",
     "TorchConfig",
     "check_finish",

@@ -183,7 +183,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 def resolve(
     file: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    **python: object,
+    **python: Unpack[Settings],
 ) -> ProfileConfig:
     """The run's config: defaults < file (this one, else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.config import ProfileConfig
+from stepscope.config import ProfileConfig, Settings
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import configure as run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class RecordedRun:
@@ -24,7 +28,7 @@ class RecordedRun:
         self.config = run.configure(save_path=str(folder), steps="every:1", roles=roles)
         self.layout = RunLayout(folder)
 
-    def configure(self, **settings: object) -> ProfileConfig:
+    def configure(self, **settings: Unpack[Settings]) -> ProfileConfig:
         """Change the configuration: fields of `ProfileConfig`, over those of the fixture.
 
         Raises:

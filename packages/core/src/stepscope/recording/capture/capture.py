@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from stepscope.recording.fanout.arguments import Engines, Workers
     from stepscope.recording.fanout.participants import Others
     from stepscope.recording.output.manifest_part import Ledger
 
@@ -60,8 +61,8 @@ def opened() -> Capture | None:
 def capture(
     step: int,
     *,
-    workers: object = None,
-    engines: object = None,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
     config: ProfileConfig | None = None,
     role: str = "trainer",
     rank: int | None = None,
@@ -102,7 +103,7 @@ def capture(
 
 def capture_unedited(step: int, *, workers: object, role: str) -> Capture:
     """As `capture`, for an `instrument` entry in a program that nobody edits."""
-    made = capture(step, workers=workers, role=role)
+    made = capture(step, workers=cast("Workers", workers), role=role)  # checked when it opens
     made._opened_by = "instrument"
     return made
 

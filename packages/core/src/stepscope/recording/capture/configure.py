@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
 from stepscope.recording.process import failures, sigusr1
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from stepscope.config import Settings
 
 _configured: ProfileConfig | None = None
 """What `configure` set, or what the environment says once it was asked. One writer: this module."""
@@ -18,9 +24,10 @@ _checked: dict[tuple[int, bool], ProfileConfig] = {}
 
 
 def configure(
-    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None, **settings: object
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
 ) -> ProfileConfig:
-    """Sets this process' configuration, for every later `capture` that is given none.
+    """Set this process' configuration, for every later `capture` that is given none.
 
     Args:
         source: A YAML or JSON file, or a mapping of the same content; or a ready `ProfileConfig`, which is
@@ -49,7 +56,7 @@ def configure(
 
 
 def _unchecked(
-    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: dict[str, object]
+    source: ProfileConfig | Mapping[str, object] | str | os.PathLike[str] | None, settings: Settings
 ) -> ProfileConfig:
     """Return the configuration as far as it can be resolved, for code that reads it while all is off."""
     try:

@@ -18,13 +18,14 @@ from stepscope.recording.process import failures, prepared, run, sigusr1
 from stepscope.recording.process.event_loop import in_event_loop
 
 if TYPE_CHECKING:
+    from stepscope.recording.fanout.arguments import Engines, Workers
     from stepscope.recording.fanout.messages import PrepareAnswer
 
 
 def prepare(
     *,
-    workers: object = None,
-    engines: object = None,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
@@ -53,8 +54,8 @@ def prepare(
 
 async def aprepare(
     *,
-    workers: object = None,
-    engines: object = None,
+    workers: Workers | None = None,
+    engines: Engines | None = None,
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
@@ -20,7 +21,7 @@ def request_capture(
     steps: str = "next",
     *,
     roles: str | None = None,
-    ranks: object = None,
+    ranks: str | int | Sequence[int] | None = None,
     tool: str | None = None,
     seconds: float | None = None,
     expires_s: float = 3600,
@@ -34,7 +35,7 @@ def request_capture(
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
         roles: A role or a glob in which the profiler runs; None: as configured.
-        ranks: `all`, `first` or ranks; None: as configured.
+        ranks: `all`, `first`, `0,8`, a rank or several; None: as configured.
         tool: Instead of the configured one.
         seconds: Instead of `budget.seconds`.
         expires_s: Forgotten if no step has begun by then.
