@@ -10,6 +10,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import traceback
 import types
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -160,6 +161,37 @@ def test_a_wrong_call_is_refused_at_the_call_in_the_functions_name(kind: str) ->
     with pytest.raises(TypeError) as ours:
         profile_step(role="actor")(fn)(1, 2, 3, 4)
     assert str(ours.value) == str(theirs.value)
+
+
+def divide(a: int, *, by: int) -> float:
+    return a / by
+
+
+def test_a_traceback_shows_the_line_of_the_wrapper() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        profile_step("actor")(divide)(1, by=0)
+    (frame,) = [
+        frame
+        for frame in traceback.extract_tb(caught.value.__traceback__)
+        if "<profile_step" in frame.filename
+    ]
+    assert (frame.name, frame.line) == ("divide", "return __fn(a, by=by, )")
+    assert frame.filename == f"<profile_step {__name__}.divide>"
+
+
+def test_inspect_finds_the_source_of_a_wrapper_and_of_the_function() -> None:
+    wrapper = profile_step("actor")(divide)
+    assert inspect.getsource(wrapper) == inspect.getsource(divide)
+    assert inspect.getsource(wrapper.__code__).startswith("    def wrapper(a, *, by):\n")
+
+
+def test_wrappers_of_one_name_keep_their_own_lines() -> None:
+    def first(a: int) -> None: ...
+    def second(b: int) -> None: ...
+
+    second.__qualname__ = first.__qualname__
+    sources = [inspect.getsource(profile_step("actor")(fn).__code__) for fn in (first, second, first)]
+    assert ["(a)" in source for source in sources] == [True, False, True]
 
 
 def test_abstract_methods_stay_abstract() -> None:

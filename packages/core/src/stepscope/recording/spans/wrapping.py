@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import linecache
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysView, Mapping
-from itertools import islice
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -255,8 +256,8 @@ class _Signature(NamedTuple):
     def of(cls, code: CodeType) -> _Signature:
         """Of the code: `inspect.signature` would say what a decorator below us claims instead."""
         taken = iter(code.co_varnames)
-        args = [f"{name}, " for name in islice(taken, code.co_argcount)]
-        only = list(islice(taken, code.co_kwonlyargcount))
+        args = [f"{name}, " for name in itertools.islice(taken, code.co_argcount)]
+        only = list(itertools.islice(taken, code.co_kwonlyargcount))
         star = f"*{next(taken)}, " if code.co_flags & inspect.CO_VARARGS else ""
         stars = f"**{next(taken)}, " if code.co_flags & inspect.CO_VARKEYWORDS else ""
         if any(name.lstrip("*").startswith("__") for name in (*args, *only, star, stars)):
@@ -274,12 +275,29 @@ class _Signature(NamedTuple):
 
 
 def _build(source: str, fn: FunctionType, declared: Declared) -> FunctionType:
-    factory = "def factory(__fn, __runtime, __declared):" + source.replace("\n", "\n    ") + "return wrapper"
-    made: dict[str, Callable[..., FunctionType]] = {}
-    exec(compile(factory, "<profile_step>", "exec"), made)
-    built = made["factory"](fn, slot, declared)
+    factory = (
+        "def factory(__fn, __runtime, __declared):" + source.replace("\n", "\n    ") + "return wrapper\n"
+    )
+    namespace: dict[str, Callable[..., FunctionType]] = {}
+    exec(compile(factory, _register(factory, f"{fn.__module__}.{fn.__qualname__}"), "exec"), namespace)
+    built = namespace["factory"](fn, slot, declared)
     # With the function's own globals, where FastAPI and others look up annotations that are strings.
     code = built.__code__.replace(co_name=fn.__name__)
     wrapper = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, built.__closure__)
     wrapper.__kwdefaults__ = fn.__kwdefaults__ and dict(fn.__kwdefaults__)
     return wrapper
+
+
+def _register(source: str, name: str) -> str:
+    """Put generated source where tracebacks, `inspect` and pdb find it. Return its file name there."""
+    lines = source.splitlines(keepends=True)
+    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+    files = (f"<profile_step {name}>" for name in names)
+    # A function that is decorated again needs no second copy; another one of the same name does.
+    return next(file for file in files if _cached(file, source, lines) == lines)
+
+
+def _cached(file: str, source: str, lines: list[str]) -> object:
+    """Return the lines under the name `file`, which are `lines` if there were none."""
+    entry = linecache.cache.setdefault(file, (len(source), None, lines, file))
+    return entry[2] if len(entry) == 4 else None
