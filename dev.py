@@ -90,7 +90,7 @@ class Environment:
         return self.folder.with_name(f"{self.folder.name}-unfinished")
 
     def ready(self) -> str:
-        """Its Python, after making or updating it if need be. Exits with what to do when that cannot be."""
+        """Return its Python; make or update it if necessary. Exit with the fix if that fails."""
         if not self.is_current():
             with lock():
                 if not self.is_current():  # another dev.py may have done it while this one waited
@@ -104,7 +104,7 @@ class Environment:
             return False
 
     def fingerprint(self) -> str:
-        """Of all that decides what is installed: requirements, this place (editable installs), the Python."""
+        """Return a digest of requirements, this folder (editable installs) and the Python."""
         seen = hashlib.sha256(repr((str(ROOT), self.groups)).encode())
         seen.update((self.folder / "pyvenv.cfg").read_bytes())
         for file in (ROOT / "pyproject.toml", *MANIFESTS):
@@ -145,7 +145,7 @@ class Environment:
             self.pip(self.bare, "--progress-bar=raw", "--no-deps", "--requirement", self.bare)
 
     def usable(self) -> bool:
-        """Whether what is in the folder can be built upon; otherwise it is made anew."""
+        """Return whether the folder can be updated; otherwise it is made again."""
         if not self.folder.exists():
             return False
         if self.unfinished.exists():
@@ -233,19 +233,19 @@ BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare="benchmarks/peers.txt
 
 
 def engines() -> "dict[str, EngineEnvironment]":
-    """The environments with real engines, by name."""
+    """Return the environments with real engines, by name."""
     recipes = (path for path in ROOT.glob("packages/*/tests/engines/*") if path.is_dir())
     return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
 
 
 def newest(name: str) -> Environment:
-    """The environment with the newest engine of that name; that of development where there is none."""
+    """Return the environment with the newest engine of that name; that of development where there is none."""
     found = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
     return found[max(found)] if found else DEV
 
 
 def version_of(recipe: str) -> "tuple[int, ...]":
-    """`sglang-0.5.23` -> (0, 5, 23)."""
+    """Return the version of an environment: `sglang-0.5.23` -> (0, 5, 23)."""
     return tuple(int(part) for part in re.findall(r"\d+", recipe))
 
 
@@ -278,7 +278,7 @@ def check_venv_module() -> None:
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """One set-up at a time in this checkout. Held on this file, so that there is none to leave behind."""
+    """Allow one set-up at a time in this checkout, by a lock on this file."""
     with open(__file__, "rb") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +303,7 @@ def succeeds(command: Sequence[str]) -> bool:
 
 
 def run(*command: str) -> bool:
-    """Runs a command on this terminal; whether it succeeded. Ctrl-C is the command's to handle."""
+    """Run a command on this terminal and return whether it succeeded. The command handles Ctrl-C."""
     shown = "$ " + " ".join(word.replace(f"{ROOT}/", "") for word in command)
     print(shown, flush=True)
     with tempfile.NamedTemporaryFile("r") as tests:
@@ -323,7 +323,7 @@ def run(*command: str) -> bool:
 
 
 def stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]", send: Callable[[int], None]) -> None:
-    """Ends `process` if it still runs. `send` signals it, or it and all that it started."""
+    """End `process` if it still runs. `send` signals it, or it and all that it started."""
     if process.poll() is None:
         send(signal.SIGINT)  # not SIGTERM: pip and pytest tidy up behind themselves when interrupted
         try:
@@ -334,7 +334,7 @@ def stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]", send: Calla
 
 
 def narrate(what: str, command: Sequence[str]) -> "str | None":
-    """Runs `command` and shows on one line how long it has run and what it printed last.
+    """Run `command`, and show its duration and its last output on one line.
 
     Returns the end of its output if it failed, None if it succeeded.
     """
@@ -354,14 +354,14 @@ def narrate(what: str, command: Sequence[str]) -> "str | None":
                     tail.append(text)
                 line.show(text)
             code = process.wait()
-        finally:  # after Ctrl-C or SIGTERM nothing of ours goes on installing behind the prompt
+        finally:  # after Ctrl-C or SIGTERM no installation continues behind the prompt
             stop(process, lambda number: os.killpg(process.pid, number))
             line.end()
     return "\n".join((*tail, f"({' '.join(command)} exited with {code})")) if code else None
 
 
 def ticks(process: "subprocess.Popen[str]") -> Iterator[str]:
-    """The lines that `process` prints, and "" after each second without one."""
+    """Yield the lines that `process` prints, and "" after each second without one."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -512,7 +512,7 @@ def written(process: "subprocess.Popen[bytes]", output: "IO[bytes]") -> Iterator
 
 
 def test_engines(arguments: Sequence[str]) -> bool:
-    """Runs the tests of real engines, each in the environment that holds its engine.
+    """Run the tests of real engines, each in the environment that holds its engine.
 
     Arguments are names of environments (none: all that need no request), then what pytest gets.
     """
@@ -528,13 +528,13 @@ def test_engines(arguments: Sequence[str]) -> bool:
 
 
 def unasked() -> "dict[str, EngineEnvironment]":
-    """The environments whose tests `dev.py test` runs without a request."""
+    """Return the environments whose tests `dev.py test` runs without a request."""
     requested = left_to_request()
     return {name: environment for name, environment in engines().items() if name not in requested}
 
 
 def left_to_request() -> "dict[str, str]":
-    """Environments whose tests `dev.py test` leaves out, and why."""
+    """Return the environments whose tests `dev.py test` leaves out, with the reasons."""
     notes = {name: environment.recipe / "on_request.txt" for name, environment in engines().items()}
     return {name: note.read_text().strip() for name, note in notes.items() if note.exists()}
 
@@ -555,7 +555,7 @@ def test_on(base: str, arguments: Sequence[str]) -> bool:
 
 
 def other_pythons() -> list[str]:
-    """One interpreter of each version from 3.10 on, of those on PATH and in pyenv."""
+    """Return one interpreter of each version from 3.10 on, of those on PATH and in pyenv."""
     pyenv = sorted(map(str, (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")))
     named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
     by_version = {python_version(path): path for path in (*pyenv, *named) if path}
@@ -569,7 +569,7 @@ def python_version(base: str) -> str:
 
 
 def check(arguments: list[str]) -> bool:
-    """ruff and mypy over everything. --fix: ruff mends what it can"""
+    """ruff and mypy over everything. --fix: ruff fixes what it can"""
     python = DEV.ready()
     fix = "--fix" in arguments
     passed = [
@@ -648,7 +648,7 @@ def bump(arguments: list[str]) -> bool:
 
 
 def one_version(texts: "dict[Path, str]") -> str:
-    """The version that all of `texts` state, for themselves and in pins. Exits if they differ."""
+    """Return the version that all of `texts` state, for themselves and in pins. Exit if they differ."""
     found = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
     versions = set().union(*found.values())
     if len(versions) != 1:

@@ -17,12 +17,12 @@ HAND, CAPTURE, OFF, ALONE = "by hand", "capture", "capture, step not selected", 
 
 
 def arguments(doc: str | None) -> argparse.Namespace:
-    """`--quick`: a tenth of the work, to see that it runs; the numbers are then rough."""
+    """Parse `--quick`, which does a tenth of the work and gives rough numbers."""
     return parser(doc).parse_args()
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """For a benchmark with options of its own."""
+    """Return a parser for a benchmark with options of its own."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
     return made

@@ -29,7 +29,7 @@ class Peer:
 
 
 def available(loaders: dict[str, Callable[[], Peer]]) -> dict[str, Peer]:
-    """The peers that load; says of the others what they lack."""
+    """Return the peers that load, and print the reason for each other one."""
     found = {}
     for name, load in loaders.items():
         try:
@@ -49,7 +49,7 @@ def verl_disabled() -> Peer:
 
 
 def trl() -> Peer:
-    """TRL's `profiling_decorator` on a trainer that reports to nobody. It has no switch: this is its off."""
+    """Return TRL's `profiling_decorator` on a trainer without a reporter, since it has no switch."""
     decorate = importlib.import_module("trl.extras.profiling").profiling_decorator
     trainer: dict[str, object] = {
         "state": SimpleNamespace(global_step=1),
@@ -76,7 +76,7 @@ def areal(*, enabled: bool) -> Peer:
 
 
 def opentelemetry_off() -> Peer:
-    """OpenTelemetry's API without an SDK: spans that record nothing."""
+    """Return OpenTelemetry's API without an SDK: spans that record nothing."""
     trace = importlib.import_module("opentelemetry.trace")
     return Peer(_in_span(trace.get_tracer("bench")))
 
@@ -98,7 +98,7 @@ def opentelemetry_sdk() -> Peer:
 
 
 def wrapt_off() -> Peer:
-    """A wrapt decorator that asks a flag and calls on."""
+    """Return a wrapt decorator that asks a flag and calls on."""
     wrapt = importlib.import_module("wrapt")
 
     @wrapt.decorator  # type: ignore[untyped-decorator] # loaded by name
@@ -133,7 +133,7 @@ def _in_span(tracer: Any) -> Decorator:
 
 
 def _enter(*packages: str) -> None:
-    """Makes packages importable without running their `__init__`."""
+    """Make packages importable without running their `__init__`."""
     for name in packages:
         if name in sys.modules:
             continue

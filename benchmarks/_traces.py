@@ -50,7 +50,7 @@ def quickly() -> Compressor:
 
 
 def record(steps: int) -> bytes:
-    """A torch trace of so many small training steps."""
+    """Return a torch trace of so many small training steps."""
     import torch
 
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)), torch.nn.Linear(32, 1))
@@ -58,7 +58,7 @@ def record(steps: int) -> bytes:
 
 
 def record_transformer(steps: int) -> bytes:
-    """A torch trace of so many training steps of a small transformer, with the shapes of its operators."""
+    """Return a torch trace of training steps of a small transformer, with shapes of operators."""
     import torch
 
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
@@ -107,7 +107,7 @@ class Template:
         self._events = _later(events, OPENED_NS // 10**9 - _BASE_S - min(seconds))
 
     def trace(self, rank: int, size: int, chance: random.Random) -> Iterator[bytes]:
-        """The text of a rank's trace, of about `size` bytes, in pieces."""
+        """Yield the text of a rank's trace, of about `size` bytes, in pieces."""
         own = {tid: b"%d" % (self.pid(rank) + number) for tid, number in self._threads.items()}
         enough = self._events if size > len(self._events) else self._events[: size + _LONGER]
         events = re.sub(rb'("[pt]id": )(\d+)', lambda found: found[1] + own.get(found[2], found[2]), enough)
@@ -135,7 +135,7 @@ def _later(events: bytes, by: int) -> bytes:
 def build(
     root: Path, template: Template, ranks: int, size: int, compressor: Callable[[], Compressor], seed: int = 1
 ) -> tuple[Path, int]:
-    """The folder of a step in which every rank has left a trace of `size` bytes; and the sum of these."""
+    """Return the folder of a step with a trace of `size` bytes on each rank, and their sum."""
     chance = random.Random(seed)
     folder = StepFolder(root)
     folder.process("trainer", owner=True).close(10**10)
@@ -157,7 +157,7 @@ def build(
 
 
 def describe(folder: StepFolder, path: Path, rank: int, host: str, pid: int | None, key: str | None) -> None:
-    """The sidecar of a trace."""
+    """Return the sidecar of a trace."""
     artifact = Artifact(
         path=str(path.relative_to(folder.layout.root)), kind="torch_trace", tool="torch", role="actor",
         rank=rank, host=host, pid=pid, size_bytes=path.stat().st_size,
@@ -169,7 +169,7 @@ def describe(folder: StepFolder, path: Path, rank: int, host: str, pid: int | No
 
 
 def build_of_files(root: Path, traces: list[Path]) -> Path:
-    """The folder of a step in which these files, of other machines, are the ranks' traces."""
+    """Return the folder of a step in which these files, of other machines, are the ranks' traces."""
     folder = StepFolder(root)
     folder.process("trainer", owner=True).close(10**10)
     for rank, trace in enumerate(traces):

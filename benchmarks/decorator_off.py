@@ -98,7 +98,7 @@ def timed(drive: Callable[[Callable[..., Any], int], None], method: Callable[...
 
 
 def method_of(fn: Callable[..., Any], peer: Peer) -> Callable[..., Any]:
-    """The decorated method, bound to an object that has what the decorator looks for."""
+    """Return the decorated method, bound to an object that has what the decorator looks for."""
     worker = type("Worker", (), {"method": peer.decorate(fn)})()
     vars(worker).update(peer.attributes)
     bound: Callable[..., Any] = worker.method
@@ -113,7 +113,7 @@ def compare(
     *,
     quick: bool,
 ) -> dict[str, tuple[float, float]]:
-    """Prints the table of one kind of call; returns {name: (ns per call, ns over the bare one)}."""
+    """Print the table of one kind of call; return {name: (ns per call, ns over the bare one)}."""
     calls = CALLS // 10 if quick else CALLS
     runs = {name: partial(timed, drive, method_of(fn, peer), calls) for name, peer in contenders.items()}
     found = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)

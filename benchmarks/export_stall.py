@@ -60,7 +60,7 @@ class Training:
 
 
 def training_loop(iterations: int) -> None:
-    """Steps of a model so small that Python is what takes the time."""
+    """Run steps of a model so small that Python takes the time."""
     weight = torch.ones(8, 8)
     for step in range(iterations):
         weight = torch.tanh(weight @ weight)

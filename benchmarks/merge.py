@@ -67,7 +67,7 @@ def read(step: Path) -> None:
 
 
 def through(step: Path) -> None:
-    """The blocks of a merge, unchanged, at its level of compression."""
+    """Compress the blocks of a merge, unchanged, at its level of compression."""
     from isal import isal_zlib
 
     packed = isal_zlib.compressobj(1, isal_zlib.DEFLATED, 31, 9)
@@ -121,7 +121,7 @@ MERGERS: dict[str, Callable[[Path], None]] = {
 
 
 def sglang_found() -> bool:
-    """Enters the packages without running their `__init__`, which imports the engine."""
+    """Enter the packages without running their `__init__`, which imports the engine."""
     *packages, _ = _MERGER.split(".")
     for depth in range(1, len(packages) + 1):
         name = ".".join(packages[:depth])
@@ -160,7 +160,7 @@ def once(name: str, step: Path) -> None:
 
 
 def peak_kb() -> int:
-    """Not ru_maxrss: that of a new process begins with what its parent had."""
+    """Return the peak memory. ru_maxrss is no substitute: it begins with the parent's peak."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1])
@@ -173,7 +173,7 @@ def compared(
     what: str,
     less_than_sglang: float,
 ) -> None:
-    """Prints a table."""
+    """Print a table."""
     size = sum(len(gzip.decompress(path.read_bytes())) for path in files(step)) / 1e6
     runs = {name: (lambda merger=merger: timed(merger, step)) for name, merger in contenders.items()}
     found = interleaved(runs, rounds)
@@ -201,7 +201,7 @@ def compared(
 
 
 def older(folder: Path) -> list[Path]:
-    """Traces that every merger here can read: whole files of chrome events."""
+    """Return traces that every merger here can read: complete files of chrome events."""
     found = []
     for path in sorted(folder.rglob("*.json.gz")):
         try:

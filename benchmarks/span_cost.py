@@ -142,7 +142,7 @@ def compare(
     calls: int,
     rounds: int,
 ) -> dict[str, Costs]:
-    """Prints the table of one kind of call; returns {name: (code, wall, process)} in ns over the bare one."""
+    """Print the table of one kind of call; return {name: (code, wall, process)} in ns over the bare one."""
     kept: dict[str, list[Costs]] = {name: [] for name in peers}
     runs = {
         name: partial(timed, drive, peer.decorate(fn), peer, calls, kept[name])

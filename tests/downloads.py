@@ -20,7 +20,7 @@ FOLDER = ROOT / ".downloads"
 
 
 def wheel(requirement: str, *options: str) -> Path:
-    """The folder with the unpacked wheel of `name==version`, from whichever index pip is set to.
+    """Return the folder with the unpacked wheel of `name==version`, from whichever index pip is set to.
 
     `options` go to `pip download`, for a wheel of another Python or platform:
     `--python-version 3.9 --platform manylinux2014_aarch64`. Where it cannot be had the test is skipped with
@@ -43,7 +43,7 @@ def wheel(requirement: str, *options: str) -> Path:
 
 
 def members(requirement: str, names: Sequence[str], *options: str) -> Path:
-    """A folder with these files of the wheel of `name==version`, of those that it has.
+    """Return a folder with these files of the wheel of `name==version`, of those that it has.
 
     For wheels of hundreds of megabytes: only these files and the wheel's list of files are fetched. `options`
     as for `wheel`. Where they cannot be had the test is skipped with the reason.

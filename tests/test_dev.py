@@ -22,7 +22,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what decides about versions and environments, and `dev` working on it."""
+    """Return a copy of what decides about versions and environments, and `dev` working on it."""
     for file in ("pyproject.toml", "CHANGELOG.md", *(f"packages/{p.name}/pyproject.toml" for p in PACKAGES)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def environment(checkout: Path) -> dev.Environment:
-    """An environment in that checkout as a finished set-up leaves it: this Python stands in for its own."""
+    """Return a finished environment in that checkout, with this Python in place of its own."""
     environment = dev.Environment(checkout / ".venv", ("dev",))
     (environment.folder / "bin").mkdir(parents=True)
     Path(environment.python).symlink_to(sys.executable)
@@ -170,7 +170,7 @@ def test_a_bump_refuses_what_is_no_new_version(checkout: Path, version: str) -> 
 
 @pytest.fixture
 def recipes(checkout: Path) -> Path:
-    """Two recipes in that checkout, the second over the first."""
+    """Return two recipes in that checkout, the second over the first."""
     folder = checkout / "packages/rollout-vllm/tests/engines"
     for name in ("vllm-2", "vllm-1"):
         (folder / name).mkdir(parents=True)

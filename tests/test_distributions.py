@@ -48,7 +48,7 @@ def test_what_a_distribution_registers_is_there(package: Path) -> None:
 
 
 def defined_in(source: Path, module: str) -> set[str]:
-    """Names at the top of a module, which is read and not imported: torch may be absent."""
+    """Return the top-level names of a module by its source: torch may be absent."""
     path = source / module.replace(".", "/")
     body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -18,7 +18,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not inst
 
 
 def run(name: str, folder: Path) -> list[float]:
-    """Runs an example, which writes below `folder`. Returns the mean rewards that it prints, by step."""
+    """Run an example, which writes below `folder`. Return the mean rewards that it prints, by step."""
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ LONG = 400
 """Lines; a longer file says why in its docstring."""
 
 MACHINE_PATH = re.compile(r"(?<![\w./~$}>-])/(?:root|work|home(?!/anna)|Users)/[\w.-]")
-"""A path on somebody's machine. Anna is invented: tests of `~` use her home."""
+"""A path on a user's machine. Anna is invented: tests of `~` use her home."""
 
 
 def test_no_module_is_named_after_nothing() -> None:

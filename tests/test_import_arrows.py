@@ -70,7 +70,7 @@ OWN_IMPORTS = [found for found in imports(CORE) if found.target.split(".")[0] ==
 
 
 def part_of(module: str) -> str:
-    """The part of the core a module or name belongs to; `__init__` for `stepscope` and the names in it."""
+    """Return the part of the core of a module or name; `__init__` for `stepscope` and its names."""
     name = module.partition(".")[2].partition(".")[0]
     return name if (CORE / "src/stepscope" / name).is_dir() or name in MAY_IMPORT else "__init__"
 

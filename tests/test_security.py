@@ -28,7 +28,7 @@ LISTENS = ("socketserver", "http.server", "wsgiref", "xmlrpc.server")
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """(where, what) of every call in the sources of the four distributions."""
+    """Yield (place, function) of every call in the sources of the four distributions."""
     for package in PACKAGES:
         for file in sorted((package / "src").rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):

@@ -30,7 +30,7 @@ def files(*suffixes: str) -> list[Path]:
 
 
 def project(package: Path) -> dict[str, Any]:
-    """The `[project]` table of a distribution."""
+    """Return the `[project]` table of a distribution."""
     table: dict[str, Any] = tomli.loads((package / "pyproject.toml").read_text())["project"]
     return table
 
@@ -48,7 +48,7 @@ class Import(NamedTuple):
 
 
 def imports(package: Path) -> Iterator[Import]:
-    """Every import in the sources of a distribution, those inside functions and `if TYPE_CHECKING` too."""
+    """Yield all imports in the sources of a distribution, also in functions and under `TYPE_CHECKING`."""
     source = package / "src"
     for file in sorted(source.rglob("*.py")):
         module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")

@@ -136,7 +136,7 @@ class Host:
         return subprocess.run(words, capture_output=True, text=True)
 
     def view(self, path: Path) -> Path:
-        """A path as this host sees it."""
+        """Return a path as this host sees it."""
         return Path(f"/proc/{self.first.pid}/root{path}")
 
     def end(self) -> None:
@@ -215,7 +215,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture
 def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path]]:
-    """Starts the program on the first host: the folder of its run, there."""
+    """Start the program on the first host and return the folder of its run there."""
     stops: list[tuple[Path, subprocess.Popen[str]]] = []
 
     def start(mirror: str = "") -> Path:
@@ -256,7 +256,7 @@ def hosts_of(folder: Path) -> set[str]:
 
 
 def captured(host: Host, save_path: Path) -> Manifest | None:
-    """The newest manifest in which nothing is on its way."""
+    """Return the newest manifest in which nothing is on its way."""
     for layout in reversed(RunLayout(host.view(save_path)).steps().values()):
         if layout.manifest.exists():
             manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)

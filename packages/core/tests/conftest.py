@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray of this test run's own, one for all of it: starting takes seconds. Kill the actors you make."""
+    """Provide one Ray for the whole test run, since a start takes seconds. Kill the actors you make."""
     ray = pytest.importorskip("ray")
     # Below /tmp and short: the paths of Ray's sockets may not exceed 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")

@@ -32,7 +32,7 @@ def _file(source: Path, module: str) -> Path | None:
 
 
 def definition(source: Path, module: str, name: str) -> Function | None:
-    """The function or method `name` of `module` under `source`, imported and inherited ones too."""
+    """Return the function or method `name` of `module` under `source`, imported and inherited ones too."""
     *classes, function = name.split(".")
     found = _find(source, module, classes[0] if classes else function)
     if found is None:
@@ -44,7 +44,7 @@ def definition(source: Path, module: str, name: str) -> Function | None:
 
 
 def arguments(function: Function) -> set[str]:
-    """The names of its parameters."""
+    """Return the names of its parameters."""
     given = function.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg, given.kwarg])]
     return {each.arg for each in every}
@@ -87,7 +87,7 @@ def _target(path: Path, module: str, node: ast.ImportFrom) -> str:
 
 
 def record(preset: str, source: Path, repository: str, commit: str) -> None:
-    """Writes the preset's names that are in `source`."""
+    """Write the preset's names that are in `source`."""
     entries = read_preset(preset).entries
     names = {f"{entry.module}:{entry.name}" for entry in entries}
     found = {name: definition(source, *name.split(":")) for name in sorted(names)}

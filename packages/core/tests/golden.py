@@ -100,7 +100,7 @@ def _trim_spans(path: Path, to: Path, part: Path) -> int:
 
 
 def _trimmed(trace: Mapping[str, Any]) -> str:
-    """All metadata and collectives, some other events, no paths."""
+    """Return all metadata and collectives, some other events, no paths."""
     events = trace["traceEvents"]
     timed = [event for event in events if event["ph"] == "X" and not event["name"].startswith("gloo:")]
     some = {id(event) for event in timed[:: len(timed) // _EVENTS + 1]}

@@ -17,7 +17,7 @@ HOST = gethostname()
 
 
 def a_step(save_path: Path, step: int = 2, files: int = 3) -> StepLayout:
-    """A captured step of another process, with files of 10 kB beside what all steps have."""
+    """Return a captured step of another process, with files of 10 kB beside what all steps have."""
     folder = StepFolder(save_path, step=step)
     process = folder.process("trainer", 0, host=HOST, owner=True)
     process.span("update", 0, 10)

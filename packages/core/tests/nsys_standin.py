@@ -56,7 +56,7 @@ int cudaProfilerStop(void) { return say("stop"); }
 
 
 def build_cudart(folder: Path) -> Path:
-    """A `libcudart.so` in `folder`; raises when there is no C compiler."""
+    """Return a `libcudart.so` in `folder`; raise if there is no C compiler."""
     source = folder / "cudart.c"
     source.write_text(CUDART)
     library = folder / "libcudart.so"

@@ -124,7 +124,7 @@ def calls() -> dict[str, object]:
 
 
 def spans(folder: Path, expected: int, deadline_s: float = 30) -> Counter[str]:
-    """The stages in the workers' files, once there are `expected` (they are written five times a second)."""
+    """Return the stages in the workers' files, once there are `expected`."""
     until = time.monotonic() + deadline_s
     while True:
         lines = [line for file in folder.glob("step_*/spans/*") for line in file.read_text().splitlines(True)]

@@ -102,7 +102,7 @@ class Derived(Plain):
 
 
 def pickled(cls: type) -> bytes:
-    """The class as `ray.remote(cls).remote()` exports it. Raises TypeError as that does."""
+    """Return the class as `ray.remote(cls).remote()` exports it. Raises TypeError as that does."""
     from ray import actor as actors
     from ray.util.tracing import tracing_helper
 

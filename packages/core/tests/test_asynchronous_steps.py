@@ -48,7 +48,7 @@ def spans(timeline: Timeline) -> dict[tuple[str, str | None, int | None], Span]:
 
 
 def drawn(layout: RunLayout, step: int) -> dict[tuple[str, str | None], dict[str, Any]]:
-    """The arguments of each span in the merged timeline."""
+    """Return the arguments of each span in the merged timeline."""
     path = layout.step(step).root
     merge_step(path)
     events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]

@@ -61,7 +61,7 @@ Spans = Callable[[], dict[int, list[str]]]
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The framework, under a name of the test's own, not yet imported."""
+    """Provide the framework, under a name of the test's own, not yet imported."""
     name = "loop_" + request.node.name.partition("[")[0]
     folder = tmp_path / "modules"
     folder.mkdir()
@@ -77,7 +77,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 @pytest.fixture
 def framework(module: str, tmp_path: Path) -> Callable[..., Any]:
-    """Configures these entries and imports the framework: its class."""
+    """Configure these entries, import the framework, and return its class."""
 
     def build(*entries: dict[str, object], steps: str = "every:1") -> Any:
         listed = [{"module": module, **entry} for entry in entries]

@@ -117,7 +117,7 @@ def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
 
 
 def grows_from(before_mb: int, *, to: int) -> Callable[[], int]:
-    """A size that is `before_mb` where the capture is opened, and `to` for every watchdog thread."""
+    """Return a size that is `before_mb` where the capture is opened, and `to` for every watchdog thread."""
     opening = threading.current_thread()
     return lambda: before_mb if threading.current_thread() is opening else to
 

@@ -40,7 +40,7 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Captures steps 2 and 3; no role is profiled, so that only spans are recorded."""
+    """Return a configuration that captures steps 2 and 3 and profiles no role."""
     return ProfileConfig(
         save_path=str(tmp_path / "run"), steps=[2, 3], roles={"rollout": {"ranks": "all", "profiler": "off"}}
     )
@@ -642,7 +642,7 @@ async def cancel_twice(task: asyncio.Task[Any]) -> None:
 
 
 async def body_raises_and_goes_on(config: ProfileConfig, profiler: HeldEngineProfiler) -> str:
-    """A step that fails, in a loop that bears it; cancelled while the capture closes."""
+    """Run a step that fails in a loop that tolerates it, and cancel it while the capture closes."""
     with pytest.raises(ValueError, match="of the step"):
         async with capture(2, config=config, engines=[profiler]):
             raise ValueError("of the step")

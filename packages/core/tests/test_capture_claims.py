@@ -47,7 +47,7 @@ def switching_often() -> Iterator[None]:
 
 
 def at_once(count: int, work: Callable[[int], None]) -> None:
-    """Calls `work(number)` in as many threads, which begin together."""
+    """Call `work(number)` in as many threads, which begin together."""
     barrier = threading.Barrier(count)
     errors: list[BaseException] = []
 

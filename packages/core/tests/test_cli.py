@@ -28,7 +28,7 @@ MS = 1_000_000
 
 
 def a_run(save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1") -> Path:
-    """A run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
+    """Return a run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
     for step in steps:
         folder = StepFolder(save_path, step=step, run_id=run_id)
         driver = folder.process("trainer", owner=True)
@@ -313,7 +313,7 @@ def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.Captu
 
 
 def a_trace(save_path: Path, content: bytes) -> Path:
-    """The folder of step 2, with a trace in it that nothing describes."""
+    """Return the folder of step 2, with a trace in it that nothing describes."""
     step = a_run(save_path) / "step_000002"
     (step / "traces" / "actor").mkdir(parents=True)
     (step / "traces" / "actor" / "t.json").write_bytes(content)

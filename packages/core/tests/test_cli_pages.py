@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 def a_run(save_path: Path, steps: Sequence[int] = (2, 4), run_id: str = "run1") -> Path:
-    """A run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
+    """Return a run with these captured steps: a driver whose rollout takes 8 of 10 ms."""
     for step in steps:
         folder = StepFolder(save_path, step=step, run_id=run_id)
         driver = folder.process("trainer", owner=True)

@@ -41,7 +41,7 @@ def verl(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def make(verl: Any, tmp_path: Path) -> Iterator[Any]:
-    """A profiler from the fields of verl's `ProfilerConfig`."""
+    """Provide a profiler from the fields of verl's `ProfilerConfig`."""
     made = []
 
     def build(rank: int = 0, discrete: bool = False, **fields: Any) -> DistProfiler:

@@ -206,7 +206,7 @@ def test_what_is_no_configuration_of_verls_is_refused() -> None:
 
 
 def rollout_config(**options: object) -> dict[str, Any]:
-    """A rollout alone, with these options of torch."""
+    """Return a rollout alone, with these options of torch."""
     block = {"enable": True, "tool_config": {"torch": {"discrete": True, **options}}}
     overall = {"tool": "torch", "steps": [2], "save_path": "outputs"}
     return {"global_profiler": overall, "actor_rollout_ref": {"rollout": {"profiler": block}}}

@@ -133,7 +133,7 @@ def put(folder: StepFolder, process: FakeProcess, data: bytes, kind: str = SUMMA
 
 
 def a_step(path: Path, *, skew_ns: int = 0) -> tuple[StepFolder, FakeProcess]:
-    """The actor's forward runs from 5 to 20 ms inside of its update, which runs to 40."""
+    """Return a step in which the forward runs from 5 to 20 ms inside of the update, which ends at 40."""
     folder = StepFolder(path)
     driver, actor = (
         folder.process("trainer", owner=True), folder.process("actor", 0, host="host-b", skew_ns=skew_ns),

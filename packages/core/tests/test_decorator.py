@@ -33,13 +33,13 @@ Spans = Callable[[], list[Span]]
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Every step; no role is profiled, so that only spans are recorded."""
+    """Return a configuration that captures every step and profiles no role: only spans are recorded."""
     return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
 
 
 @pytest.fixture
 def spans(config: ProfileConfig) -> Spans:
-    """The closed spans of all captured steps, in order of their start."""
+    """Return the closed spans of all captured steps, in order of their start."""
 
     def read() -> list[Span]:
         files = Path(config.save_path).glob("step_*/spans/*.jsonl")
@@ -903,7 +903,7 @@ def test_arguments_and_results_are_freed_with_the_call(
 
 
 def drive(awaitable: object) -> None:
-    """Runs what never suspends, without an event loop and its references."""
+    """Run what never suspends, without an event loop and its references."""
     iterator = awaitable.__await__()  # type: ignore[attr-defined] # of any awaitable
     with pytest.raises(StopIteration):
         next(iterator)

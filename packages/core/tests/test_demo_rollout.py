@@ -20,7 +20,7 @@ def replica() -> RolloutReplica:
 
 
 def count_passes(replica: RolloutReplica) -> list[int]:
-    """The batch size of each forward pass, as they come."""
+    """Return the batch size of each forward pass, as they come."""
     sizes: list[int] = []
     replica.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
     return sizes

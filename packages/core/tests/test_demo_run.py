@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_captured_step_leaves_no_process_behind(tmp_path: Path) -> N
 
 
 def processes_with(mark: str) -> list[str]:
-    """The command lines of the processes that inherited `mark` in their environment."""
+    """Return the command lines of the processes that inherited `mark` in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -40,7 +40,7 @@ class OtherHost:
 
 
 def there(disk: Path | str, given: EngineCapture, name: str, content: bytes) -> Artifact:
-    """A trace on the other host's disk, with its sidecar."""
+    """Return a trace on the other host's disk, with its sidecar."""
     beyond = msgspec.structs.replace(
         given, out_dir=f"{disk}{given.out_dir}", step_dir=f"{disk}{given.step_dir}"
     )

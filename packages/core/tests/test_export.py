@@ -99,7 +99,7 @@ def exporter() -> Iterator[Exporter]:
 
 @pytest.fixture
 def blocked(exporter: Exporter, tmp_path: Path) -> Iterator[threading.Event]:
-    """The exporter is busy until this event is set."""
+    """Keep the exporter busy until this event is set."""
     begun, release = threading.Event(), threading.Event()
 
     def write(path: Path) -> None:

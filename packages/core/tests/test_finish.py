@@ -56,7 +56,7 @@ def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> C
 
 
 def settle() -> None:
-    """Waits until files, hooks and commands are done."""
+    """Wait until files, hooks and commands are done."""
     assert not exporter.exporter().drain(60)
     assert not pipeline._hooks.drain(60)
     assert not pipeline._commands.drain(60)

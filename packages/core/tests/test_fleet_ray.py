@@ -94,7 +94,7 @@ def crew(ray_cluster: None) -> Iterator[dict[str, list[Any]]]:
 
 @pytest.fixture
 def victim() -> Iterator[Any]:
-    """An actor that may be killed, and comes back once."""
+    """Provide an actor that may be killed, and comes back once."""
     actor = make(max_restarts=1)
     yield actor
     ray.kill(actor)
@@ -102,7 +102,7 @@ def victim() -> Iterator[Any]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Every step; no role is profiled, so that only spans are recorded."""
+    """Return a configuration that captures every step and profiles no role: only spans are recorded."""
     return ProfileConfig(
         save_path=str(tmp_path / "run"),
         steps=["every:1"],
@@ -139,7 +139,7 @@ def workers_of(config: ProfileConfig, step: int) -> list[ProcessPart]:
 
 
 def spans_below(config: ProfileConfig, step: int) -> list[str]:
-    """The stages of all spans in the workers' files, open ones included."""
+    """Return the stages of all spans in the workers' files, open ones included."""
     read = msgspec.json.Decoder(Line).decode_lines
     files = step_of(config, step).spans.glob("actor_*.jsonl")
     return [line.stage for file in files for line in read(file.read_bytes()) if isinstance(line, Open)]

@@ -57,7 +57,7 @@ class Host:
         import torch  # noqa: F401  # what it does is what `tool: torch` records
 
     def keeps(self) -> int:
-        """Captures whose files it hands out."""
+        """Return the number of captures whose files it hands out."""
         return len(fetch._sessions)
 
     def lose(self, name: str) -> None:
@@ -107,7 +107,7 @@ def hosts(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def mortal(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
-    """A host that may be killed."""
+    """Provide a host that may be killed."""
     host = start(tmp_path, "host-m")
     yield host
     ray.kill(host)
@@ -115,7 +115,7 @@ def mortal(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The run's folder: another one in each process."""
+    """Provide the run's folder: another one in each process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(on_demand, "_listener", None)
     yield f"/proc/self/cwd/{tmp_path.name}"
@@ -126,7 +126,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def config(here: str) -> ProfileConfig:
-    """Captures nothing unless asked."""
+    """Return a configuration that captures nothing unless asked."""
     return ProfileConfig(
         save_path=here,
         control={"poll_seconds": 3600},
@@ -136,7 +136,7 @@ def config(here: str) -> ProfileConfig:
 
 
 def trained(config: ProfileConfig, hosts: dict[str, Any], steps: range, engines: object = None) -> Manifest:
-    """The manifest of the step that was captured, with all files written."""
+    """Return the manifest of the step that was captured, with all files written."""
     found = []
     for step in steps:
         workers = {"actor": [hosts["host-b"], hosts["host-c"]]}
@@ -150,7 +150,7 @@ def trained(config: ProfileConfig, hosts: dict[str, Any], steps: range, engines:
 
 
 def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
-    """A capture in which one host takes part, closed."""
+    """Return a capture in which one host takes part, closed."""
     with capture(step, workers={"actor": [host]}, config=config.replace(steps=[step])) as cap:
         ray.get(host.update.remote())
     return cap.result
@@ -164,7 +164,7 @@ def settle() -> None:
 
 
 def problems(result: CaptureResult) -> list[str]:
-    """All of them, once everything that can be here is."""
+    """Return all of them, once everything that can be here is."""
     manifest = result.wait(120)
     assert manifest is not None
     return manifest.problems()

@@ -49,7 +49,7 @@ class Decorated(Base):
 
 @pytest.fixture(scope="module")
 def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The module, and how actors find it too."""
+    """Provide the module, and how actors find it too."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "rayframework.py").write_text(FRAMEWORK)
     sys.path.insert(0, str(folder))

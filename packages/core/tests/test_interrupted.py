@@ -103,7 +103,7 @@ def interrupted(cap: captures.Capture, number: int, way: Way) -> str | None:
 
 
 def every(stride: int, folder: Path, monkeypatch: pytest.MonkeyPatch, tool: str, way: Way) -> int:
-    """Closes captures that are interrupted at each `stride`th moment, and looks at what is left."""
+    """Close captures that are interrupted at each `stride`th moment, and check the leftovers."""
     monkeypatch.setattr(private_loop, "_UNDO_S", 0.5)
     config = ProfileConfig(
         save_path=folder,

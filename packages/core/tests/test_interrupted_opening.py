@@ -132,7 +132,7 @@ def nothing_records(where: str | None) -> None:
 
 
 def threads_of_captures() -> list[str]:
-    """Those that do not end by themselves, as one does that was about to begin."""
+    """Return those that do not end by themselves, as one does that was about to begin."""
     names = ("stepscope-spans", "stepscope-watchdog")
     own = [each for each in threading.enumerate() if each.name in names and each not in earlier]
     until = time.monotonic() + 10

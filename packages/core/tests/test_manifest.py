@@ -100,7 +100,7 @@ def put(step: StepLayout, part: ProcessPart) -> Path:
 
 @pytest.fixture
 def gone() -> ProcessInfo:
-    """A process of this host that has ended."""
+    """Return a process of this host that has ended."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
     return ProcessInfo(role="actor", rank=0, world_size=1, host=socket.gethostname(), pid=process.pid)

@@ -37,7 +37,7 @@ Event = dict[str, Any]
 
 
 def ts(at_ns: int, base_ns: int = BASE_NS) -> msgspec.Raw:
-    """A `ts` as torch writes it, of a unix time."""
+    """Return a `ts` as torch writes it, of a unix time."""
     return msgspec.Raw(b"%d.%03d" % divmod(at_ns - base_ns, 1000))
 
 
@@ -65,7 +65,7 @@ def trace(
     role: str = "actor",
     host: str | None = None,
 ) -> Path:
-    """A trace in the step's folder, by one of its processes or by a stranger."""
+    """Return a trace in the step's folder, by one of its processes or by a stranger."""
     path = folder.layout.traces / role / name
     path.parent.mkdir(parents=True, exist_ok=True)
     base = {} if base_ns is None else {"baseTimeNanoseconds": base_ns}
@@ -88,7 +88,7 @@ def trace(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The merged file. Numbers with a fraction come as decimals: exactly as they stand there."""
+    """Return the merged file. Numbers with a fraction come as decimals: exactly as they stand there."""
     found: dict[str, Any] = json.loads(
         gzip.decompress((path / "timeline.json.gz").read_bytes()), parse_float=Decimal
     )
@@ -122,7 +122,7 @@ def names(path: Path, kind: str) -> dict[int, str]:
 
 
 def two(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
-    """A driver and an actor on one host, both closed after 100 ms."""
+    """Return a driver and an actor on one host, both closed after 100 ms."""
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0)

@@ -71,7 +71,7 @@ def item(result: CaptureResult, name: str) -> Expectation:
 
 
 def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:
-    """The exit code of `ls`, and whether the report calls the step complete."""
+    """Return the exit code of `ls`, and whether the report calls the step complete."""
     capsys.readouterr()
     code = run(["ls", str(folder)])
     capsys.readouterr()

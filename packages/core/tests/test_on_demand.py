@@ -44,7 +44,7 @@ from stepscope.recording.process import identity
 
 @pytest.fixture
 def config(tmp_path: Path) -> ProfileConfig:
-    """Captures nothing unless asked. Its thread looks so rarely that no test depends on it."""
+    """Return a configuration that captures on demand alone, with a thread that polls too rarely to matter."""
     return ProfileConfig(save_path=str(tmp_path / "run"), control={"poll_seconds": 3600})
 
 

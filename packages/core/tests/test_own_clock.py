@@ -107,7 +107,7 @@ async def one_async_step(config: ProfileConfig, step: int, *, crowd: bool = Fals
 
 
 async def _hog() -> None:
-    """Holds the loop for some time in each of its turns."""
+    """Hold the loop for some time in each of its turns."""
     while True:
         until = time.perf_counter() + 0.005
         while time.perf_counter() < until:

@@ -60,7 +60,7 @@ Stages = Callable[[], list[tuple[str | None, str]]]
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A module that can be imported and is not, under a name of the test's own."""
+    """Provide a module that can be imported and is not, under a name of the test's own."""
     module = "framework_" + request.node.name.partition("[")[0]
     folder = tmp_path / "modules"
     folder.mkdir()

@@ -40,7 +40,7 @@ NOT_THEIRS = ("transformers", "accelerate")
 
 
 def paths_of(entry: InstrumentConfig) -> set[str]:
-    """The arguments that an entry's paths begin with."""
+    """Return the arguments that an entry's paths begin with."""
     paths = [*entry.where, *entry.same, *entry.same.values(), *entry.workers.values()]
     return {path.partition(".")[0].partition("+")[0] for path in (*paths, *filter(None, [entry.number]))}
 
@@ -81,7 +81,7 @@ def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() 
 def stale_trl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[tuple[Any, list[str]]]:
-    """A trl 9.9 whose GRPOTrainer has another name for one function, and no RLOOTrainer."""
+    """Provide a trl 9.9 whose GRPOTrainer has another name for one function, and no RLOOTrainer."""
     package = tmp_path / "modules" / "trl" / "trainer"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

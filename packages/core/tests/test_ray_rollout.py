@@ -203,7 +203,7 @@ def make(kind: type, **options: Any) -> Any:
 
 @pytest.fixture
 def actor() -> Iterator[Any]:
-    """A sync actor that may be killed."""
+    """Provide a sync actor that may be killed."""
     handle = make(Rollout, max_restarts=1)
     yield handle
     ray.kill(handle)

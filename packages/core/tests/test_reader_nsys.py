@@ -31,12 +31,12 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 def since(at_ns: int) -> int:
-    """A time in the file, of one that counts from the capture's opening."""
+    """Return a time in the file, of one that counts from the capture's opening."""
     return at_ns + OPENED_NS - SESSION_NS
 
 
 def process(pid: int) -> int:
-    """A serialized process id, of VM 1."""
+    """Return a serialized process id, of VM 1."""
     return 1 << 48 | pid << 24
 
 
@@ -129,7 +129,7 @@ class TestNsysReader(ReaderConformance):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> StepFolder:
-    """A trainer and an actor that nsys watched, on one host, for 100 ms."""
+    """Return a trainer and an actor that nsys watched, on one host, for 100 ms."""
     made = StepFolder(tmp_path)
     made.process("trainer", owner=True).close(100 * MS)
     made.process("actor", 0, pid=PID).close(100 * MS)
@@ -137,7 +137,7 @@ def folder(tmp_path: Path) -> StepFolder:
 
 
 def merged(folder: StepFolder, content: Rows) -> tuple[Merged, list[Json]]:
-    """The actor's report and its export, merged."""
+    """Return the actor's report and its export, merged."""
     path = folder.layout.traces / "actor" / "report.nsys-rep"
     write(path.with_suffix(".sqlite"), content)
     path.write_bytes(b"opaque")

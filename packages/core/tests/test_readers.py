@@ -105,7 +105,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Registers readers under `stepscope.readers`, by name: as if packages had brought them."""
+    """Register readers under `stepscope.readers`, by name: as if packages had brought them."""
 
     def registered(**readers: object) -> None:
         class Registered(EntryPoint):
@@ -125,7 +125,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def folder(tmp_path: Path, install: Install) -> StepFolder:
-    """A trainer and an actor on one host, for 100 ms; and a reader of lines."""
+    """Return a trainer and an actor on one host, for 100 ms; and a reader of lines."""
     install(lines=LinesReader())
     made = StepFolder(tmp_path)
     for process in (made.process("trainer", owner=True), made.process("actor", 0)):
@@ -148,7 +148,7 @@ def recorded(
     anchor: ClockAnchor | None = None,
     content: bytes | None = None,
 ) -> Path:
-    """A file of lines that the actor recorded."""
+    """Return a file of lines that the actor recorded."""
     path = folder.layout.traces / "actor" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     head = msgspec.json.encode(origin or Origin(clock="realtime")) + b"\n"

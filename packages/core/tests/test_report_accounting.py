@@ -35,7 +35,7 @@ def forests(draw: st.DrawFn) -> list[Interval]:
 
 
 def naive_leaves(intervals: list[Interval], at_ns: int) -> set[int]:
-    """The kinds of the leaves in one nanosecond, by looking at everything."""
+    """Return the kinds of the leaves in one nanosecond, by looking at everything."""
     running = {i for i, span in enumerate(intervals) if span.start_ns <= at_ns < span.end_ns}
     covered = set()
     for index in running:

@@ -54,7 +54,7 @@ def browse(page: Path, tmp_path: Path, *options: str) -> tuple[str, str]:
 
 
 def pages(tmp_path: Path, **shape: int | str) -> tuple[Path, Path]:
-    """The page of a step, and that of its run."""
+    """Return the page of a step, and that of its run."""
     for step in (2, 4):
         rl_step(tmp_path / "run", step=step, **shape).write()  # type: ignore[arg-type]  # a shape's words
     run(["report", str(tmp_path / "run")])

@@ -156,7 +156,7 @@ class ByHand:
         return leaves
 
     def _above(self, place: tuple[str, int], processes: dict[str, Process]) -> Iterator[tuple[str, int]]:
-        """The spans that one ran below, of any process."""
+        """Yield the ancestors of a span, of any process."""
         while True:
             key, number = place
             span = processes[key].spans[number]
@@ -200,7 +200,7 @@ def printed(step: Path) -> str:
 
 
 def rows(text: str, title: str) -> list[list[str]]:
-    """The cells of a printed table, by two blanks or more between them."""
+    """Return the cells of a printed table, by two blanks or more between them."""
     after = text.split(f"\n{title}", 1)[1].splitlines()[1:]
     start = next(place for place, line in enumerate(after) if "──" in line) + 1
     found = []

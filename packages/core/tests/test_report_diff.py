@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def step(path: Path, number: int = 2, closes_ms: int = 20, **stages_ms: int) -> StepReport:
-    """A driver that runs these stages one after the other."""
+    """Return a driver that runs these stages one after the other."""
     folder = StepFolder(path, step=number)
     driver, at = folder.process("trainer", owner=True), 0
     for stage, milliseconds in stages_ms.items():

@@ -133,7 +133,7 @@ class Rollout:
     def record(
         self, replica: int, passes: list[Any], *, pid: int = 7, until_ms: int = 100, **more: Any
     ) -> None:
-        """Adds a recording from 0 on by a worker of an engine."""
+        """Add a recording from 0 on by a worker of an engine."""
         worker = StepFolder(self.folder.layout.root).process("rollout", pid=pid)
         session = event("PyTorch Profiler (0)", "Trace", 0, 1000 * until_ms)
         name = f"replica{replica}"

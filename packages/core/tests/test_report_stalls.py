@@ -21,7 +21,7 @@ MS = 1_000_000
 def recorded(
     driver: FakeProcess, replica: int, *stalls: tuple[int, int], dp: int = 0, host: str = "host-a"
 ) -> Artifact:
-    """A trace of an engine that stalled from and to these ms of its host's clock."""
+    """Return a trace of an engine that stalled from and to these ms of its host's clock."""
     return Artifact(
         path=f"traces/rollout/replica{replica}/dp{dp}.json.gz",
         kind="vllm_trace",

@@ -27,7 +27,7 @@ def report_of(folder: StepFolder, until_ms: int = 4480) -> StepReport:
 
 
 def polling_step(root: Path, *, generates: bool = True) -> StepFolder:
-    """The trainer polls for samples every 2 s; the agent loop made them in 290 ms. Then 2460 ms of update."""
+    """Return a step that polls for samples every 2 s, made in 290 ms, and then updates for 2460 ms."""
     folder = StepFolder(root)
     trainer = folder.process("trainer", owner=True)
     trainer.span("wait_for_samples", 0, 2020 * MS, role="rollout", attrs=WAIT)

@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 def step(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
-    """An agent loop and an engine on one host."""
+    """Return an agent loop and an engine on one host."""
     folder = StepFolder(tmp_path)
     return folder, folder.process("agent_loop", owner=True), folder.process("rollout", 0)
 

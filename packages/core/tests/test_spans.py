@@ -53,7 +53,7 @@ def closed(log: SpanLog) -> list[Span]:
 
 
 def wait_for_lines(log: SpanLog, count: int) -> list[Line]:
-    """The file's lines once the writing thread has put `count` there (it looks five times a second)."""
+    """Return the file's lines once the writing thread has written `count` (it polls five times a second)."""
     until = time.monotonic() + 10
     while len(found := lines(log)) < count:
         assert time.monotonic() < until, found

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parent / "third_party"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip installed the toy package, from a copy of its sources."""
+    """Return the folder into which pip installed the toy package, from a copy of its sources."""
     folder = tmp_path_factory.mktemp("third_party")
     shutil.copytree(SOURCE, folder / "source")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
@@ -45,7 +45,7 @@ def python(installed: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with one step, captured by the toy backend and the toy adapter."""
+    """Return the folder of a run with one step, captured by the toy backend and the toy adapter."""
     folder = tmp_path_factory.mktemp("run")
     python(installed, str(SOURCE / "train.py"), str(folder))
     return folder

@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 def tried_again(root: Path) -> Path:
-    """The first attempt has a worker that the second one has not, and fails after 10 ms."""
+    """Return a step whose first attempt has a worker that the second one lacks, and fails after 10 ms."""
     first = StepFolder(root)
     driver, _, gone = (
         first.process("trainer", owner=True), first.process("actor", 0), first.process("critic", 0),

@@ -32,7 +32,7 @@ class Host(NamedTuple):
     step_at_ns: int = 0
 
     def steady_ns(self, true_ns: int) -> int:
-        """The wall clock as it would have been without the step."""
+        """Return the wall clock as it would have been without the step."""
         return UNIX + self.skew_ns + true_ns + round(true_ns * self.ppm / 1_000_000)
 
     def wall_ns(self, true_ns: int) -> int:
@@ -80,7 +80,7 @@ class Placed(NamedTuple):
     closed: bool
 
     def worst_ns(self) -> int:
-        """The farthest that one of its spans, or an event of its trace, is from where it was."""
+        """Return the farthest that one of its spans, or an event of its trace, is from where it was."""
         found = self.found
         opened_ns = found.place(self.other.mono_ns(0))
         process = Process(

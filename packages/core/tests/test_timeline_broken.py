@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def folder_of(tmp_path: Path) -> tuple[Path, FakeProcess]:
-    """A step with a driver (one span) and an actor (three spans); the actor's files are for breaking."""
+    """Return a step with a driver (one span) and an actor (three spans, with files to break)."""
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     driver.span("step", 0, 9 * MS)

@@ -28,7 +28,7 @@ _BASE = re.compile(rb'("baseTimeNanoseconds": )(\d+)')
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The traces of four ranks that reduced a hundred times, on the one clock of this machine."""
+    """Return the traces of four ranks that reduced a hundred times, on the one clock of this machine."""
     assert torch.distributed.is_gloo_available()
     folder = tmp_path_factory.mktemp("gloo")
     main = Path(__file__).with_name("gloo_main.py")
@@ -67,7 +67,7 @@ def drifting(trace: bytes, since_ns: int, ppm: int) -> bytes:
 
 
 def without(trace: bytes, places: slice) -> bytes:
-    """A trace that lacks some of its collectives, of each kind."""
+    """Return a trace that lacks some of its collectives, of each kind."""
     found = json.loads(trace)
     for name in ("gloo:all_reduce", "gloo:all_gather"):
         mine = sorted((e for e in found["traceEvents"] if e["name"] == name), key=lambda event: event["ts"])
@@ -77,7 +77,7 @@ def without(trace: bytes, places: slice) -> bytes:
 
 
 def put(folder: StepFolder, process: FakeProcess, trace: bytes, *, name: str = "") -> Artifact:
-    """The trace of one of its processes."""
+    """Return the trace of one of its processes."""
     path = folder.layout.traces / process.info.role / f"{name}rank{process.info.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(trace)

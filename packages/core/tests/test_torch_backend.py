@@ -47,7 +47,7 @@ def work(name: str = "work") -> None:
 
 
 def occupy_main_thread_while(thread: threading.Thread) -> None:
-    """Runs it while the main thread answers nobody, as if it were in C code."""
+    """Run it while the main thread answers nobody, as if it were in C code."""
 
     def run() -> None:
         thread.start()
@@ -227,7 +227,7 @@ class TestSchedule:
         assert "theirs" in (tmp_path / "theirs.json").read_text()
 
     def run(self, backend: TorchBackend, mini_batches: int, folder: Path) -> list[set[str]]:
-        """The mini-batches that each artifact holds."""
+        """Return the mini-batches that each artifact holds."""
         backend.start(a_window())
         for number in range(mini_batches):
             work(str(number))

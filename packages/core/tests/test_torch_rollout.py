@@ -71,7 +71,7 @@ class TestTorchRollout(EngineConformance):
 
 
 def names_in(artifact: Artifact, capture: EngineCapture) -> list[str]:
-    """The names of the events of a trace, in the order of their begin."""
+    """Return the names of the events of a trace, in the order of their begin."""
     with gzip.open(Path(capture.step_dir) / artifact.path) as file:
         events = json.load(file)["traceEvents"]
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))

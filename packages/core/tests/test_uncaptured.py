@@ -127,7 +127,7 @@ def test_a_line_that_was_cut_off_costs_itself(tmp_path: Path) -> None:
 
 
 def beside(path: Path, *took_ms: int, step_ms: int = 130, error: str | None = None) -> StepReport:
-    """A step of 130 ms and uncaptured ones before it; the last of these came behind it, as the first one."""
+    """Return a step of 130 ms, with uncaptured ones before it and one after it."""
     folder = StepFolder(path, step=50)
     driver = folder.process("trainer", owner=True)
     driver.span("update", 0, step_ms * MS)

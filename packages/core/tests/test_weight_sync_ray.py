@@ -46,7 +46,7 @@ def actors() -> Iterator[tuple[Any, Any]]:
 def synced(
     folder: Path, actors: tuple[Any, Any], around: Callable[[], AbstractContextManager[object]]
 ) -> tuple[Breakdown, int]:
-    """The account of a step that does nothing else, and what the sync took by the driver's clock."""
+    """Return the account of a step that does nothing else, and what the sync took by the driver's clock."""
     trainer, engine = actors
     config = ProfileConfig(save_path=str(folder), steps=[0], roles={"none": {"ranks": "all"}})
     with capture(0, config=config, workers={"actor": [trainer], "rollout": [engine]}) as cap:

@@ -18,7 +18,7 @@ BASE_NS = OPENED_NS - 10_000_000_000
 
 
 def event(name: str, cat: str, start: float, dur: float, pid: int | str = 1, tid: int | str = 1) -> Any:
-    """A complete event; times in us."""
+    """Return a complete event; times in us."""
     return {
         "ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": dur,
         "args": {"External id": 7, "Input Dims": [[1, 2], []], "nested": [{"ph": "X"}, {"ph": "}"}]},
@@ -68,7 +68,7 @@ def add_trace(
     ignored: dict[str, str] | None = None, name: str = "trace", stage: str | None = None,
     replica: int | None = None, topology: dict[str, int] | None = None, **fields: Any,
 ) -> Path:  # fmt: skip
-    """Puts a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
+    """Put a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
     for each in events:
         each["ts"] += (OPENED_NS - BASE_NS) / 1000
     info = process.info

@@ -125,14 +125,14 @@ class Page:
         return message
 
     def go(self, place: str) -> None:
-        """Returns when the document is complete."""
+        """Return when the document is complete."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=self._site + place)
         loaded = f"location.href.startsWith({json.dumps(self._site)}) && document.readyState === 'complete'"
         self.wait(loaded)
 
     def run(self, script: str) -> Any:
-        """The value of an expression, awaited."""
+        """Return the value of an expression, awaited."""
         done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, json.dumps(done["exceptionDetails"])[:1000]
         return done["result"].get("value")
@@ -149,7 +149,7 @@ class Page:
 
 @contextmanager
 def page(width: int = 1600, height: int = 1000) -> Iterator[Page]:
-    """A page on which the viewers can be opened."""
+    """Provide a page on which the viewers can be opened."""
     assert BROWSER is not None
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(ROOT)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -233,14 +233,14 @@ def _ends(answer: Any) -> bool:
 
 @cache
 def _messages() -> Any:
-    """The class TraceProcessorRpcStream, of the package `perfetto`."""
+    """Return the class TraceProcessorRpcStream, of the package `perfetto`."""
     protos = importlib.import_module("perfetto.trace_processor.protos")
     platform = importlib.import_module("perfetto.trace_processor.platform")
     return protos.ProtoFactory(platform.PlatformDelegate()).TraceProcessorRpcStream
 
 
 def open_in_ui(where: Page, trace: bytes) -> None:
-    """Opens the trace in Perfetto's UI, as a user would; returns when it is drawn."""
+    """Open the trace in Perfetto's UI, as a user would; return when it is drawn."""
     _Handler.trace = trace
     where.go("/index.html?testing=1")
     idle = "window.app && app.trace && !app.isLoadingTrace && app.trace.engine.numRequestsPending === 0"

@@ -27,7 +27,7 @@ budget: {seconds: 3}
 
 
 def write_whole_run(root: Path) -> Path:
-    """A run at `root`."""
+    """Return a run at `root`."""
     folder = StepFolder(root)
     actor, ref = folder.process("actor", 0, owner=True), folder.process("ref", 1, skew_ns=MS, host="host-b")
     for process in (actor, ref):

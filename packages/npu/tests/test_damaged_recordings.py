@@ -28,7 +28,7 @@ FOLDERS = 40 if settings().max_examples == 100 else settings().max_examples
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step with one recording of each form."""
+    """Return a step with one recording of each form."""
     folder = StepFolder(tmp_path_factory.mktemp("whole"))
     process = folder.process("actor", 0, owner=True)
     process.span("work", MS, 20 * MS)

@@ -13,7 +13,7 @@ from stepscope_npu import _disk
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A recording in the folder that it was made in, whole: operators, device data, and its information."""
+    """Return a complete recording in its first folder: operators, device data, and information."""
     folder = tmp_path / "made" / "in" / "host_1_2_ascend_pt"
     (folder / "FRAMEWORK").mkdir(parents=True)
     (folder / "FRAMEWORK" / "torch.op_range").write_text("operators")

@@ -46,7 +46,7 @@ RANGES = [
 
 
 def recording(folder: Path) -> Path:
-    """The folder with what an analysis leaves."""
+    """Return the folder with what an analysis leaves."""
     output = folder / "capture_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
     output.mkdir(parents=True, exist_ok=True)
     return output

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.needs("torch")
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
-    """Makes a torch_npu of these files: {path: text}."""
+    """Make a torch_npu of these files: {path: text}."""
     before = set(sys.modules)
 
     def install(files: dict[str, str]) -> None:

@@ -295,7 +295,7 @@ def named(kind: type, name: str, module: str) -> type:
 
 
 def trace(name: str, folder: Path, *, rank: int = 0, modes: Mapping[str, int] | None = None) -> Path:
-    """A trace of one scheduler, as SGLang writes it."""
+    """Return a trace of one scheduler, as SGLang writes it."""
     scheduler = Scheduler("", rank, 1, ProfileReq(output_dir=str(folder), profile_id="x"))
     scheduler._write([mode for mode, times in (modes or {}).items() for _ in range(times)], "")
     written = folder / "x.trace.json.gz"
@@ -308,7 +308,7 @@ def _suffix(tp: int, dp: int, pp: int, t: int, d: int, p: int) -> str:
 
 
 def asked(root: Path, **changes: Any) -> EngineCapture:
-    """A capture below `root`, changed."""
+    """Return a capture below `root`, changed."""
     return msgspec.structs.replace(a_capture(root), **changes)
 
 

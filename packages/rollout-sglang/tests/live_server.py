@@ -37,7 +37,7 @@ class Live(NamedTuple):
 
 @contextmanager
 def live_server(folder: Path, **changes: object) -> Iterator[Live]:
-    """A server of the tiny model. `changes` go to its settings."""
+    """Provide a server of the tiny model. `changes` go to its settings."""
     model = write_model(folder / "model")
 
     def words(port: int) -> list[str]:
@@ -50,7 +50,7 @@ def live_server(folder: Path, **changes: object) -> Iterator[Live]:
 
 @contextmanager
 def live_router(folder: Path, *words: str) -> Iterator[str]:
-    """The URL of sglang's router. `words` name its servers."""
+    """Provide the URL of sglang's router. `words` name its servers."""
     servers = sum(word.startswith("http://") for word in words)
     known = f'"total":{servers},'.encode()  # it serves before it has found them
 
@@ -105,7 +105,7 @@ def _free_port() -> int:
 
 
 def post(url: str, tokens: int, **more: object) -> dict[str, Any]:
-    """The answer to one prompt. `more` goes into the request."""
+    """Return the answer to one prompt. `more` goes into the request."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling, **more}
     request = urllib.request.Request(

@@ -18,7 +18,7 @@ from stepscope_sglang import SglangProfiler
 
 
 def in_thread(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` as stepscope's own loop does it for synchronous code."""
+    """Run `work` as stepscope's own loop does it for synchronous code."""
     errors: list[BaseException] = []
 
     def run() -> None:

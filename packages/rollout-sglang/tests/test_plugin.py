@@ -16,7 +16,7 @@ pytestmark = pytest.mark.needs("torch")
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
-    """Those that `load` sets, by the name in the scheduler's module."""
+    """Return those that `load` sets, by the name in the scheduler's module."""
     from torch.distributed import ProcessGroup
 
     found: dict[str, Callable[..., object]] = {}

@@ -89,7 +89,7 @@ class Recorded:
 
 
 def just_now() -> dict[str, Any]:
-    """An answer that came this moment, to a request of 1.5 s: 0.125 queued, 0.25 prefill, 0.75 decode."""
+    """Return an answer of now to a request of 1.5 s: 0.125 queued, 0.25 prefill, 0.75 decode."""
     ended = time.time()
     stamps = {
         "request_received_ts": ended - 1.5,

@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815  (the name that http.server looks for)
 
     def log_message(self, *message: Any) -> None:
-        """Prints nothing."""
+        """Print nothing."""
 
 
 def sidecar(file: Path) -> Sidecar:

@@ -21,7 +21,7 @@ META = {
 
 
 async def captured(root: Path, **engine: object) -> Path:
-    """The folder of a step with a replica of two ranks, and a turn that asked it something."""
+    """Return the folder of a step with a replica of two ranks, and a turn that asked it something."""
     manager = FakeManager(tp=2)
     config = ProfileConfig(
         save_path=str(root),

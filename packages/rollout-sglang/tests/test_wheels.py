@@ -18,14 +18,14 @@ _PARTS = ("io_struct", "profiler", "tokenizer")
 
 @cache
 def modules(version: str) -> dict[str, ast.Module]:
-    """The parsed modules that have to do with profiling, by name."""
+    """Return the parsed modules that have to do with profiling, by name."""
     folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
     paths = (path for path in folder.rglob("*.py") if any(word in path.stem for word in _PARTS))
     return {path.stem: ast.parse(path.read_text()) for path in paths}
 
 
 def start_profile(version: str) -> list[str]:
-    """The parameters of `TokenizerManager.start_profile`."""
+    """Return the parameters of `TokenizerManager.start_profile`."""
     for name in ("tokenizer_control_mixin", "tokenizer_communicator_mixin", "tokenizer_manager"):
         for node in ast.walk(modules(version).get(name, ast.Module([], []))):
             if isinstance(node, ast.AsyncFunctionDef) and node.name == "start_profile":
@@ -34,7 +34,7 @@ def start_profile(version: str) -> list[str]:
 
 
 def fields(version: str, name: str) -> set[str]:
-    """The annotated fields of a class of `io_struct`."""
+    """Return the annotated fields of a class of `io_struct`."""
     for node in ast.walk(modules(version)["io_struct"]):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return {
@@ -92,7 +92,7 @@ def test_names_say_their_axes_in_the_order_in_which_they_are_read(version: str) 
 
 
 def users_of(version: str, attribute: str) -> set[str]:
-    """The functions of SGLang's managers in which `<something>.<attribute>` stands."""
+    """Return the functions of SGLang's managers in which `<something>.<attribute>` stands."""
     folder = wheel(f"sglang=={version}") / "sglang" / "srt" / "managers"
     texts = (path.read_text() for path in folder.rglob("*.py"))
     return {

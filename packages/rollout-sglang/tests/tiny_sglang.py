@@ -111,6 +111,6 @@ async def generate(engine: Any, requests: int = 2, tokens: int = 4) -> list[dict
 
 
 def on_its_loop(engine: Any, work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` on the engine's own loop, as its synchronous methods do."""
+    """Run `work` on the engine's own loop, as its synchronous methods do."""
     result: T = engine.loop.run_until_complete(work)
     return result

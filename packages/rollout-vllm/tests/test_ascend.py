@@ -107,7 +107,7 @@ def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
 
 @pytest.fixture
 def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
-    """A vllm-ascend is installed; the threads that have read its code."""
+    """Pretend that a vllm-ascend is installed. Provide the threads that have read its code."""
     (tmp_path / "vllm_ascend").mkdir()
     (tmp_path / "vllm_ascend" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -59,7 +59,7 @@ CAPTURE = EngineCapture(
 
 
 def worker_of(version: str) -> ast.Module:
-    """The module of the worker, which a start and a stop reach."""
+    """Return the module of the worker, which a start and a stop reach."""
     folder = package(version) / "worker"
     found = [folder / name for name in ("worker_v1.py", "worker.py") if (folder / name).exists()]
     return ast.parse(found[0].read_text())

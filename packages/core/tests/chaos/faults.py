@@ -93,7 +93,7 @@ class Fault:
 
 
 def choose(world: World, only: str | None = None) -> Fault:
-    """A fault for the world's step, by its random numbers."""
+    """Return a fault for the world's step, by its random numbers."""
     name = world.rng.choice(sorted(FAULTS)) if only is None else only
     fault = (FAULTS | {"nothing": nothing})[name](world)
     fault.name = f"{name}{' of ' if fault.name else ''}{fault.name}"
@@ -307,7 +307,7 @@ def _put_away(path: Path) -> None:
 
 
 def clock_jump(world: World) -> Fault:
-    """The wall clock of one process is set, forth or back, and set right again behind the step."""
+    """Set the wall clock of one process forth or back, and set it right again after the step."""
     who = world.rng.choice(("driver", *ACTORS))
     seconds = world.rng.choice((-86_400.0, -1.5, 0.5, 3600.0))
     if who == "driver":
@@ -329,7 +329,7 @@ def clock_jump(world: World) -> Fault:
 
 
 def set_clock(instance: object, seconds: float) -> None:
-    """Sets what this process takes for the time of day, `seconds` from the true one."""
+    """Move this process' time of day by `seconds` from the true one."""
     real = getattr(time, "_real_time_ns", time.time_ns)
     time._real_time_ns = real  # type: ignore[attr-defined]  # kept where a second call finds it
     time.time_ns = (lambda: real() + int(seconds * 1e9)) if seconds else real
@@ -339,7 +339,7 @@ def set_clock(instance: object, seconds: float) -> None:
 
 
 def cancelled(world: World) -> Fault:
-    """The task that captures is cancelled, anywhere."""
+    """Cancel the task that captures, at any point."""
     found: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object] | None]] = []
     return Fault(
         "",
@@ -382,7 +382,7 @@ def no_threads_to_spare(world: World) -> Fault:
 
 
 def many_captures(world: World) -> Fault:
-    """A thousand captures of this process alone, as fast as they can be, before the step."""
+    """Make a thousand captures of this process alone before the step, as fast as possible."""
     layout = RunLayout(world.layout.root.with_name("rapid"))
     config = world.config.replace(save_path=str(layout.root), steps="every:2", finish={})
     count = int(os.environ.get("CHAOS_RAPID", "1000"))

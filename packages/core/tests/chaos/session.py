@@ -221,7 +221,7 @@ class _Step:
 
 
 def _settled(result: CaptureResult) -> Manifest | None:
-    """The manifest once all is written, the command has run, and manifest.json says so too."""
+    """Return the manifest once all is written, the command has run, and manifest.json has it too."""
     manifest = result.wait(20)
     until = time.monotonic() + 8
     while manifest is not None and time.monotonic() < until:

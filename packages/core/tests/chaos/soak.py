@@ -86,7 +86,7 @@ class Watch:
         self.series.setdefault((name, unit), Series(name, unit)).add(at, value)
 
     def verdict(self) -> bool:
-        """Prints the table; whether all is flat."""
+        """Print the table and return whether all is flat."""
         print(f"\n{'':16} {'':9} {'first':>9} {'median':>9} {'last':>9} {'grows by':>9} {'allowed':>9}")
         for series in self.series.values():
             first, last, middle = series.values[0], series.values[-1], statistics.median(series.values)

@@ -34,7 +34,7 @@ GENERATING = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run's folder, after three steps."""
+    """Return the run's folder, after three steps."""
     folder = tmp_path_factory.mktemp("trl")
     command = [
         "run",

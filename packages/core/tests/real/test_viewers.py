@@ -35,7 +35,7 @@ COUNTERS = "SELECT ts, value FROM counter"
 
 
 def traced(folder: Path) -> Path:
-    """A step of 8 ranks: trajectories, calls to the engine, and on each rank operators, kernels on two
+    """Return a step of 8 ranks: trajectories, calls to the engine, and on each rank operators, kernels on two
     streams of two devices, launches that lead to them, counters and asynchronous requests."""
     step = rl_step(folder)
     for process in step.processes:

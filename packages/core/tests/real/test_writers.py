@@ -44,7 +44,7 @@ def update_policy() -> int:
 
 
 def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> RunLayout:
-    """A run whose captured steps were given to these."""
+    """Return a run whose captured steps were given to these."""
     config = ProfileConfig.from_mapping(
         {
             "save_path": str(folder / "run"),
@@ -183,7 +183,7 @@ def test_a_step_is_one_trace_with_its_spans_where_they_were(
 
 @contextmanager
 def a_collector(status: int = 200) -> Iterator[tuple[str, list[bytes]]]:
-    """An OTLP collector over HTTP that keeps what it is sent."""
+    """Provide an OTLP collector over HTTP that keeps what it is sent."""
     taken: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):

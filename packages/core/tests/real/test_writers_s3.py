@@ -26,7 +26,7 @@ URL = "s3://profiles/run-17"
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3FileSystem]:
-    """A bucket, reached as a user's would be: by variables alone."""
+    """Provide a bucket, reached as a user's would be: by variables alone."""
     server = moto.server.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -59,7 +59,7 @@ def torch_npu() -> ModuleType:
 
 @pytest.fixture
 def their_profile(torch_npu: Any, tmp_path: Path) -> Any:
-    """A profiler of the user's own; writes to `tmp_path / "theirs"`."""
+    """Return a profiler of the user's own; writes to `tmp_path / "theirs"`."""
 
     def profile() -> Any:
         profiler = torch_npu.profiler

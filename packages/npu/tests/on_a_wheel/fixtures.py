@@ -17,7 +17,7 @@ _COMPILED = install(WHEEL)
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """The stand-in, as new. The working directory is one that must stay empty."""
+    """Provide the stand-in, as new. The working directory is one that must stay empty."""
     here = tmp_path_factory.mktemp("working_directory")
     monkeypatch.chdir(here)
     monkeypatch.setattr(_COMPILED, "fails", {})

@@ -173,7 +173,7 @@ def _named(activities: set[Activity]) -> str:
 
 
 def install(wheel: Path) -> Compiled:
-    """Makes `import torch_npu` find the wheel's code over a stand-in, which is returned. Once per process."""
+    """Make `import torch_npu` find the wheel's code over a stand-in, which is returned. Once per process."""
     import torch
 
     package = wheel / "torch_npu"

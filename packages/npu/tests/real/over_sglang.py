@@ -35,7 +35,7 @@ _CLASSES = ("_ProfilerBase", "_ProfilerConcreteBase", "_ProfilerTorch")
 
 
 def sglang(version: str) -> dict[str, Any]:
-    """The names of SGLang's module after its import on an NPU, as far as they are needed here."""
+    """Return the names of SGLang's module after its import on an NPU, as far as they are needed here."""
     folder = members(f"sglang=={version}", (UTILS, PATCHES))
     names: dict[str, Any] = {
         "torch": torch,

@@ -37,7 +37,7 @@ def over_fake_cann(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def captured(over_fake_cann: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, not analysed."""
+    """Return a run of three steps, not analysed."""
     folder = tmp_path_factory.mktemp("captured") / "run"
     script = str(Path(__file__).with_name("record.py"))
     done = subprocess.run(

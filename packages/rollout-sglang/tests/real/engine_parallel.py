@@ -126,7 +126,7 @@ def test_each_pipeline_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, t
 
 @pipeline
 def test_pipeline_ranks_survive_captures_in_a_row_by_stage_and_whole(parallel: Any, tmp_path: Path) -> None:
-    """Sends are under way where one stage's profile ends, and where one capture follows another."""
+    """Keep sends under way at the end of a stage's profile, and between two captures."""
     for step in range(8):
         whole = record(parallel, tmp_path, requests=2, step=2 * step)
         assert {each.rank for each in whole} == {0, 1}

@@ -44,7 +44,7 @@ def router(servers: list[Live], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def pairing(servers: list[Live], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The router that sends each request to a prefill and to a decode server."""
+    """Provide the router that sends each request to a prefill and to a decode server."""
     prefill, decode = servers
     words = ["--pd-disaggregation", "--prefill", prefill.url, "9000", "--decode", decode.url]
     with live_router(tmp_path_factory.mktemp("pairing"), *words) as router:

@@ -313,7 +313,7 @@ def test_a_capture_from_another_event_loop_reaches_the_one_that_owns_the_engine(
 
 @pytest.fixture
 def scheduler(engine: Any, tmp_path: Path) -> Iterator[int]:
-    """The process id of the engine's scheduler, which runs again afterwards."""
+    """Provide the process id of the engine's scheduler, which runs again afterwards."""
     (artifact,) = record(engine, asked(tmp_path / "who"), tokens=2)
     assert artifact.pid is not None
     yield artifact.pid

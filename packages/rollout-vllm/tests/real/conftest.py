@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def expert_model(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A mixture of four experts, two for each token, with the tokenizer of `model`."""
+    """Return a mixture of four experts, two for each token, with the tokenizer of `model`."""
     import torch
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
@@ -253,7 +253,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 
 def write_model(folder: Path) -> Path:
-    """A Llama of random weights, 2 layers and 64 wide, with a tokenizer of bytes, for Hugging Face."""
+    """Return a Llama of random weights, 2 layers and 64 wide, with a tokenizer of bytes, for Hugging Face."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -175,7 +175,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def say(case: str, cap: Capture, replica: int = 0, **more: object) -> int:
-    """Returns the pid of a worker whose trace is there."""
+    """Return the pid of a worker whose trace is there."""
     manifest, folder = cap.result.manifest(), cap.result.path
     assert manifest is not None
     assert folder is not None

@@ -344,7 +344,7 @@ def _worker(worker: Any) -> Any:
 
 
 def _open_ranges(worker: Any) -> object:
-    """The worker's profiler is vLLM's for CUDA ranges now. Returns the one that it had."""
+    """Replace the worker's profiler by vLLM's for CUDA ranges. Return the old one."""
     from vllm.profiler.wrapper import CudaProfilerWrapper
 
     worker = _worker(worker)

@@ -76,7 +76,7 @@ def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def captured(user: User) -> RunLayout:
-    """The run, after steps 1 to 3, of which the configuration selects the second."""
+    """Return the run, after steps 1 to 3, of which the configuration selects the second."""
     for step in (1, 2, 3):
         user.step(step)
     return RunLayout(user.save_path)

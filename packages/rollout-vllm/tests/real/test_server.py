@@ -146,7 +146,7 @@ with capture(30, engines=[VllmServer(url, folder)], config=config):
 
 
 def _worker_of(served: Served) -> int:
-    """The pid of its only worker, which is a process of its process group."""
+    """Return the pid of its only worker, which is a process of its process group."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_bytes()

@@ -145,7 +145,7 @@ def test_files_of_experts_are_found_by_the_names_that_vllm_gives_them(run: Run) 
 
 
 def read(said: dict[str, Any], kind: str) -> str:
-    """The one trace of that kind, which is not compressed."""
+    """Return the one trace of that kind, which is not compressed."""
     (path,) = (each["path"] for each in said["files"] if each["artifact"]["kind"] == kind)
     return Path(path).read_text()
 

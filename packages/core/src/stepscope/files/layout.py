@@ -156,7 +156,7 @@ class StepLayout:
         return self.root / f"mirror_{safe(host)}.json"
 
     def mirror_records(self) -> list[Path]:
-        """Those of all hosts."""
+        """Return the records of all hosts."""
         return sorted(self.root.glob("mirror_*.json"))
 
     def scalars(self, run_id: str) -> Path:

@@ -35,10 +35,10 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def files_below(root: Path) -> dict[str, os.stat_result]:
-    """A step's files that belong into its copy, by relative path: no temporary ones, links or records.
+    """Return a step's files for its copy, by relative path: no temporary ones, links or records.
 
     Raises:
-        OSError: a folder cannot be read, so that nobody knows what is in it.
+        OSError: a folder cannot be read.
     """
     found = {}
     for folder, names, files in os.walk(root, onerror=_unless_it_is_gone):

@@ -28,7 +28,7 @@ NAMES = [
 
 
 def build(folder: Path) -> Path:
-    """The folder with the libraries: one, under all names. Skips the test where there is no gcc."""
+    """Return the folder with the libraries: one, under all names. Skips the test where there is no gcc."""
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc is not installed (Debian: apt install gcc): torch_npu's C++ was not run")
@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
 
 
 def make_home(folder: Path) -> Path:
-    """An ASCEND_HOME_PATH with the stand-in for the tool `msprof`, which the analysis starts."""
+    """Return an ASCEND_HOME_PATH with the stand-in for the tool `msprof`, which the analysis starts."""
     tool = folder / "tools" / "profiler" / "bin" / "msprof"
     tool.parent.mkdir(parents=True)
     for inner in ("runtime", "compiler", "opp", "tools/profiler/profiler_tool/analysis/msprof"):
