@@ -23,9 +23,8 @@ class RecordedRun:
     """The configured run of one test, and the files of its captures."""
 
     def __init__(self, folder: Path) -> None:
-        # No role has this name, so spans are recorded and no profiler starts.
-        roles = {"no role is profiled": {"ranks": "all"}}
-        self.config = run.configure(save_path=str(folder), steps="every:1", roles=roles)
+        spans_alone = {"*": {"profiler": "off"}}
+        self.config = run.configure(save_path=str(folder), steps="every:1", roles=spans_alone)
         self.layout = RunLayout(folder)
 
     def configure(self, **settings: Unpack[Settings]) -> ProfileConfig:
