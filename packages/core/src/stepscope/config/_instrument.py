@@ -1,9 +1,10 @@
-"""What is timed in code that one cannot edit: the list `instrument`."""
+"""Entries of `instrument`: functions that are timed in code that one cannot edit."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -19,6 +20,15 @@ PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
 """A value that a call leads to: `self.state.global_step`, `batch.step`."""
 _NUMBER = re.compile(rf"{PATH.pattern}(\+\d+)?")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+FRAMEWORKS = Path(__file__).parent / "frameworks"
+"""A file of entries for each preset."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the presets."""
+    return tuple(sorted(path.stem for path in FRAMEWORKS.glob("*.yaml")))
 
 
 class InstrumentConfig(Section, frozen=True, kw_only=True):
@@ -58,8 +68,6 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             self._check_paths()
 
     def _check_preset(self, preset: str) -> None:
-        from stepscope.config.presets import preset_names
-
         beside = [field for field in self.__struct_fields__ if field != "preset" and getattr(self, field)]
         if beside:
             allowed = "nothing else in the entry of a preset"

@@ -1,19 +1,15 @@
-"""What is known of frameworks: a YAML file each in `frameworks/`, with entries as one would write them."""
+"""Presets: the functions of known frameworks, in a YAML file each of `frameworks/`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
+from stepscope.config._instrument import FRAMEWORKS, InstrumentConfig
+from stepscope.config._instrument import preset_names as preset_names
 from stepscope.config._section import build
-
-if TYPE_CHECKING:
-    from stepscope.config._instrument import InstrumentConfig
-
-_FOLDER = Path(__file__).parent / "frameworks"
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,22 +23,16 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[InstrumentConfig, ...]
 
 
-def preset_names() -> tuple[str, ...]:
-    """The presets that there are."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
-
-
 def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: None) -> Preset:
-    """The preset `name`, one of `preset_names()`.
+    """Return the preset `name`, one of `preset_names()`.
 
     Args:
-        installed: Says which version of a distribution is installed: entries that are newer are left out.
-            None leaves out none.
+        installed: Returns the installed version of a distribution. Entries that are newer are left out; None
+            leaves out none.
     """
-    from stepscope.config._instrument import InstrumentConfig
-    from stepscope.config._yaml import load
+    from stepscope.config._yaml import load  # import time: yaml costs 20 ms
 
-    data = cast("dict[str, Any]", load(_FOLDER / f"{name}.yaml", f"the preset {name!r}"))
+    data = cast("dict[str, Any]", load(FRAMEWORKS / f"{name}.yaml", f"the preset {name!r}"))
     found = installed(data["distribution"])
     entries = []
     for given in data["instrument"]:
@@ -59,7 +49,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: all that a preset's `since` compares."""
+    """Return the leading numbers of a version, which a preset's `since` compares."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdecimal():
