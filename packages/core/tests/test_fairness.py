@@ -84,10 +84,12 @@ def captured(replicas: list[Any], tmp_path: Path) -> Captured:
     """
 
     def until_undisturbed(ranks: str | list[int] | None, loads: list[float]) -> Step:
-        for attempt in range(ATTEMPTS):
-            step, disturbed = captured_once(tmp_path / str(attempt), ranks, replicas[: len(loads)], loads)
+        serving = replicas[: len(loads)]
+        step, disturbed = captured_once(tmp_path / "0", ranks, serving, loads)
+        for attempt in range(1, ATTEMPTS):
             if not disturbed:
                 break
+            step, disturbed = captured_once(tmp_path / str(attempt), ranks, serving, loads)
         return step
 
     return until_undisturbed

@@ -558,7 +558,7 @@ def test_an_unknown_id_names_those_there_are(
 
 
 def test_a_wrong_request_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trigger", str(tmp_path), "--ranks", "8,8"]) == 2
+    assert run(["trigger", str(tmp_path), "--ranks", "8,8", "--wait", "0"]) == 2
     assert "each rank once" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ from stepscope.timeline import load_step
 
 MS = 1_000_000
 BODY_S = 0.05
-SLOW_S = 0.05
+SLOW_S = 0.02
 STEPS = range(5)
 
 

@@ -94,7 +94,16 @@ def test_half_a_timeline_of_an_analysis_that_was_ended_does_not_count(
     half = (
         "o = Path(sys.argv[1], 'ASCEND_PROFILER_OUTPUT'); o.mkdir(); (o / 'trace_view.json').write_text('[')"
     )
-    run_instead(monkeypatch, f"{half}; import threading; threading.Event().wait()")
+    written = recording / "written"
+    os.mkfifo(written)
+    told = "Path(sys.argv[1], 'written').write_text('')"
+    run_instead(monkeypatch, f"{half}; {told}; import threading; threading.Event().wait()")
+
+    def too_late(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+        written.read_text()  # waits until half of it is there
+        raise subprocess.TimeoutExpired("analyse", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", too_late)
     with pytest.raises(BackendError, match=r"took longer than 3 s.*--timeout"):
         analyse(recording, timeout_s=3)
     assert NpuAnalyser().waiting(recording.parent) == [recording]
