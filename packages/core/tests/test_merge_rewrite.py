@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.rewrite import Rewriter
-from stepscope.timeline.merge.template import Cut
-from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import Process, ProcessClock
 from stepscope.timeline.readers.blocks import Notes

@@ -12,7 +12,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.timeline.merge.reader_events import Recorded
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
 from stepscope.timeline.merge.span_events import Drawn
-from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields

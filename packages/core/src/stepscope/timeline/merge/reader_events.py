@@ -14,8 +14,7 @@ from stepscope.files.sidecar import ProcessInfo, Sidecar
 from stepscope.timeline.clocks.align import align_owner
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.rewrite import NOT_THEN
-from stepscope.timeline.merge.template import Cut
-from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Event as Json
 from stepscope.timeline.merge.tracks import Tracks, microseconds
 from stepscope.timeline.readers.blocks import Notes

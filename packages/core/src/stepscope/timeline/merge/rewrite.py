@@ -1,7 +1,7 @@
 """Foreign events, as bytes, with new pids, tids, ids and times; every other byte of their values as it was.
 
-Two ways to the same result. A batch of plain events goes the quick way (`Quick`). The other one decodes each
-event into its fields, takes whatever order, layout and types of ids there are, and costs ten times as much.
+Two ways lead to the same result. A batch of plain events goes the fast way (`Template`). The thorough way
+decodes each event into its fields. It takes any order, layout and type of ids, and costs ten times as much.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TypeAlias
 import msgspec
 
 from stepscope.timeline.merge.ids import FlowIds
-from stepscope.timeline.merge.template import Cut, Quick
-from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.template import Template
+from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.readers.blocks import Notes
 from stepscope.timeline.readers.json_array import NO_JSON, array_of, raw_elements
@@ -25,7 +25,7 @@ NO_TIME = "events without a time"
 NOT_THEN = "events whose time is not near the step"
 
 _FEW = 24
-"""Events that are not worth another attempt at the quick way."""
+"""Events that are not worth another attempt at the fast way."""
 _REPEATED = 1000
 """Metadata that are remembered: some writers give them again with every event of a device."""
 _CYCLE = 512
@@ -57,7 +57,7 @@ class Rewriter:
         self._tracks = tracks
         self._cut = cut
         self._notes = notes
-        self._quick = Quick(row, place, ids, tracks, cut)
+        self._template = Template(row, place, ids, tracks, cut)
         self._metadata_before: dict[bytes, bytes | None] = {}
         """What became of them, by what they were."""
         self._repeating = False
@@ -75,7 +75,7 @@ class Rewriter:
         """
         done: tuple[Text, int] | None = self._repeated(array) if self._repeating else None
         if done is None and not _ends_apart(array):
-            done = self._quick.rewritten(array)
+            done = self._template.rewritten(array)
         if done is None:
             return b",\n".join(text for text in self._parts(array) if text)
         text, count = done
@@ -83,7 +83,7 @@ class Rewriter:
         return text
 
     def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
-        """As `Quick.rewritten`, of metadata that were all there before."""
+        """As `Template.rewritten`, of metadata that were all there before."""
         period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
         unit, times = array[1 : 1 + period], (len(array) - 3) // period
         end = 1 + times * period
@@ -204,7 +204,7 @@ class Rewriter:
 
 
 def _ends_apart(array: bytes) -> bool:
-    """Whether its last event looks like one that does not go the quick way: then all of them do not."""
+    """Whether its last event looks like one that does not go the fast way: then all of them do not."""
     return _APART_PHASE.match(array, array.rfind(b'"ph"')) is not None
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.rewrite import Rewriter, Text
-from stepscope.timeline.merge.template import Cut
-from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Tracks, row_metadata
 from stepscope.timeline.model import FileProblem
 from stepscope.timeline.readers.blocks import Notes

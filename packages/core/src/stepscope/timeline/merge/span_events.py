@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.lanes import Interval, pack
-from stepscope.timeline.merge.template import Cut
+from stepscope.timeline.merge.time_mapping import Cut
 from stepscope.timeline.merge.tracks import Event, Tracks, microseconds
 from stepscope.timeline.model import Span, Timeline
 from stepscope.timeline.selection import Selection

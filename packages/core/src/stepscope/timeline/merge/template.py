@@ -1,22 +1,29 @@
-"""The quick way through a merge: events stay text, in which needles are replaced, and one decoding proves it.
+"""The fast way of a merge: byte strings are replaced in the text of events, and one decoding proves it.
 
-What has to change in a file's events, and how that is written there, hardly differs from one batch to the
-next. So it is learned from one batch, as byte strings and what to put in their place, and done to the next
-ones unseen, in three steps:
+Decoding and encoding each event takes ten times as long. But the changes that a file's events need hardly
+differ from batch to batch. So they are learned from one batch, as needles, and applied unseen to the next:
 
-1. Each needle is replaced by a mark: a key, or a number, that was drawn when this process began, so that no
-   file can hold it.
-2. The batch is decoded once, into a type that has no room for an event whose pid, tid, time or id is neither
-   a mark nor one that may stay, however it is spelled; and the events with a mark are counted against the
-   marks, so that none was made in an argument or a name.
-3. Each mark is replaced by what shall stand there.
+    needle                written            marked                final
+    thread                "pid":0,"tid":7    "pid":M1,"tid":T17    "pid":412,"tid":7
+    flow id               "id":57            "GJ..1":100157        "id":100157
+    time                  "ts":17.250        "GJ..2":93.250        "ts":93.250
 
-Where the second step does not come out even, nothing was done: the batch is learned from anew, and else goes
-the thorough way. So it does where the third one finds another number of marks: what searches is a library,
-and this is what its mistakes would look like.
+          batch                          of the file, as decompressed
+            |
+      1. mark: written -> marked         `_replaced`; counts the replacements
+            |
+      2. prove: decode once              `_decoder`; takes marked and unchanged values, refuses all others
+            +--- not proven ---------->  learn again from this batch (`Template._learned`); if that fails too,
+            |                            `Rewriter` decodes each event by itself
+      3. unmark: marked -> final         `_replaced`; counts again; the timeline takes the result
 
-Times that move by whole seconds, and by a day at least, need no marks: all events have one, and none that was
-left as it was can be where the others go.
+1. A mark is a key or a number that was drawn when this process began, so no file can hold it.
+2. The decoder refuses an event whose pid, tid, time or id is neither marked nor allowed to stay, in any
+   spelling. Events with a mark are counted, so a mark inside an argument or a name is noticed.
+3. The replacements are counted again. This is how a mistake of the searching library would show.
+
+If a count differs, nothing has been written. Times that move by whole seconds, and by a day at least, need no
+marks: every event has one, and a time that was not moved is outside the range that the decoder accepts.
 """
 
 from __future__ import annotations
@@ -33,46 +40,45 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stepscope.timeline.merge.ids import FlowIds
-from stepscope.timeline.merge.time_mapping import Place
+from stepscope.timeline.merge.time_mapping import Cut, Place
 from stepscope.timeline.merge.tracks import Tracks
 from stepscope.timeline.readers.json_array import last_boundary
 from stepscope.timeline.step.rows import Row
 
 _SECONDS = 16
-"""So many different seconds in a batch are replaced one by one; or tens, or more, if they move by such."""
+"""Most needles for the times of a batch: one for each second, or for each ten, hundred or thousand."""
 _FAR_S = 86_400
 _PIDS = 4
-"""So many of a file's further pids are looked for in every batch; if there are more, those of the batch that
-was learned from."""
+"""Most further pids of a file that are searched for in every batch, not only in the batch with them."""
 _NEEDLES = 32
 _EARLY = 1 << 15
-"""Bytes of a file that are learned from first: its first events are most often alike, and soon looked at."""
+"""Bytes at the beginning of a file that are learned from first: most files begin with similar events."""
 _SECOND_NS = 1_000_000_000
 _SECOND_US = 1_000_000
 _EXACT_US = 1 << 53
 _BEHIND = {b",", b"\n", b" ", b"}"}
-"""What may stand behind a number, of what is not a part of it."""
+"""Bytes that may stand behind a number."""
 _THREAD = re.compile(rb'"pid"(:\s*)\d+(,\s*)"tid"(:\s*)\d+(\s*[,}])')
 _ID = re.compile(rb'"id":\s*(?=\d)')
 _TIME = re.compile(rb'"ts"(:\s*)\d')
 
 _DRAWN = int.from_bytes(os.urandom(8), "big")
 _KEY = bytes(b"GJKQVWXZ"[_DRAWN >> 3 * at & 7] for at in range(20))
-"""Of letters that are rare in JSON: so it is found at 5 GB/s."""
+"""A key of letters that are rare in JSON, so a search runs at 5 GB/s."""
 _MARKED_ID, _MARKED_TIME = b'"%b1"' % _KEY, b'"%b2"' % _KEY
 _MARKED_PID = 10**15 + _DRAWN % 10**13 * 100
-"""And those up to `_NEEDLES` above it: one for each of a file's pids."""
+"""First of `_NEEDLES` numbers: one for each pid of a file."""
 _MARKED_TID = 10**9 + _DRAWN % 10**7 * 100
-"""And those above it, in front of a tid: with the nine digits that this has at most, it is below 2^63."""
+"""First of the numbers in front of a tid. With the nine digits of the longest tid, they are below 2^63."""
 _OF_ID = -1
 
 split: Callable[[bytes, bytes], Sequence[bytes]] = (
     bytes.split if find_spec("stringzilla") is None else import_module("stringzilla").split
 )
-"""StringZilla where it is installed: its parts are views, which take a quarter of the time of copies."""
+"""StringZilla's if it is installed: its parts are views, which take a quarter of the time of copies."""
 
 Phase: TypeAlias = Literal["X", "i", "s", "f", "t", "I", "B", "E", "b", "e", "n"]
-"""Of a plain event: neither metadata nor a counter."""
+"""The phases of plain events, which are neither metadata nor counters."""
 _NEVER = Literal["\0"]
 """The type of a field that a plain event does not have."""
 
@@ -93,29 +99,22 @@ class Plain(msgspec.Struct, gc=False, kw_only=True):
     id2: _NEVER = "\0"
 
 
-class Cut(NamedTuple):
-    """What is kept, in ns since the axis' base; None: no limit."""
-
-    start: int | None
-    end: int | None
-
-
 class _Needle(NamedTuple):
-    """What stands in some events, in all that are alike, and what shall stand there."""
+    """A byte string in events that are alike, and its replacements."""
 
     written: bytes
     final: bytes
     kind: int = 0
-    """`_OF_ID`, or the pid that marks them."""
+    """`_OF_ID`, or the pid of the mark."""
     marked: bytes = b""
-    """What stands there until they are proven; of times nothing."""
+    """The replacement until the batch is proven. Times have none."""
 
 
 _plain = msgspec.json.Decoder(list[Plain]).decode
 
 
-class Quick:
-    """Of one file. It changes nothing but the tracks, to which it makes known what is new."""
+class Template:
+    """The fast way for one file. It changes only the tracks, to which it adds new threads."""
 
     def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut) -> None:
         self._row = row
@@ -126,15 +125,15 @@ class Quick:
         self._tids: dict[tuple[int, int], int] = {}
         """By the file's (pid, tid)."""
         self._pids: set[int] = set()
-        """Those of others that were found lately."""
+        """Other pids of the latest batches."""
         self._id: list[_Needle] = []
         self._plan: _Plan | None = None
 
     def rewritten(self, array: bytes) -> tuple[memoryview, int] | None:
-        """The events of the array, without its brackets, and how many. None: they have to be looked at.
+        """Return the events of the array, without its brackets, and their number. None: the fast way cannot.
 
         Raises:
-            DecodeError: it is no JSON.
+            DecodeError: The array is no JSON.
         """
         if self._plan is None:
             self._plan = self._learned_early(array)
@@ -146,7 +145,7 @@ class Quick:
         return done
 
     def _learned_early(self, array: bytes) -> _Plan | None:
-        """From the first events of a file."""
+        """Return a plan for the first events of a file."""
         cut = last_boundary(array[:_EARLY])
         try:
             return self._learned(array[:cut] + b"]") if cut else None
@@ -238,7 +237,7 @@ class Quick:
         return _Times(first, last, each=_EachTime(self._place, colon, len(str(earliest))))
 
     def _bounds(self) -> tuple[int, int]:
-        """Of a `ts` that is believed and asked for, in the merged file. At most 1 us too narrow."""
+        """Return the first and the last `ts` that are believed and selected, at most 1 us too narrow."""
         first, last = self._place.believed
         start, end = self._cut
         first = first if start is None else max(first, start)
@@ -249,20 +248,20 @@ class Quick:
 class _Threads(NamedTuple):
     needles: list[_Needle]
     pids: tuple[int, ...]
-    """Of events in which the needles were marked."""
+    """The pids of a marked batch."""
     tids: tuple[int, ...]
-    """Of these."""
+    """The tids of a marked batch."""
 
 
 class _EachTime(NamedTuple):
-    """How times are moved that have so many digits, and all or none of them three more behind the point."""
+    """A move of each time by itself. All have `digits` digits; all or none have three behind the point."""
 
     place: Place
     colon: bytes
     digits: int
 
     def moved(self, text: bytes) -> tuple[bytes, int] | None:
-        """The text with all times moved, and marked; and how many."""
+        """Move and mark all times; return the text and their number. None: a time has another form."""
         first, *parts = text.split(b'"ts"' + self.colon)
         point, end = self.digits, self.digits + 4
         if {part[point : point + 1] for part in parts} == {b"."}:
@@ -282,17 +281,17 @@ class _EachTime(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """What happens to the times of a file, and between what they are then, in us."""
+    """The move of a file's times, and the range in us in which they are then."""
 
     first: int
     beyond: int
     needles: tuple[_Needle, ...] = ()
-    """Where they move by whole seconds: the digits that say these are the same in most of a batch."""
+    """Needles for a move by whole seconds: the leading digits are the same in most of a batch."""
     each: _EachTime | None = None
 
 
 def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | None:
-    """None: they have to be moved one by one."""
+    """Return needles for a move by `shift` seconds. None: each time has to be moved by itself."""
     if abs(shift) < _FAR_S:
         return None
     unit = next(unit for unit in (1000, 100, 10, 1) if shift % unit == 0)
@@ -308,14 +307,14 @@ def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | N
 
 
 class _Plan(NamedTuple):
-    """What is to be done to a file's events."""
+    """The changes that a file's events need."""
 
     times: _Times
     needles: list[_Needle]
     decode: Callable[[bytes], list[Any]]
 
     def carried_out(self, array: bytes) -> tuple[memoryview, int] | None:
-        """None: it is not the right one for these events."""
+        """Return the changed events and their number. None: the plan does not fit these events."""
         text, at = array, 0
         for needle in self.times.needles:
             text, count = _replaced(text, needle.written, needle.final)
@@ -353,13 +352,13 @@ class _Plan(NamedTuple):
 
 
 def _replaced(text: bytes, old: bytes, new: bytes) -> tuple[bytes, int]:
-    """The text with the new for the old, and how often that stood there."""
+    """Replace `old` in the text, and return the number of replacements too."""
     parts = split(text, old)
     return (new.join(parts) if len(parts) > 1 else text), len(parts) - 1
 
 
 def _marked(kind: int, events: list[Any]) -> int:
-    """How many of the events have a mark, in a field of their own."""
+    """Count the events that have a mark in a field of their own."""
     if kind == _OF_ID:
         return len([1 for event in events if event.marked_id >= 0])
     return len([1 for event in events if event.pid == kind])
@@ -373,12 +372,12 @@ def _decoder(
     each_time: bool,
     ids: tuple[int, int],
 ) -> Callable[[bytes], list[Any]]:
-    """Takes nothing but plain events in which all is marked that must not stay.
+    """Return a decoder that takes only plain events in which every value is marked or may stay.
 
     Args:
-        times: The first one, and what is beyond the last.
-        each_time: Whether times are marked by their key.
-        ids: The lowest when marked, and what is beyond the highest.
+        times: The first time, and the first beyond the last.
+        each_time: Whether the keys of times are marked.
+        ids: The lowest marked id, and the first beyond the highest.
     """
     pid: Any = Literal[pids]
     tid: Any = Literal[tids]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from decimal import ROUND_FLOOR, Context, Decimal
+from typing import NamedTuple
 
 from stepscope.timeline.step.rows import Axis, Row, offset_at, steady
 
 _NUMBER = re.compile(r'"?(-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,2})?)"?')
 _EXACT = Context(prec=200)
+
+
+class Cut(NamedTuple):
+    """The selected time, in ns since the axis' base. None: no limit."""
+
+    start: int | None
+    end: int | None
 
 
 class Place:
