@@ -47,7 +47,7 @@ _FURTHER = ("CUDA_PROFILER", "RPD")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is told, and what it is not."""
+    """Request for an engine, and the options left out of it."""
 
     request: dict[str, object]
     """Without `output_dir`."""
@@ -61,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = ()) -> Plan:
-    """What to tell the engine.
+    """Plan the request for an engine.
 
     Args:
         states: What each data-parallel scheduler shows of itself; asked for where `iterations.start` is above
@@ -91,7 +91,7 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
 
 
 def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
-    """Raises EngineError for an engine with SGLang's second profiler. By stage it starts; its stop kills the
+    """Raise EngineError for an engine with SGLang's second profiler. By stage it starts; its stop kills the
     scheduler like everything else that it is told.
     """
     if facts.profile_v2 or v2_in(states):
@@ -129,7 +129,7 @@ def _window(
 
 
 def _count(states: Sequence[object], start: int) -> int:
-    """Of the forward passes that were begun before the capture: SGLang is told an absolute number."""
+    """Return the number of forward passes begun before the capture: SGLang is told an absolute number."""
     passes = counts_in(states)
     if not passes:
         raise EngineError(
@@ -145,7 +145,9 @@ def _count(states: Sequence[object], start: int) -> int:
 
 
 def _activities(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> list[str]:
-    """In SGLang's words, of those that the engine's device can record: any other kills its scheduler."""
+    """Return, in SGLang's words, the activities that the engine's device can record: any other kills its
+    scheduler.
+    """
     taken, reasons = [], []
     for activity in capture.activities:
         reason = _why_not_recorded(activity, facts)
@@ -227,7 +229,9 @@ def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str])
 
 
 def _expect_usable(option: str, value: object) -> None:
-    """Raises EngineError: SGLang takes any value, and its scheduler dies of it later, or starts at once."""
+    """Raise EngineError for a value that SGLang takes and fails with: SGLang takes any value, and its
+    scheduler dies of it later, or starts at once.
+    """
     allowed: str | None = None
     if option == "start_step" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         allowed = "a whole number, 1 or more"
@@ -289,12 +293,12 @@ def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
 
 
 def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
-    """Whether captures end schedulers of this pipeline, because they have not loaded our plugin."""
+    """Return whether captures end schedulers of this pipeline, because they have not loaded our plugin."""
     return facts.pp > 1 and not sends_quiet_in(states)
 
 
 def risk_of_whole_captures(facts: EngineFacts, states: Sequence[object]) -> str:
-    """What to warn of where `lacks_plugin`."""
+    """Return the warning for a pipeline that `lacks_plugin`."""
     return (
         f"schedulers of this pipeline of sglang {facts.version} may die in torch's profiler after some "
         "captures (of 0.5.23 seen at the 16th and the 21st in a row, under load). "
@@ -310,8 +314,8 @@ def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
 
 
 def stages_end_in_scopes(facts: EngineFacts) -> bool:
-    """Whether SGLang stops one stage's profile and starts the next inside of a scope: a `record_function`, or
-    that of a send between pipeline ranks.
+    """Return whether SGLang stops one stage's profile and starts the next inside of a scope: a
+    `record_function`, or that of a send between pipeline ranks.
     """
     return facts.pp > 1 or not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
 

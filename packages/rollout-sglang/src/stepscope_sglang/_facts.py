@@ -1,4 +1,4 @@
-"""What one SGLang engine is: its version, its device, its parallel layout."""
+"""Facts of one SGLang engine: its version, its device, its parallel layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def facts_of(
     profile_v2: bool = False,
     rpd: bool | None = None,
 ) -> EngineFacts:
-    """From what an engine says of its `ServerArgs`, as resolved."""
+    """Read the facts from an engine's `ServerArgs`, as resolved."""
     mode = settings.get("disaggregation_mode")
     return EngineFacts(
         version=version,

@@ -82,7 +82,8 @@ class ServerLine:
             ) from error
 
     def _refuse_router(self) -> None:
-        """Raises where this is a router: it answers `/get_server_info` like a server, and passes no profiling
+        """Raise EngineError if this is a router: it answers `/get_server_info` like a server, and passes
+        no profiling
         on (sglang_router 0.3.2: 404).
         """
         try:

@@ -33,7 +33,7 @@ _LOOK_S = 0.5
 
 
 class TokenizerManager(Protocol):
-    """What is used of sglang's."""
+    """Used part of sglang's TokenizerManager."""
 
     server_args: Any
 
@@ -41,7 +41,7 @@ class TokenizerManager(Protocol):
 
 
 class Engine(Protocol):
-    """What is used of `sglang.Engine`."""
+    """Used part of `sglang.Engine`."""
 
     @property
     def tokenizer_manager(self) -> TokenizerManager: ...
@@ -82,7 +82,7 @@ class InProcess:
         return self._facts
 
     def settle_on(self, running: asyncio.AbstractEventLoop | None) -> None:
-        """Finds the loop that owns the TokenizerManager.
+        """Find the loop that owns the TokenizerManager.
 
         Args:
             running: The loop of whoever starts a capture, who will own a TokenizerManager that nobody has
@@ -118,7 +118,7 @@ class InProcess:
         return answer if isinstance(answer, list) else ()
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
-        """Calls `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and
+        """Call `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and
         would find it taken if we ran it ourselves meanwhile.
         """
         loop = self._loop
@@ -166,7 +166,9 @@ class InProcess:
         return answer.result()
 
     def _processes(self) -> Sequence[int]:
-        """Of the engine; empty where it does not tell (before 0.5.12, and of a bare TokenizerManager)."""
+        """Return the pids of the engine; empty if it does not tell (before 0.5.12, and of a bare
+        TokenizerManager).
+        """
         tell = getattr(self._engine, "get_all_child_pids", None)
         return [] if tell is None else list(tell())
 
@@ -175,12 +177,12 @@ _SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
 
 
 def of_ours(thread: threading.Thread) -> bool:
-    """Whether the thread's event loop is one of stepscope's own."""
+    """Return whether the thread's event loop is one of stepscope's own."""
     return thread.name.startswith("stepscope")
 
 
 def _driven(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
-    """Runs the loop for a moment, or until the answer is there. False: somebody else runs it.
+    """Run the loop for a moment, or until the answer is there. False: somebody else runs it.
 
     In moments, because the loop is the caller's: one who waits for us no longer must find it free.
     """
@@ -214,7 +216,8 @@ _settled: WeakKeyDictionary[TokenizerManager, Mapping[str, object]] = WeakKeyDic
 
 
 def _settings(manager: TokenizerManager) -> Mapping[str, object]:
-    """Its arguments as resolved, which newer versions keep apart from what was given: 5 ms of CPU for 500 of
+    """Return its arguments as resolved, which newer versions keep apart from what was given: 5 ms of CPU
+    for 500 of
     them, so that it is done once. What a capture wants to know of them never changes.
     """
     found = _settled.get(manager)

@@ -1,4 +1,4 @@
-"""What SGLang loads into its own processes: its schedulers then show how many forward passes they have begun,
+"""Plugin in SGLang's own processes. Schedulers then show how many forward passes they have begun,
 and survive captures by stage.
 
 SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of what is installed beside it, in each
@@ -109,7 +109,7 @@ def begin(*_: object, **__: object) -> None:
 
 
 def _hide_sends() -> None:
-    """From now on no session has what gloo sends: pipeline ranks wait for it in their next pass, which may be
+    """Leave what gloo sends out of all sessions: pipeline ranks wait for it in their next pass, which may be
     another session's.
     """
     global _quiet
@@ -175,7 +175,7 @@ def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
 
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
-    """Puts the scheduler's count into its answer, where SGLang has not done so itself, and that this is
+    """Put the scheduler's count into its answer, where SGLang has not done so itself, and that this is
     loaded.
     """
     with suppress(Exception):  # of a version that keeps it elsewhere: the scheduler would die of it
@@ -186,12 +186,12 @@ def show(answer: Any, scheduler: Any, *_: object) -> None:
 
 
 def own_version() -> str:
-    """Of this package, where it is asked."""
+    """Return the version of this package."""
     return metadata.version("stepscope-rollout-sglang")
 
 
 def profile_v2() -> bool:
-    """Whether SGLANG_PROFILE_V2 is set in this process."""
+    """Return whether SGLANG_PROFILE_V2 is set in this process."""
     return os.environ.get("SGLANG_PROFILE_V2", "").lower() in ("1", "true", "yes", "y")
 
 
@@ -202,13 +202,13 @@ def _of_this_process() -> dict[str, object]:
 
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:
-    """Of each data-parallel scheduler. Empty where one does not show it."""
+    """Return the count of each data-parallel scheduler. Empty if one does not show it."""
     found = _shown(states, COUNT)
     return tuple(count for count in found if isinstance(count, int)) if None not in found else ()
 
 
 def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
-    """Those of one capture, of all schedulers that show them."""
+    """Return the stamps of one capture, of all schedulers that show them."""
     stamps = []
     for shown in _shown(states, RECORDINGS):
         for stamp in shown if isinstance(shown, list) else ():
@@ -218,33 +218,33 @@ def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
 
 
 def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Passes by stage, of each data-parallel scheduler. None: it does not show them."""
+    """Return passes by stage of each data-parallel scheduler. None: it does not show them."""
     return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
 
 
 def scopes_end_in(states: Sequence[object]) -> bool:
-    """Whether they do in every data-parallel scheduler."""
+    """Return whether scopes end with their session in every data-parallel scheduler."""
     return _all_show(states, SCOPES_END)
 
 
 def sends_quiet_in(states: Sequence[object]) -> bool:
-    """Whether they are in every data-parallel scheduler."""
+    """Return whether sends are left out in every data-parallel scheduler."""
     return _all_show(states, SENDS_QUIET)
 
 
 def v2_in(states: Sequence[object]) -> bool:
-    """Whether a scheduler is known to run SGLang's second profiler."""
+    """Return whether a scheduler is known to run SGLang's second profiler."""
     return True in _shown(states, PROFILE_V2)
 
 
 def rpd_in(states: Sequence[object]) -> bool | None:
-    """Whether every scheduler has the library of RPD. None: one does not say."""
+    """Return whether every scheduler has the library of RPD. None: one does not say."""
     found = _shown(states, RPD)
     return all(found) if found and None not in found else None
 
 
 def why_not_shown(states: Sequence[object]) -> str:
-    """What to say where a scheduler does not show what our plugin would."""
+    """Return the remedy for a scheduler that does not show the state of our plugin."""
     found = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
     older = [version or "of an older version" for count, version in found if count is not None]
     if not older:

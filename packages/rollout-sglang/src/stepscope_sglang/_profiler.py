@@ -1,4 +1,4 @@
-"""What SglangProfiler and SglangServer share, and the profiler of engines in this process."""
+"""Parts that SglangProfiler and SglangServer share, and the profiler of engines in this process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Replica(EngineProfilerBase, ABC):
 
     @abstractmethod
     def _lines(self) -> Sequence[tuple[Line, str | None]]:
-        """How its engines are reached, and what each is called where there are several."""
+        """Return the way to each of its engines, with a label if there are several."""
 
     def _waited_for(self, capture: EngineCapture) -> AbstractContextManager[None]:
         """While the caller waits for what is done on the thread."""
@@ -85,7 +85,7 @@ class Replica(EngineProfilerBase, ABC):
         """On the event loop of the caller, before anything else."""
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Does `work` on the thread, once the engine can be reached."""
+        """Do `work` on the thread, once the engine can be reached."""
         self._thread.submit(work)
 
     # On the thread.
@@ -216,7 +216,7 @@ class SglangFactory(EngineFactory):
         return _is(engine, "Engine", "sglang.srt.entrypoints.") or _is_manager(engine)
 
     def owned(self) -> Sequence[object]:
-        """The engines of this process; where there are none, TokenizerManagers (of a server in it)."""
+        """Return the engines of this process; where there are none, TokenizerManagers (of a server in it)."""
         if "sglang.srt.managers.tokenizer_manager" not in sys.modules:
             return ()
         alive = [each for each in gc.get_objects() if self.recognises(each)]
@@ -231,7 +231,7 @@ factory = SglangFactory()
 
 
 def check_facts(facts: EngineFacts) -> None:
-    """Raises EngineError for an engine that cannot be recorded at all; warns of one that may die."""
+    """Raise EngineError for an engine that cannot be recorded at all; warn of one that may die."""
     _versions.check(facts.version)
     expect_first_profiler(facts, ())
     if facts.device == "npu":
@@ -279,6 +279,6 @@ def _is(engine: object, name: str, module: str) -> bool:
 
 
 def _order(engine: object) -> tuple[int, int]:
-    """By GPU and by port: the same at every call."""
+    """Return a key by GPU and port, the same at every call."""
     args: Any = getattr(getattr(engine, "tokenizer_manager", engine), "server_args", None)
     return getattr(args, "base_gpu_id", None) or 0, getattr(args, "port", None) or 0

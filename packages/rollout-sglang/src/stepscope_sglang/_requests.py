@@ -1,4 +1,4 @@
-"""What SGLang says of one request, as attributes for the span of the turn that made it."""
+"""Times of one SGLang request, as attributes for the span of the turn that made it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNTS = {
 
 
 class TimedSpan(Protocol):
-    """What `span`, `turn` and `trajectory` give: as much of it as is used here."""
+    """Used part of what `span`, `turn` and `trajectory` return."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -34,7 +34,7 @@ class TimedSpan(Protocol):
 
 
 def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
-    """Says on the span of a request where its time went: `request_facts` as attributes, and below it spans
+    """Set on the span of a request where its time went: `request_facts` as attributes, and below it spans
     `queue`, `prefill` and `decode` of role `rollout`, as the engine timed them.
 
     Args:
@@ -49,7 +49,7 @@ def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
 
 
 def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
-    """Where one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
+    """Return where one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
 
     Args:
         answer: What `generate`, `async_generate` or POST /generate returned for one prompt, or its
@@ -93,8 +93,8 @@ def _warn_once(kind: str) -> None:
 
 
 def _stamps_here(said: Mapping[str, object]) -> list[int]:
-    """When it was queued, taken up, had its first token, and was over: in ns of this host's monotonic clock.
-    Empty where one is missing, or is not of this host's wall clock.
+    """Return when it was queued, taken up, had its first token, and was over: in ns of this host's
+    monotonic clock. Empty where one is missing, or is not of this host's wall clock.
     """
     names = ("request_received_ts", "forward_entry_time", "prefill_finished_time", "request_finished_ts")
     received, *stamps = (_number(said, name) for name in names)
@@ -109,7 +109,9 @@ def _stamps_here(said: Mapping[str, object]) -> list[int]:
 
 
 def _times(said: Mapping[str, object]) -> dict[str, float]:
-    """In s. Prefill is from the first forward pass with the request in it to its first token."""
+    """Return the times in s. Prefill is from the first forward pass with the request in it to its first
+    token.
+    """
     stamps = [
         _number(said, name) for name in ("forward_entry_time", "prefill_finished_time", "request_finished_ts")
     ]

@@ -100,11 +100,13 @@ class Line(Protocol):
     def facts(self) -> EngineFacts: ...
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Raises `RefusedError`, or EngineError when the engine cannot be reached."""
+        """Start the profiler. Raises `RefusedError`, or EngineError if the engine cannot be reached."""
         ...
 
     def stop(self) -> None:
-        """Returns when the files are written. Raises `RefusedError` when nothing is being recorded."""
+        """Stop the profiler; return when the files are written. Raises `RefusedError` when nothing is
+        being recorded.
+        """
         ...
 
     def states(self, patience_s: float = math.inf) -> Sequence[object]:
@@ -153,7 +155,7 @@ class Session:
         self._folder = Path(capture.out_dir, f".sglang-{uuid.uuid4().hex[:12]}")
 
     def open(self) -> None:
-        """Arms the engine's profiler.
+        """Arm the engine's profiler.
 
         Raises:
             EngineError: it was refused, here or by the engine. Nothing is armed then.
@@ -202,7 +204,7 @@ class Session:
             each._unstopped = False
 
     def _stop_again(self, line: Line) -> None:
-        """The engine says that it records, and the last that began there is this one, whose stop failed.
+        """Repeat a stop that failed: the engine still records for this session.
 
         Args:
             line: Today's way to the engine.
@@ -234,7 +236,7 @@ class Session:
             )
 
     def expire(self, reason: str) -> None:
-        """Ends the recording before the capture does."""
+        """End the recording before the capture does."""
         if self._state == "armed":
             self._truncated = reason
             try:
@@ -243,7 +245,7 @@ class Session:
                 self._fail(error)
 
     def end(self) -> None:
-        """The engine records no longer and nothing is armed."""
+        """Stop the engine's recording, and disarm it."""
         if self._state != "armed":
             return
         self._state = "stopped"  # also where the next line raises: there is no second stop
@@ -264,7 +266,7 @@ class Session:
             self._state = self._without_us()
 
     def close(self) -> list[Artifact]:
-        """The artifacts, once complete. Of an engine that fails at its stop, those that are.
+        """Return the artifacts, once complete. Of an engine that fails at its stop, those that are.
 
         Raises:
             EngineError: nothing was recorded, and why.
@@ -292,7 +294,7 @@ class Session:
                 self._states = self._line.states(self.patience_s)
 
     def hand_in(self) -> bool:
-        """Files that have come since it was closed, with their sidecars. Whether more may still come."""
+        """Publish files that came since the close; return whether more may still come."""
         self.ignored.pop(LATE, None)
         files = [each for each in self._files() if self._whole(*each)]
         for path, name in files:
@@ -314,7 +316,7 @@ class Session:
         self._unstopped = True
 
     def drop(self) -> None:
-        """Ends the recording and leaves nothing of it.
+        """End the recording and leave nothing of it.
 
         Raises:
             EngineError: its stop failed. It is owed then, like one that was closed.
@@ -358,7 +360,7 @@ class Session:
         return files if self._failed is None else [each for each in files if self._whole(*each)]
 
     def _content(self, path: Path) -> Content:
-        """Of a trace, read again when it has changed."""
+        """Return the content of a trace, read again when it has changed."""
         status = path.stat()
         version = (status.st_size, status.st_mtime_ns)
         known = self._contents.get(path)
@@ -401,14 +403,14 @@ class Session:
         return "by others" if cut else "by itself"
 
     def _cleared(self) -> bool:
-        """Whether what has happened leaves nothing armed."""
+        """Return whether what has happened leaves nothing armed."""
         if self._state == "unused" or self._known.dp > 1:
             return False
         stages = {name.stage for _, name in self._files()}
         return not self._planned.by_stage or ("prefill" in stages and len(stages) > 1)
 
     def _settle(self) -> None:
-        """Clears whatever is armed still."""
+        """Clear whatever is armed still."""
         if self._cleared():
             return
         scrap = self._folder.with_name(f"{self._folder.name}-scrap")
@@ -430,7 +432,7 @@ class Session:
                 self._remove(scrap)
 
     def _wait(self) -> None:
-        """Until the files are complete or time is up: SGLang said so, and a shared disk may lag."""
+        """Wait until the files are complete or time is up: a shared disk may lag."""
         if self._state == "unused" and not self._files():  # nor did a pass begin it behind our stop
             self._left = False
             return
@@ -443,7 +445,7 @@ class Session:
             self._left = not self._until(lambda: self._pipeline_there(folder), _PIPELINE_S)
 
     def _pipeline_there(self, folder: Path) -> bool:
-        """For each file of one pipeline rank, those of all."""
+        """Return whether all pipeline ranks wrote the files that one of them wrote."""
         traces = [name for _, name in self._files(folder) if name.kind == "torch_trace"]
         ranks = Counter((name.topology.get("tp"), name.topology.get("dp"), name.stage) for name in traces)
         return all(count >= self._known.pp for count in ranks.values()) and self._complete(folder)
@@ -533,7 +535,8 @@ class Session:
     def _stage(
         self, path: Path, name: TraceName, content: Content, files: list[tuple[Path, TraceName]]
     ) -> Stage | None:
-        """By name, unless the content says otherwise: when requests come and go, SGLang closes the decode
+        """Return the stage by name, unless the content says otherwise: when requests come and go, SGLang
+        closes the decode
         trace under the name of the prefill one.
         """
         if not self._planned.by_stage or name.kind != "torch_trace":
@@ -584,7 +587,7 @@ class Session:
         return not _versions.older(self._known.version, _versions.STEPS_NAMED_SINCE)
 
     def _final(self, name: str) -> Path:
-        """A path in the capture's folder that no earlier capture has taken."""
+        """Return a path in the capture's folder that no earlier capture has taken."""
         stem = safe(self._capture.name)
         name = name if name.startswith(stem) else f"{stem}_{name}"
         name = name if self._label is None else f"{safe(self._label)}_{name}"
@@ -596,7 +599,7 @@ class Session:
     # Asked for, and recorded.
 
     def _why_short(self, content: Content) -> str | None:
-        """Why the file ends before the capture, although the engine went on."""
+        """Return why the file ends before the capture, although the engine went on."""
         if not content.complete:
             return "SGLang did not finish writing it"
         if self._state != "by others":
@@ -649,7 +652,7 @@ class Session:
         return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
 
     def _ran(self, stage: Stage | None) -> int | None:
-        """Passes of a stage in the capture, by the engine's own counter. None: it is not shown."""
+        """Return the passes of a stage in the capture, by the engine's own counter. None: it is not shown."""
         shown = [stages for stages in stages_in(self._states) if stages is not None]
         return shown[0].get(stage) if stage is not None and len(shown) == 1 else None
 
@@ -684,7 +687,7 @@ class Session:
 
 
 def hand_in_late() -> None:
-    """What has come of captures that are over. Trouble with one of them is that one's alone."""
+    """Hand in files that came after their captures. An error of one does not stop the others."""
     with _entering:
         for session in tuple(_owed):
             try:
@@ -701,7 +704,7 @@ def _warn(text: str) -> None:
 
 
 def _owed_by(line: Line) -> list[Session]:
-    """Those of the line's engine, in the order in which they ended."""
+    """Return the owed sessions of the line's engine, in the order in which they ended."""
     return [each for each in tuple(_owed) if each._line.engine == line.engine]
 
 

@@ -48,7 +48,7 @@ _PREFILL, _DECODE = (b"EXTEND", b"MIXED", b"SPLIT_PREFILL"), b"DECODE"
 
 
 class TraceName(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file's name says."""
+    """Facts in a file's name."""
 
     kind: Kind
     topology: dict[str, int]
@@ -56,7 +56,7 @@ class TraceName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace says."""
+    """Facts in a trace."""
 
     complete: bool
     rank: int | None = None
@@ -87,7 +87,7 @@ def parse_name(name: str) -> TraceName | None:
 
 
 def read(path: Path) -> Content:
-    """Decompresses the file from end to end (0.3 s for 150 MB of JSON). Never raises for what is in it."""
+    """Decompress the file from end to end (0.3 s for 150 MB of JSON). Never raises for what is in it."""
     from isal import igzip
 
     head, tail, end, complete = b"", b"", b"", False
@@ -119,7 +119,9 @@ def read(path: Path) -> Content:
 
 
 def _steps(text: bytes, limit: int) -> Counter[Stage]:
-    """The forward passes whose names begin before `limit`. `find`: a pattern costs as much as unpacking."""
+    """Return the forward passes whose names begin before `limit`. `find`: a pattern costs as much as
+    unpacking.
+    """
     found: Counter[Stage] = Counter()
     at = text.find(_STEP)
     while 0 <= at < limit:
@@ -153,7 +155,7 @@ def rank_of(name: TraceName, content: Content, facts: EngineFacts, replica: int)
 
 
 def make_folder(path: Path, *, open_to_all: bool) -> None:
-    """Makes `path` and writes in it once: where SGLang cannot, its scheduler dies at the stop.
+    """Make `path` and write in it once: where SGLang cannot, its scheduler dies at the stop.
 
     Raises:
         EngineError: that cannot be done.

@@ -1,4 +1,4 @@
-"""Which SGLang this is, and what its profiler can be told. The only module that compares versions.
+"""Version of SGLang, and the options of its profiler. The only module that compares versions.
 
 Read in the wheels of 0.5.3 to 0.5.23; `tests/test_wheels.py` reads them again.
 """
@@ -51,7 +51,7 @@ MANY_CAPTURES = ("0.5.13", "0.5.17")
 
 
 class Dialect(NamedTuple):
-    """How a start is said to one TokenizerManager."""
+    """Form of a start for one TokenizerManager."""
 
     as_object: bool
     """One `ProfileReq` (0.5.15 and later); keywords before."""
@@ -64,12 +64,12 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def older(version: str | None, than: str) -> bool:
-    """An unknown version is not older."""
+    """Return whether `version` is below `than`; an unknown version is not."""
     return version is not None and number(version) < number(than)
 
 
 def installed() -> str | None:
-    """The version of the sglang of this process; None where it is not installed as a distribution."""
+    """Return the version of the sglang of this process; None where it is not installed as a distribution."""
     module = sys.modules.get("sglang")
     said = getattr(module, "__version__", None)
     if isinstance(said, str):
@@ -90,7 +90,7 @@ def check(version: str | None) -> None:
 
 
 def dialect_of(start_profile: Callable[..., object]) -> Dialect:
-    """From the signature of `TokenizerManager.start_profile`.
+    """Read the dialect from the signature of `TokenizerManager.start_profile`.
 
     Raises:
         EngineError: neither of the two that are known.
@@ -107,7 +107,7 @@ def dialect_of(start_profile: Callable[..., object]) -> Dialect:
 
 
 def profile_request() -> Callable[..., object]:
-    """The class `ProfileReq` of the sglang in this process."""
+    """Return the class `ProfileReq` of the sglang in this process."""
     import importlib
 
     module = importlib.import_module("sglang.srt.managers.io_struct")  # there: a TokenizerManager is
@@ -115,7 +115,7 @@ def profile_request() -> Callable[..., object]:
 
 
 def fields_of(kind: object) -> frozenset[str]:
-    """The fields of a msgspec struct or a dataclass."""
+    """Return the fields of a msgspec struct or a dataclass."""
     names = getattr(kind, "__struct_fields__", None)
     if names is None:
         names = [field.name for field in dataclasses.fields(cast(type, kind))]
@@ -123,5 +123,5 @@ def fields_of(kind: object) -> frozenset[str]:
 
 
 def options_of(version: str | None) -> frozenset[str]:
-    """What a server of this version can be told, by the table: it does not show its signature."""
+    """Return the options of a server of this version by the table: it does not show its signature."""
     return frozenset(option for option, since in SINCE.items() if not older(version, since))

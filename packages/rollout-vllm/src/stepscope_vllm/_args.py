@@ -158,8 +158,8 @@ def settings_of_environment() -> dict[str, object]:
 
 
 def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | None = None) -> list[str]:
-    """Arguments for `vllm serve`, beside your own. As `engine_args`, without the extension: no route of a
-    server in production reaches it.
+    """Return arguments for `vllm serve`, beside your own. As `engine_args`, without the extension: no
+    route of a server in production reaches it.
 
     Raises:
         ConfigError: as there; or `tool` is nsys, whose ranges nobody has opened in a server yet.

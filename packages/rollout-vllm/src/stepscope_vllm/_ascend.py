@@ -1,4 +1,4 @@
-"""What vllm-ascend's own profiler records with, whatever a capture asks for.
+"""Options of vllm-ascend's own profiler, which a capture cannot change.
 
 It makes torch_npu's profiler from constants in its code, and which they are has changed between its releases.
 So they are read: before the run in the code that is installed, after it in what a recording says of itself.
@@ -85,13 +85,15 @@ class Ascend(NamedTuple):
 
 
 def is_here() -> bool:
-    """Whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
+    """Return whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
     return find_spec("vllm_ascend") is not None
 
 
 @cache
 def installed() -> Ascend | None:
-    """Of this environment, without importing it; None where it is not installed. Read once a process."""
+    """Return the one of this environment, without importing it; None where it is not installed. Read once
+    a process.
+    """
     spec = find_spec("vllm_ascend")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -118,7 +120,7 @@ def of_source(package: Path, who: str) -> Ascend:
 
 
 def of_recording(folder: Path) -> Ascend | None:
-    """What one recording was made with, as torch_npu has noted it there; None where it has not."""
+    """Return the options of one recording, as torch_npu has noted it there; None where it has not."""
     for path in folder.glob("profiler_info*.json"):
         try:
             config = json.loads(path.read_bytes())["config"]
@@ -135,7 +137,7 @@ def of_recording(folder: Path) -> Ascend | None:
 
 
 def options_of(recording: Ascend | None) -> dict[str, Fact]:
-    """What a sidecar says of one recording, in the words of `npu`."""
+    """Return the options of one recording for its sidecar, in the words of `npu`."""
     given = {} if recording is None else recording.arguments
     found: dict[str, Fact] = {}
     for name, argument in (("level", "profiler_level"), ("export", "export_type")):
@@ -147,8 +149,8 @@ def options_of(recording: Ascend | None) -> dict[str, Fact]:
 
 
 def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
-    """What no capture of an engine of this environment has, said in the log once a process; empty where it is
-    not vllm-ascend's.
+    """Return what no capture of an engine of this environment has, said in the log once a process; empty
+    where it is not vllm-ascend's.
 
     Args:
         settings: Of the engine's profiler.

@@ -34,7 +34,7 @@ _numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
 
 def is_engine(value: object) -> bool:
-    """Whether it is an `AsyncLLM` or an `LLM` (or of a class derived from one)."""
+    """Return whether it is an `AsyncLLM` or an `LLM` (or of a class derived from one)."""
     return any(
         kind.__name__ in _KINDS and kind.__module__.partition(".")[0] == "vllm"
         for kind in type(value).__mro__
@@ -42,7 +42,7 @@ def is_engine(value: object) -> bool:
 
 
 def owned() -> list[object]:
-    """The engines that live in this process, in the order in which they were first seen."""
+    """Return the engines that live in this process, in the order in which they were first seen."""
     kinds = _kinds()
     for value in _instances(kinds) if kinds else ():
         _numbers.setdefault(value, len(_numbers))
@@ -50,7 +50,7 @@ def owned() -> list[object]:
 
 
 def _kinds() -> set[type]:
-    """The engine classes that are imported, with those derived from them."""
+    """Return the engine classes that are imported, with those derived from them."""
     homes = (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm.entrypoints.llm", "LLM"))
     found = [getattr(sys.modules.get(module), name, None) for module, name in homes]
     kinds = [kind for kind in found if isinstance(kind, type)]
@@ -69,7 +69,9 @@ def _instances(kinds: set[type]) -> list[object]:
 
 
 def _reachable() -> list[object]:
-    """What the running code can name: variables of all frames and of the script, and their attributes."""
+    """Return the objects that running code can name: variables of all frames and of the script, and their
+    attributes.
+    """
     frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
     names = [frame.f_locals for frame in frames] + [vars(sys.modules["__main__"])]
     level = [value for each in names for value in list(each.values())]
@@ -91,7 +93,7 @@ def _held(value: object) -> list[object]:
 
 
 class Started(NamedTuple):
-    """What is known once a recording has begun."""
+    """Facts about a recording that has begun."""
 
     folder: Path
     """Where its files appear."""
@@ -141,7 +143,7 @@ class Driver:
 
     @property
     def folder(self) -> Path:
-        """Where it writes unless its workers are told otherwise."""
+        """Return the folder that it writes to by default."""
         return Path(str(self.settings.get("torch_profiler_dir") or ""))
 
     @property
@@ -157,18 +159,20 @@ class Driver:
 
     @property
     def in_this_process(self) -> bool:
-        """Whether its one worker lives here too (`LLM` with VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+        """Return whether its one worker lives here too (`LLM` with VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
         if self.asynchronous:
             return False
         core = getattr(self.engine.llm_engine, "engine_core", None)
         return type(core).__name__ == "InprocClient" and self.layout.size == 1
 
     def takes_aim(self) -> bool:
-        """Whether its workers can be told where and how to record. vllm-ascend's have another profiler."""
+        """Return whether its workers can be told where and how to record. vllm-ascend's have another
+        profiler.
+        """
         return not _ascend.is_here() and (self.in_this_process or self.extended())
 
     def extended(self) -> bool:
-        """Whether its workers have our extension."""
+        """Return whether its workers have our extension."""
         name = str(getattr(self.config.parallel_config, "worker_extension_cls", "") or "")
         if not name:
             return False
@@ -187,7 +191,7 @@ class Driver:
         return {**_facts.of_config(self.config, self.layout.size), **_facts.scheduler_here()}
 
     def dead(self) -> str | None:
-        """Why it will not answer any more; None while it lives."""
+        """Return the reason why it will not answer any more; None while it lives."""
         core = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
         resources = getattr(core, "resources", None)
         if getattr(resources, "engine_dead", False) or (self.asynchronous and self.engine.errored):
@@ -197,7 +201,7 @@ class Driver:
     # What it is told.
 
     def bind(self, caller: asyncio.AbstractEventLoop) -> None:
-        """Finds the event loop of an AsyncLLM; one without a loop yet gets the caller's.
+        """Find the event loop of an AsyncLLM; one without a loop yet gets the caller's.
 
         Raises:
             EngineError: that loop has ended, or is not one for an engine.
@@ -242,7 +246,7 @@ class Driver:
         return Started(self.folder, named=named, aimed=False, by_others=by_others)
 
     async def stop(self) -> dict[str, str]:
-        """What did not come of it, and why."""
+        """Stop the recording; return {part that failed: reason}."""
         lost = None
         if not self.dialect.guarded and self.frontend_records() is not None:
             # What stop_profile does, one after the other, and to a profiler that records alone: one stop too
@@ -266,7 +270,7 @@ class Driver:
         return left if lost is None else {**left, "frontend": lost}
 
     def frontend_records(self) -> bool | None:
-        """Whether the AsyncLLM's own profiler of this process records; None where it has none."""
+        """Return whether the AsyncLLM's own profiler of this process records; None where it has none."""
         found = getattr(self.engine, "profiler", None) if self.asynchronous else None
         if found is None:
             return None
@@ -276,7 +280,7 @@ class Driver:
         return found is not None and bool(found.entered) and found.kineto_results is None
 
     async def _end_frontend(self) -> str | None:
-        """Stops the AsyncLLM's own profiler, if it records, also when the engine is dead: left so, this
+        """Stop the AsyncLLM's own profiler, if it records, also when the engine is dead: left so, this
         process ends in a segmentation fault at its exit. It ends in one as well when a torch.profiler is
         stopped on another thread than it was started on: the one that vLLM has it started on is of its loop.
 
@@ -295,7 +299,7 @@ class Driver:
         return None
 
     async def call(self, method: str, *args: object, **kwargs: object) -> Any:
-        """Calls the engine where it wants to be called.
+        """Call the engine where it wants to be called.
 
         Raises:
             EngineError: it is dead, also when it dies meanwhile; or what it raised, as text.
@@ -317,7 +321,7 @@ class Driver:
             raise EngineError(f"{method}: {why or _said(error)}") from error
 
     async def _death(self) -> str | None:
-        """A call fails a moment before its engine is known to be dead."""
+        """Return a call fails a moment before its engine is known to be dead."""
         for _ in range(10):
             why = self.dead()
             if why is not None:
@@ -338,7 +342,7 @@ class Driver:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
 
     async def _aim(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> bool:
-        """Whether the workers write this capture as it asks, wherever the engine was told to write."""
+        """Return whether the workers write this capture as it asks, wherever the engine was told to write."""
         here = self.in_this_process
         if self.settings.get("profiler") != "torch" or not self.takes_aim():
             return False
@@ -365,8 +369,8 @@ class Driver:
 
 
 def options_of(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, bool]:
-    """The torch.profiler options of a capture, by torch's names. Operations are counted as the engine was
-    built to, unless the capture says otherwise.
+    """Return the torch.profiler options of a capture, by torch's names. Operations are counted as the
+    engine was built to, unless the capture says otherwise.
     """
     flops = "torch_profiler_with_flops"
     return {

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: points the profiler at one capture's folder, name and options.
+"""Extension of vLLM's workers: points the profiler at one capture's folder, name and options.
 
 `WorkerExtension` goes to the engine as `worker_extension_cls`, by name; an engine whose worker lives in this
 very process needs no extension and gets `aim` itself. The attributes of vLLM that are touched:
@@ -57,8 +57,8 @@ class WorkerExtension:
         return release(self)
 
     def stepscope_read(self, path: str, offset: int) -> bytes | None:
-        """A piece of a file of its last capture, for an engine that does not see this worker's disk; empty at
-        the end, None when it is not this worker's.
+        """Return a piece of a file of its last capture, for an engine that does not see this worker's
+        disk; empty at the end, None when it is not this worker's.
         """
         worker: Any = self
         if path not in getattr(worker, "_stepscope_wrote", ()) or not os.path.exists(path):
@@ -127,7 +127,7 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
 
 
 def release(worker: Any) -> dict[str, Any]:
-    """Takes back what `aim` has changed. Returns what `stepscope_release` does."""
+    """Take back what `aim` has changed. Returns what `stepscope_release` does."""
     worker = getattr(worker, "worker", worker)
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
@@ -185,7 +185,7 @@ class _Undo:
             setattr(target, name, value)
 
     def shadow(self, target: Any, name: str, method: Callable[..., Any]) -> None:
-        """Puts a method before that of the object's class."""
+        """Put a method before that of the object's class."""
         setattr(target, name, method)
         self._shadows.append((target, name))
 
@@ -197,7 +197,7 @@ class _Undo:
 
 
 def _wrapper(worker: Any, spec: Spec) -> Any:
-    """The worker's profiler; made now where vLLM would make it at the first start."""
+    """Return the worker's profiler; made now where vLLM would make it at the first start."""
     if getattr(worker, "profiler", None) is None:
         from vllm.profiler import wrapper
 
@@ -227,7 +227,8 @@ def _who(worker: Any) -> dict[str, Any]:
 
 
 def _dp(parallel: Any) -> int:
-    """Which of the data-parallel engines this worker is of. For dense models vLLM takes these apart into
+    """Return the number of this worker's data-parallel engine. For dense models vLLM takes these apart
+    into
     engines that know of no others (`data_parallel_rank` is 0 in all); what stays is `data_parallel_index`.
     """
     for name in ("data_parallel_index", "data_parallel_rank"):
@@ -241,7 +242,7 @@ def _stem(name: str, who: dict[str, Any]) -> str:
 
 
 def _activities(wanted: list[str]) -> list[Any]:
-    """Those that torch has here. Empty: leave the worker its own (an NPU's, say)."""
+    """Return the activities that torch has here. Empty: leave the worker its own (an NPU's, say)."""
     from torch.profiler import ProfilerActivity, supported_activities
 
     named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]

@@ -1,4 +1,4 @@
-"""What an engine says of itself (layout, scheduler), and where a request spent its time."""
+"""Facts of an engine (layout, scheduler), and the times of a request in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SLACK_S = 0.05
 
 
 class TimedSpan(Protocol):
-    """What `span`, `turn` and `trajectory` give: as much of it as is used here."""
+    """Used part of what `span`, `turn` and `trajectory` return."""
 
     def set(self, **attrs: Fact) -> None: ...
 
@@ -65,7 +65,7 @@ def _stamps_here(stats: Any) -> list[float]:
 
 
 def request_facts(output: object) -> dict[str, str | int | float]:
-    """Where one request spent its time, for the span around it: `span.set(**request_facts(output))`.
+    """Return where one request spent its time, for the span around it: `span.set(**request_facts(output))`.
 
     Args:
         output: vLLM's `RequestOutput`, finished. Its `metrics` are there unless the engine was built with
@@ -123,7 +123,7 @@ def scheduler_here() -> dict[str, Fact]:
 
 
 def scheduler(text: str) -> dict[str, Fact]:
-    """What a Prometheus page of vLLM says of its scheduler, summed over its data-parallel engines."""
+    """Read the scheduler's metrics from a Prometheus page of vLLM, summed over its data-parallel engines."""
     found: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         if name in _METRICS:
@@ -142,6 +142,6 @@ def _suffixed(facts: Mapping[str, Fact], when: str) -> dict[str, Fact]:
 
 
 def steady(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Those that do not change while an engine lives."""
+    """Return the facts that do not change while an engine lives."""
     counted = set(_METRICS.values())
     return {name: value for name, value in facts.items() if name not in counted}

@@ -21,19 +21,19 @@ _lock = threading.Lock()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begins `work` on the line. Work of one caller begins in the order in which it was given."""
+    """Begin `work` on the line. Work of one caller begins in the order in which it was given."""
     future = asyncio.run_coroutine_threadsafe(work, _running())
     future.add_done_callback(_seen)
     return future
 
 
 async def outcome(future: Future[T]) -> T:
-    """What `future` comes to. Being cancelled leaves it running."""
+    """Return the result of `future`. Being cancelled leaves it running."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether nobody but stepscope runs on this loop."""
+    """Return whether nobody but stepscope runs on this loop."""
     return loop is _loop or threading.current_thread().name.startswith("stepscope-")
 
 

@@ -1,4 +1,4 @@
-"""What a capture asks for, against what the engine was built with: honoured, reported, or refused."""
+"""Options of a capture against those the engine was built with: honoured, reported, or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIX = "Fix: build it with **stepscope_vllm.engine_args(config, replica)"
 
 
 def refuse_disabled(settings: Mapping[str, object]) -> None:
-    """Raises EngineError, with the argument to add, when the engine was built without a profiler."""
+    """Raise EngineError, with the argument to add, if the engine was built without a profiler."""
     if settings.get("profiler") is None:
         raise EngineError(
             "this engine was built without its profiler, and it cannot be added later. Fix: "
@@ -74,7 +74,7 @@ def unable(
     aimed: bool,
     ascend: Ascend | None = None,
 ) -> dict[str, str]:
-    """The options of a capture that will not be honoured: {option: reason}.
+    """Return the options of a capture that will not be honoured: {option: reason}.
 
     Args:
         settings: What the engine was built with; empty where it is not known (a server).

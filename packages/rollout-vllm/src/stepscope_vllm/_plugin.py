@@ -1,4 +1,4 @@
-"""What vLLM loads into its own processes, so that captures of a pipeline can follow each other at once.
+"""Plugin in vLLM's own processes, so that captures of a pipeline can follow each other at once.
 
 vLLM calls the entry points `vllm.general_plugins` of what is installed beside it, in each of its processes. A
 stage of a pipeline sends what the next one needs and goes on; it waits for that send in its next pass. Over
@@ -42,7 +42,7 @@ def load() -> None:
 
 
 def hide_sends() -> None:
-    """Imports what each of these processes imports anyway."""
+    """Leave the sends of pipeline stages out of recordings. Imports only modules that vLLM imports anyway."""
     group, name = _sending()
     send = getattr(group, name, None)
     if send is not None:
@@ -50,7 +50,7 @@ def hide_sends() -> None:
 
 
 def is_missing() -> bool:
-    """Whether a pipeline of this process's vLLM leaves sends open, and nothing hides them."""
+    """Return whether a pipeline of this process's vLLM leaves sends open, and nothing hides them."""
     if _STATE not in sys.modules:
         return False
     group, name = _sending()
@@ -59,8 +59,8 @@ def is_missing() -> bool:
 
 
 def _sending() -> tuple[Any, str]:
-    """The class, None where this version has it elsewhere, and its method that sends over gloo and does not
-    wait.
+    """Return the class, None where this version has it elsewhere, and its method that sends over gloo and
+    does not wait.
     """
     from vllm.platforms import current_platform
 

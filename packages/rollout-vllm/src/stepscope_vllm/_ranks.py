@@ -13,7 +13,7 @@ from stepscope_vllm._traces import Trace
 
 
 class Layout(NamedTuple):
-    """How one engine is spread over GPUs."""
+    """Spread of one engine over GPUs."""
 
     tp: int
     pp: int
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None:
-    """None for a frontend, and where nothing says, or what says it contradicts the layout."""
+    """Return the global rank; None for a frontend, and if it is unknown or contradicts the layout."""
     if trace.frontend or trace.rank is None or layout is None:
         return None
     if layout.external:
@@ -62,7 +62,7 @@ def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
 
 
 def contradiction(trace: Trace, layout: Layout | None) -> str | None:
-    """Why a trace cannot be of an engine of this layout; None when it can."""
+    """Return the reason why a trace cannot be of an engine of this layout; None when it can."""
     if trace.frontend or trace.rank is None or layout is None or layout.external:
         return None
     if _place(trace, trace.rank, layout) is not None:
@@ -91,8 +91,8 @@ def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | 
 
 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
-    """The wanted ranks in a worker's own numbering; None for all, and where data-parallel engines share
-    one: then each writes, and the files of the others are left aside.
+    """Return the wanted ranks in a worker's own numbering; None for all, and where data-parallel engines
+    share one: then each writes, and the files of the others are left aside.
     """
     if wanted is None or layout is None or layout.dp > 1:
         return None

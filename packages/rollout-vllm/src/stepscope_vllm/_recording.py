@@ -42,14 +42,14 @@ _entering = threading.Lock()
 
 
 class Target(Protocol):
-    """What is recorded: an engine of this process, or one behind HTTP."""
+    """Recorded engine: one of this process, or one behind HTTP."""
 
     @property
     def version(self) -> str: ...
 
     @property
     def folder(self) -> Path | None:
-        """Where the engine writes; None where nobody has said it."""
+        """Folder that the engine writes to; None if unknown."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Target(Protocol):
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started: ...
 
     async def stop(self) -> dict[str, str]:
-        """What did not come of it, and why."""
+        """Stop the recording; return {part that failed: reason}."""
         ...
 
 
@@ -95,7 +95,7 @@ class Desk:
         return self._turn
 
     def take(self, run: Run) -> None:
-        """Raises EngineError while another capture has it."""
+        """Reserve the engine for a run. Raises EngineError while another has it."""
         with self.lock:
             refuse_second_start(None if self.current is None else self.current.capture)
             self.current = run
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def folder(self) -> Path | None:
-        """Where its engine writes when it is not told otherwise."""
+        """Return the folder that its engine writes to by default."""
         return self._target.folder
 
     async def begin(self) -> None:
@@ -200,14 +200,14 @@ class Run:
     # On a thread: disks block.
 
     def _look(self) -> set[str]:
-        """What is there before the start, the files of this step's earlier captures among it."""
+        """Return the names of files before the start, the files of this step's earlier captures among it."""
         folder = self._target.folder
         if folder is not None:
             self._bring_home(folder)
         return _traces.listed(folder) | _traces.listed(Path(self.capture.out_dir))
 
     def _bring_home(self, folder: Path) -> None:
-        """Moves files of captures that are over, and enters them: whoever made those was gone when the files
+        """Move files of captures that are over, and enters them: whoever made those was gone when the files
         came.
         """
         run = RunLayout(Path(self.capture.step_dir).parent)
@@ -241,7 +241,7 @@ class Run:
                     take_in(layout, [each for each in late if each.alive is False])
 
     def _of_replica(self) -> str:
-        """The end of its name that tells it from other servers' captures; empty where it has none."""
+        """Return the end of its name that tells it from other servers' captures; empty where it has none."""
         found = re.search(r"_replica\d+$", self.capture.name)
         return found[0] if found else ""
 
@@ -286,7 +286,7 @@ class Run:
         return any(_traces.is_trace(name) and name.startswith(f"{self._name}_") for name in new)
 
     def _names(self, started: Started, late_for: Run | None) -> set[str]:
-        """The names of this capture's files; late ones of the capture before go where they belong."""
+        """Return the names of this capture's files; late ones of the capture before go where they belong."""
         there, (before, after) = _traces.listed(started.folder), self._seen
         named = {name for name in there - before if name.startswith(f"{self._name}_")}
         if started.aimed:
@@ -301,7 +301,7 @@ class Run:
         return there - before - between
 
     def _adopt(self, names: set[str], folder: Path) -> None:
-        """Files that came after this capture's end had given up on them."""
+        """Publish files that came after this capture's end had given them up."""
         moved = _traces.move(names, folder, Path(self.capture.out_dir), self._name)
         self._publish([_traces.read(path) for path in moved if _traces.is_trace(path.name)], None, {})
 
@@ -408,8 +408,8 @@ def _kind(trace: _traces.Trace) -> str:
 
 
 def _over(parts: Sequence[ProcessPart]) -> set[str]:
-    """The runs whose one capture of the step is over. Where several processes opened one, each with a replica
-    0, nothing in a file's name says whose it is: it stays where it lies.
+    """Return the runs whose one capture of the step is over. Where several processes opened one, each with
+    a replica 0, nothing in a file's name says whose it is: it stays where it lies.
     """
     owners: dict[str, list[ProcessPart]] = {}
     for part in parts:

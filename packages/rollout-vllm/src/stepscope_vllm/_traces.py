@@ -47,7 +47,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class Trace(NamedTuple):
-    """What one file says of itself."""
+    """Facts that one file states about itself."""
 
     path: Path
     frontend: bool
@@ -67,12 +67,12 @@ class Trace(NamedTuple):
 
     @property
     def is_recording(self) -> bool:
-        """Whether it is a recording of the Ascend profiler."""
+        """Return whether it is a recording of the Ascend profiler."""
         return is_recording(self.path.name)
 
 
 def listed(folder: Path | None) -> set[str]:
-    """Names of all files there that a profiler wrote; empty where there is no folder."""
+    """Return names of all files there that a profiler wrote; empty where there is no folder."""
     if folder is None:
         return set()
     try:
@@ -82,7 +82,7 @@ def listed(folder: Path | None) -> set[str]:
 
 
 def holder(root: Path, prefix: str) -> Path:
-    """That of `root` and the folders in it where files of this prefix lie; `root` where none has any."""
+    """Return the folder with files of this prefix: `root` or one in it; `root` if none has any."""
     try:
         folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
     except OSError:
@@ -92,12 +92,12 @@ def holder(root: Path, prefix: str) -> Path:
 
 
 def of_frontends(folder: Path) -> set[str]:
-    """Names of the traces there that API servers and AsyncLLMs wrote of themselves."""
+    """Return names of the traces there that API servers and AsyncLLMs wrote of themselves."""
     return {name for name in listed(folder) if is_trace(name) and _FRONTEND in name}
 
 
 def prefix_of(name: str) -> str:
-    """A capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
+    """Return a capture's name as vLLM takes it: 1 to 128 of `A-Za-z0-9._-`, the first a letter or a digit.
 
     Of a name that cannot stay as it is, the end is a digest of all of it: no two captures share a prefix.
     """
@@ -110,7 +110,7 @@ def prefix_of(name: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of the capture that a file is named after; None for other names."""
+    """Return the step of the capture that a file is named after; None for other names."""
     found = _CAPTURE.match(name)
     return None if found is None else int(found[1])
 
@@ -120,7 +120,7 @@ def is_output(name: str) -> bool:
 
 
 def changed_ns(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """When each trace and its table were whole, unix ns, by the stem of their names."""
+    """Return when each trace and its table were whole, unix ns, by the stem of their names."""
     changed: dict[str, int] = {}
     for name in names:
         with suppress(OSError):
@@ -148,12 +148,14 @@ def is_trace(name: str) -> bool:
 
 
 def is_recording(name: str) -> bool:
-    """Whether it is a folder of the Ascend profiler. All of a worker's have the name of its first capture."""
+    """Return whether `name` is a folder of the Ascend profiler. All of a worker's have the name of its first
+    capture.
+    """
     return bool(_RECORDING.search(name))
 
 
 def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[Path]:
-    """Moves files to a capture's folder, under names that no other capture's have. Sorted."""
+    """Move files to a capture's folder, under names that no other capture's have. Sorted."""
     target.mkdir(parents=True, exist_ok=True)
     moved = []
     for name in sorted(names):
@@ -172,7 +174,7 @@ def move(names: Iterable[str], source: Path, target: Path, prefix: str) -> list[
 
 
 def remove(path: Path) -> None:
-    """A trace, or a folder that is one."""
+    """Remove a trace, which may be a folder."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -180,7 +182,7 @@ def remove(path: Path) -> None:
 
 
 def wait_until_complete(paths: Iterable[Path]) -> None:
-    """Returns once all traces are whole.
+    """Return once all traces are whole.
 
     Raises:
         ValueError: one is not, though it was given time.
@@ -196,7 +198,7 @@ def wait_until_complete(paths: Iterable[Path]) -> None:
 
 
 def read(path: Path) -> Trace:
-    """What the file says in its content, and where that is silent, in its name."""
+    """Return the facts in a file's content, or else in its name."""
     head, tail, iterations = (b"", b"", 0) if path.is_dir() else _scan(path)
     stated, pid = _STATED.search(head), _PID.search(head) or _RECORDING.search(path.name)
     named, dp = _RANK.search(path.name), _DP.search(path.name)
@@ -228,7 +230,7 @@ def _dp_of_process(pid: int | None) -> int | None:
 
 
 def _scan(path: Path) -> tuple[bytes, bytes, int]:
-    """Its head, its end, and how many iterations it names. 0.3 s for 150 MB of JSON."""
+    """Return its head, its end, and the number of iterations it names. 0.3 s for 150 MB of JSON."""
     from isal import igzip
 
     head = tail = b""
@@ -244,7 +246,7 @@ def _scan(path: Path) -> tuple[bytes, bytes, int]:
 
 
 def unfinished(path: Path) -> str | None:
-    """What is missing at the end of a trace; None when nothing is."""
+    """Return the reason why a trace is incomplete; None if it is whole."""
     from isal import igzip
 
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Which of its ways a vLLM has: the one module that compares versions and reads signatures.
+"""Dialects of vLLM. The only module that compares versions and reads signatures.
 
 What a build can do is read from the signatures of the engine at hand, because nightlies and forks have
 versions that say little. The table in `docs/engines-vllm.md` has the releases in which each way appeared.
@@ -48,7 +48,7 @@ KNOWN = frozenset(ADDED) - {"cuda"} | {
 
 
 class Dialect(NamedTuple):
-    """What the calls of one vLLM take."""
+    """Arguments that the calls of one vLLM take."""
 
     prefix: Literal["no", "first start", "every start"]
     """Whether a start's `profile_prefix` names its files."""
@@ -59,7 +59,9 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(parameters: Collection[str]) -> Dialect:
-    """What the engine can do whose start takes these parameters: of its signature, or of its HTTP body."""
+    """Return the dialect of an engine whose start takes these parameters: of its signature, or of its HTTP
+    body.
+    """
     bounds = "delay_iterations" in parameters
     if "profile_prefix" not in parameters:
         return Dialect("no", bounds, bounds)
@@ -67,7 +69,7 @@ def dialect_of(parameters: Collection[str]) -> Dialect:
 
 
 def dialect_of_engine(engine: object) -> Dialect:
-    """Of an `AsyncLLM` or `LLM`."""
+    """Return the dialect of an `AsyncLLM` or `LLM`."""
     start = getattr(engine, "start_profile", None)
     if start is None:
         raise EngineError(
@@ -78,7 +80,7 @@ def dialect_of_engine(engine: object) -> Dialect:
 
 
 def dialect_of_version(version: str) -> Dialect:
-    """For a server that does not show what its routes take."""
+    """Return the dialect of a server that does not document its routes."""
     new = numbers(version) >= numbers(ADDED["delay_iterations"])
     return Dialect("every start" if new else "no", new, new)
 
@@ -99,12 +101,12 @@ def untried(version: str) -> str | None:
 
 
 def names_iterations(version: str) -> bool:
-    """Whether traces of workers name each iteration (`execute_...`)."""
+    """Return whether traces of workers name each iteration (`execute_...`)."""
     return numbers(version) >= (0, 12)
 
 
 def leaves_sends_open(version: str) -> bool:
-    """Whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
+    """Return whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
     return numbers(version) >= (0, 29)
 
 
@@ -114,6 +116,6 @@ def since(option: str) -> str:
 
 
 def fields_of(config: object) -> Mapping[str, object]:
-    """The settings of an engine's `ProfilerConfig`, as a mapping."""
+    """Return the settings of an engine's `ProfilerConfig`, as a mapping."""
     names = getattr(type(config), "__dataclass_fields__", {})
     return {name: getattr(config, name) for name in names}

@@ -1,4 +1,4 @@
-"""What works on this machine, what does not, and the fix: the rows of `stepscope doctor`.
+"""Rows of `stepscope doctor`: parts of this machine that work, parts that do not, and the fix.
 
 Packages add rows of their own through the entry-point group `stepscope.doctor`: a function without arguments
 that returns a list of `Row`. It says what it finds and raises nothing that it can foresee; what it does raise

@@ -18,7 +18,7 @@ TOLERABLE_NS = 50_000_000
 
 
 def nodes(address: str, timeout_s: float = 30.0) -> Iterator[Row]:
-    """A row for each node of the cluster at `address` (`auto`, `host:port`).
+    """Yield a row for each node of the cluster at `address` (`auto`, `host:port`).
 
     Joins the cluster for that long and leaves it again, unless this process was in it already.
     """

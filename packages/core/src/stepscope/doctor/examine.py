@@ -17,7 +17,7 @@ GROUP = "stepscope.doctor"
 
 
 def examine(config_file: Path | None = None, ray_address: str | None = None) -> Iterator[Row]:
-    """Looks at this machine, one row at a time: some take seconds.
+    """Yield the rows of this machine one by one, because some take seconds.
 
     Args:
         config_file: The configuration of the run; None: what STEPSCOPE_CONFIG and the environment say.
@@ -72,7 +72,7 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
 
 
 def _said(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Row]:
-    """What `rows` says; a red row for what it raises: one broken library must not hide the others."""
+    """Yield the rows, and a red row for an error: one broken library must not hide the others."""
     try:
         found = rows()
         yield from (found,) if isinstance(found, Row) else found

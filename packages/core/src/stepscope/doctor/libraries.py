@@ -119,7 +119,7 @@ def nsys(tool: str) -> Row:
 
 
 def nsys_permissions() -> Iterator[Row]:
-    """What the kernel keeps nsys from, where that is installed: CPU samples; CUDA and NVTX need no leave."""
+    """Yield a row if the kernel keeps nsys from sampling CPUs. CUDA and NVTX need no permission."""
     if shutil.which("nsys") is None or os.geteuid() == 0:
         return
     try:
@@ -161,7 +161,7 @@ def _damaged(subject: str, distribution: str) -> Row:
 
 
 def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Variables that point a tool of NVIDIA's at this process."""
+    """Yield a row for each variable that points a tool of NVIDIA's at this process."""
     for name in INJECTED:
         value = environ.get(name)
         if not value:
@@ -177,6 +177,6 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
-    """The first numbers of a version; () where it begins with none."""
+    """Return the first numbers of a version; () where it begins with none."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")[:parts]) if found else ()

@@ -66,8 +66,8 @@ def damaged_packages() -> Iterator[Row]:
 
 
 def entry_points(group: str) -> list[metadata.EntryPoint]:
-    """Those of all packages whose metadata can be read: `importlib.metadata` gives up at the first that
-    cannot.
+    """Return the entry points of all packages whose metadata can be read: `importlib.metadata` gives up at
+    the first that cannot.
     """
     try:
         return list(metadata.entry_points(group=group))
@@ -83,7 +83,7 @@ def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
 
 
 def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
-    """What the environment, or the file that was named, says; a row for each thing that is wrong."""
+    """Yield a row for a valid configuration, or one for each mistake in it."""
     if isinstance(config, ConfigError):
         for error in (config, *config.also):
             found = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
@@ -101,7 +101,7 @@ def _valid(config: ProfileConfig) -> Row:
 
 
 def save_path(config: ProfileConfig) -> Row:
-    """Whether the run's folder can be written, and what fits into it."""
+    """Return a row on the run's folder: whether it can be written, and its free space."""
     try:
         check_save_path(config, on_ray=False)
     except ConfigError as error:
@@ -148,7 +148,7 @@ def shared_memory() -> Row:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution; "damaged" where its metadata does not say."""
+    """Return the version of an installed distribution; "damaged" where its metadata does not say."""
     try:
         return metadata.version(distribution) or DAMAGED
     except metadata.PackageNotFoundError:

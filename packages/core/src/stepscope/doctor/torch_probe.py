@@ -1,4 +1,4 @@
-"""Asks torch what it can record, in a process of its own: importing it takes seconds, and may crash.
+"""Probe of torch in a process of its own, because importing it takes seconds and may crash.
 
 Run as a program it prints one JSON object. What it starts is a profiler window around one small operation, on
 the device too where there is one.
@@ -22,7 +22,7 @@ class ProbeError(Exception):
 
 
 def ask() -> dict[str, Any]:
-    """What torch says on this machine: version, cuda, devices, and the events that a window recorded.
+    """Return facts of torch on this machine: version, CUDA, devices, and the events of one window.
 
     Raises:
         ProbeError: torch cannot be imported, or the process ended or hung.
@@ -52,7 +52,7 @@ def ask() -> dict[str, Any]:
 
 
 def answer() -> dict[str, Any]:
-    """The program: to be run where nothing else is."""
+    """Record one operator with torch.profiler and return the facts. Runs in the process of the probe."""
     torch: Any = import_module("torch")
     kinds = torch.profiler.ProfilerActivity
     possible = torch.profiler.supported_activities()

@@ -63,7 +63,7 @@ class ActorLine:
         self.stamps: deque[Stamps] = deque(maxlen=64)
 
     async def call(self, fn: Callable[..., object], *args: object, keep: bool = False) -> Any:
-        """Runs `fn(instance, *args)` in the actor and returns what it returns.
+        """Run `fn(instance, *args)` in the actor and return its result.
 
         Args:
             fn: A plain function runs where the actor's methods run; in an async actor it may take its time,
@@ -92,7 +92,7 @@ class ActorLine:
         return value
 
     async def ask(self, fn: Callable[..., T], *args: object) -> T:
-        """Runs a short plain function in the actor, on whatever thread Ray picks. Raises as `call` does."""
+        """Run a short plain function in the actor, on whatever thread Ray picks. Raises as `call` does."""
         import ray
 
         if not ray.is_initialized():  # Ray would start an empty cluster of its own and look there
@@ -113,7 +113,7 @@ class ActorLine:
         return cast(T, value)
 
     def tell(self, fn: Callable[..., object], *args: object) -> None:
-        """Has the actor run `fn(instance, *args)` as `call` would. Nobody hears what became of it."""
+        """Have the actor run `fn(instance, *args)` as `call` would. Its outcome is not reported."""
         import ray
 
         if not ray.is_initialized():
@@ -141,7 +141,9 @@ def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) ->
 
 
 def present(instance: object) -> None:
-    """For `ask`: the actor is alive and at leisure. Worth a round trip before what must not happen late."""
+    """Do nothing: an answer says that the actor is alive and not busy. Worth a round trip before what must
+    not happen late.
+    """
 
 
 def begin(instance: object, ticket: str, fn: Callable[..., object], args: tuple[object, ...]) -> Reply:
@@ -210,7 +212,7 @@ def _attempt(fn: Callable[..., object], *args: object) -> Reply:
 
 
 def _actors_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs this actor's coroutine methods; None for sync and threaded actors."""
+    """Return the event loop that runs this actor's coroutine methods; None for sync and threaded actors."""
     from ray._private.worker import global_worker
 
     # Ray has no public way to its loop from outside a coroutine method. "__init__" names the default one:
@@ -235,7 +237,7 @@ def _private_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cause(error: BaseException) -> str:
-    """What an error about an unreachable actor says of the reason, on one line."""
+    """Return the reason in an error about an unreachable actor, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")]
     state = "unavailable (restarting?)" if type(error).__name__ == "ActorUnavailableError" else "died"
@@ -243,7 +245,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """The error that a remote traceback ends with."""
+    """Return the error that a remote traceback ends with."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1][:300] if lines else type(error).__name__
     if "No module named 'stepscope" in text:

@@ -50,7 +50,8 @@ def publish(
     ended: Ended | None = None,
     note: str | None = None,
 ) -> Artifact:
-    """The artifact for the complete file or folder at `path`, with its sidecar beside it. Blocks on the disk.
+    """Return the artifact for the complete file or folder at `path`, with its sidecar beside it. Blocks on
+    the disk.
 
     Args:
         host: That of the process that was recorded; None: this one.
@@ -138,7 +139,7 @@ def _distance_ns(stall: Stall, at_ns: int) -> int:
 
 
 def read_anchor() -> ClockAnchor:
-    """This process' clocks at one moment."""
+    """Read all clocks of this process at one moment."""
     before = time.monotonic_ns()
     wall = time.time_ns()
     after = time.monotonic_ns()

@@ -22,7 +22,7 @@ LEFT_BEHIND = "artifacts on "
 
 
 async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """Copies what is not here, with its sidecars, under the same paths.
+    """Copy what is not here, with its sidecars, under the same paths.
 
     Returns:
         `{"artifacts on <host>": why}` for those that stay there alone; empty when all are here.
@@ -43,7 +43,7 @@ async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifac
 
 
 async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
-    """Puts a file in its place, whole or not at all.
+    """Put a file in its place, whole or not at all.
 
     Args:
         read: Its bytes from an offset on, a piece of them; none at its end.
@@ -62,7 +62,7 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
 
 
 def names_of(instance: object, path: str) -> list[str]:
-    """The file, or all of a folder, and the sidecar at last: what has one is whole."""
+    """Return the file, or all of a folder, and the sidecar at last: what has one is whole."""
     there = [found for found in Path(path).rglob("*") if found.is_file()] if os.path.isdir(path) else [path]
     return [str(name) for name in (*there, sidecar_of(Path(path)))]
 

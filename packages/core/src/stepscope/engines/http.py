@@ -65,7 +65,7 @@ class Server:
     async def request(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> Answer:
-        """As `request_now`, without blocking the loop. Cancelled, the connection is shut down at once; a
+        """Send a request without blocking the loop. Cancelled, the connection is shut down at once; a
         server notices that or not: what was asked for may still happen there.
         """
         call = _Call(self, method, path, body, timeout_s)
@@ -78,7 +78,7 @@ class Server:
     def request_now(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> Answer:
-        """The server's answer, whatever its status. Blocks.
+        """Return the server's answer, whatever its status. Blocks.
 
         Args:
             body: Sent as JSON; None for none.
@@ -162,7 +162,7 @@ class _Call:
 def workers_of(
     router: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
 ) -> list[str]:
-    """The URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
+    """Return the URLs of the servers behind a router (`sglang_router`, `vllm-router`), sorted. Blocks.
 
     A router names them in another order each time it is started.
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def own_thread(fn: Callable[..., T], *args: Any) -> T:
-    """As `asyncio.to_thread(fn, *args)`, on a daemon thread made for it (0.1 ms).
+    """Run `fn(*args)` on a daemon thread made for it (0.1 ms), like `asyncio.to_thread`.
 
     The loop's default executor is the user's: full of tools or generations that block, it would hold up a
     capture until one of them is done. Cancelled, the thread goes on and its result is dropped.

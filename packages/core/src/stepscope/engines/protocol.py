@@ -1,4 +1,4 @@
-"""What an engine profiler is, how one is found by name, and how one is found for an engine object."""
+"""Contracts of engine profilers and adapters, and the search for one by name or by engine object."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=No
 
 
 def patience_s(capture: EngineCapture) -> float:
-    """Seconds that the capture waits for the `start` or `stop` in whose context this is called (`close` can
+    """Return the seconds that the capture waits for the `start` or `stop` in whose context this is called
+    (`close` can
     be given a deadline of its own); infinite: to its end.
     """
     said = waited_s.get()
@@ -110,11 +111,11 @@ class EngineProfiler(Protocol):
         ...
 
     async def start(self, capture: EngineCapture) -> None:
-        """Returns when every worker of the replica has begun."""
+        """Return when every worker of the replica has begun."""
         ...
 
     async def stop(self) -> list[Artifact]:
-        """The files, complete on disk, ranks known or None."""
+        """Return the files, complete on disk, ranks known or None."""
         ...
 
     @property
@@ -168,21 +169,21 @@ class EngineFactory(Protocol):
         ...
 
     def owned(self) -> Sequence[object]:
-        """The engines of this kind that live in this process: what `capture(engines="<name>")` means.
+        """Return the engines of this kind that live in this process: what `capture(engines="<name>")` means.
 
         In the same order at every call; empty where there is none, or where nothing tells which is meant.
         """
         ...
 
     def __call__(self, engine: object, replica: int) -> EngineProfiler:
-        """The profiler for that engine object, as replica number `replica`."""
+        """Return the profiler for that engine object, as replica number `replica`."""
         ...
 
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """The adapters that are installed, by name. Looked for once, and again after a miss: that reads metadata
-    of every package, 10 ms of CPU where an engine is installed.
+    """Return the adapters that are installed, by name. Looked for once, and again after a miss: that reads
+    metadata of every package, 10 ms of CPU where an engine is installed.
     """
     return {point.name: point for point in entry_points(group="stepscope.engines")}
 
@@ -199,7 +200,7 @@ def distributions() -> list[str]:
 
 
 def load_engine(name: str) -> EngineFactory:
-    """The adapter registered under `name`.
+    """Return the adapter registered under `name`.
 
     Raises:
         EngineError: none is registered; names those that are and what to install.

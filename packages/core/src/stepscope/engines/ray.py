@@ -39,7 +39,7 @@ _GRACE_S = 2.0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine of an actor."""
+    """Address of an engine in an actor."""
 
     engine: str | ProfilerFactory
     attribute: str | None
@@ -91,7 +91,7 @@ class RayRollout(EngineProfilerBase):
         return (self._actor,)
 
     def check(self) -> None:
-        """Builds the profiler in the actor and runs its check there. Blocks for up to 300 s.
+        """Build the profiler in the actor and run its check there. Blocks for up to 300 s.
 
         Raises:
             EngineError: what is wrong, and the fix.
@@ -167,7 +167,7 @@ class Seat:
         return self.stopping
 
     async def settle(self) -> None:
-        """Returns once the latest stop is over; one that takes too long is cancelled."""
+        """Return once the latest stop is over; one that takes too long is cancelled."""
         if self.stopping is None:
             return
         await asyncio.wait([self.stopping], timeout=_GRACE_S)
@@ -219,7 +219,7 @@ def ignored_of(instance: object, place: Place) -> dict[str, str]:
 
 
 async def take_back(instance: object, place: Place, tokens: list[str]) -> None:
-    """Ends the captures whose start was given up, those included whose start is still to come."""
+    """End the captures whose start was given up, those included whose start is still to come."""
     _taken_back.extend(tokens)
     seat = _seats.get(_key(place))
     if seat is not None and seat.token in tokens:

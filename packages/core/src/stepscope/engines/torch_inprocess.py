@@ -159,7 +159,7 @@ class TorchFactory(EngineFactory):
         return ()
 
     def __call__(self, engine: object, replica: int) -> TorchRolloutProfiler:
-        """Counts the calls of the engine's module as iterations, when it has one and no other."""
+        """Count the calls of the engine's module as iterations, when it has one and no other."""
         modules = _modules(engine)
         return TorchRolloutProfiler(modules[0] if len(modules) == 1 else None, replica=replica)
 

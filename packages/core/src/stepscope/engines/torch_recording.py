@@ -66,7 +66,7 @@ class Recording:
         return self._by_hand or self._by_module
 
     def open(self) -> None:
-        """Begins to record, or to wait for the first iteration that is wanted.
+        """Begin to record, or to wait for the first iteration that is wanted.
 
         Raises:
             BackendError: torch.profiler cannot start, or something else holds this process.
@@ -94,7 +94,7 @@ class Recording:
             self._attempt(self._follow)
 
     def close(self) -> None:
-        """Ends recording. What was recorded by now is kept."""
+        """End recording. What was recorded by now is kept."""
         if self._hook is not None:
             self._hook.remove()
         with self._lock:
@@ -108,7 +108,7 @@ class Recording:
         self._pending.clear()
 
     def ignored(self) -> dict[str, str]:
-        """What of the capture's options did not happen, after `close`."""
+        """Return {option of the capture: reason} for those that had no effect, after `close`."""
         reasons = {}
         for pending in self._pending:
             reasons.update({option.removeprefix("torch."): why for option, why in pending.ignored.items()})
@@ -122,7 +122,7 @@ class Recording:
         return reasons
 
     def write(self, ignored: Mapping[str, str]) -> list[Artifact]:
-        """Writes what was recorded; returns when all of it is on disk.
+        """Write the recordings; return when they are on disk.
 
         Raises:
             EngineError: nothing was recorded, and why.
@@ -169,7 +169,7 @@ class Recording:
                 self._attempt(self._end)
 
     def _attempt(self, change: Callable[[], None]) -> None:
-        """In the user's code or on a timer: what goes wrong is for `write` to raise."""
+        """Make a change in the user's code or on a timer. `write` raises its error later."""
         try:
             change()
         except Exception as error:
@@ -225,7 +225,7 @@ def _compress(file: Path) -> Path:
 
 
 def _free(folder: Path, stem: str, suffix: str) -> Path:
-    """A path that no earlier capture has taken."""
+    """Return a path that no earlier capture has taken."""
     numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
     paths = (folder / (name + suffix) for name in numbered)
     return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

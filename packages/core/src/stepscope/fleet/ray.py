@@ -61,7 +61,7 @@ _CLOCK_S = 0.1
 def fleet_of(
     workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None
 ) -> RayFleet | None:
-    """The fleet of `workers` and `engine_workers`; None when they are not Ray's.
+    """Return the fleet of `workers` and `engine_workers`; None when they are not Ray's.
 
     Args:
         workers: An actor handle, a sequence of them in rank order, a {number: handle}, an object that keeps
@@ -108,11 +108,11 @@ class RayFleet:
         self.workers = workers
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Pays the profiler's one-off costs on all workers at once; one outcome each."""
+        """Pay the profiler's one-off costs on all workers at once; one outcome each."""
         return await asyncio.gather(*(worker.prepare(request, deadline_s) for worker in self.workers))
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Opens the capture on all workers at once; one outcome each. Cancelled, it is taken back."""
+        """Open the capture on all workers at once; one outcome each. Cancelled, it is taken back."""
         try:
             return await asyncio.gather(*(worker.start(request, deadline_s) for worker in self.workers))
         except BaseException:
@@ -122,19 +122,19 @@ class RayFleet:
             raise
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Closes it on the workers that began, or may have; one outcome each. `start` told of the others."""
+        """Close it on the workers that began, or may have; one outcome each. `start` told of the others."""
         asked = [worker for worker in self.workers if worker.begun is not None or worker.in_doubt]
         return await asyncio.gather(*(worker.stop(request, deadline_s) for worker in asked))
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Waits until the workers that began have written their files; one outcome each."""
+        """Wait until the workers that began have written their files; one outcome each."""
         begun = [worker for worker in self.workers if worker.begun is not None]
         return await asyncio.gather(*(worker.drain(timeout_s) for worker in begun))
 
     async def gather(
         self, request: GatherRequest, home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
-        """Fetches the files of the workers that are apart; one outcome each. An engine's files come with the
+        """Fetch the files of the workers that are apart; one outcome each. An engine's files come with the
         first of them on its host.
         """
         apart = [worker for worker in self.workers if worker.begun is not None and worker.begun.apart]
@@ -145,14 +145,14 @@ class RayFleet:
         )
 
     def release(self, capture_id: str) -> None:
-        """The files of workers that are apart are here. Waits for nobody."""
+        """Let the workers that are apart forget their files, which are here. Waits for nobody."""
         for worker in self.workers:
             if worker.begun is not None and worker.begun.apart:
                 worker.release(capture_id)
 
 
 class Begun(NamedTuple):
-    """What a worker said when it began."""
+    """Answer of a worker to its start."""
 
     process: ProcessInfo
     where: Where
@@ -200,7 +200,7 @@ class Worker:
         return await self._with_clock(outcome)
 
     def take_back(self, capture_id: str, reason: str) -> None:
-        """Ends what the worker began, or is yet to begin."""
+        """End what the worker began, or is yet to begin."""
         self.begun = None
         self._line.tell(stop_here, StopRequest(capture_id=capture_id, discard=reason))
 
@@ -233,7 +233,7 @@ class Worker:
     async def _fetch(
         self, capture_id: str, engine_files: list[str], home: Home, left_s: Callable[[], float]
     ) -> str | None:
-        """Why something was left there; None when all is here."""
+        """Return the reason why a file was left on its host; None if all are here."""
         unwritten = ["everything"]
         while unwritten and left_s() > 0:  # in short waits: there may be less time than there was
             unwritten = await asyncio.wait_for(self._line.call(drain_here, min(1.0, left_s())), left_s() + 1)
@@ -370,7 +370,7 @@ def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
 
 
 def renew_methods(instance: object) -> None:
-    """Lets calls from other processes reach methods that were instrumented after the actor was made.
+    """Let calls from other processes reach methods that were instrumented after the actor was made.
 
     Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had then, each in
     the closure of what it executes, and never looks at the class again.
@@ -419,7 +419,7 @@ def _where() -> Where:
 
 
 def _handles(group: object) -> list[ActorHandle[Any]] | None:
-    """The actor handles in `group`, in order; None when it is something else."""
+    """Return the actor handles in `group`, in order; None when it is something else."""
     from ray.actor import ActorHandle
 
     if isinstance(group, ActorHandle):

@@ -109,7 +109,7 @@ def _recognised(engine: object, replica: int) -> EngineProfiler:
 
 
 def _owned(name: str) -> Sequence[object]:
-    """The engines of this process that an adapter's name stands for."""
+    """Return the engines of this process that an adapter's name stands for."""
     objects = "the engine objects, RayRollout(actor) for those in Ray actors"
     if "://" in name:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _owned(name: str) -> Sequence[object]:
 
 
 def warn_of_long_stops(config: ProfileConfig) -> None:
-    """Says once, before an engine is told anything, that its stop may take long."""
+    """Warn once that stops may take long, before any engine is started."""
     found = config.role(ROLE)
     bounded = found is not None and found[1].engine.iterations.count is not None
     heavy = config.torch.with_stack or config.torch.profile_memory
@@ -171,7 +171,7 @@ class EngineGroup:
         """Labels of engines that announced files which were not here: they may yet be fetched."""
 
     async def start(self, deadline_s: float) -> None:
-        """Starts the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
+        """Start the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
         else.
         """
         self._say_unreachable_ranks()
@@ -192,11 +192,11 @@ class EngineGroup:
         await late_files.enter_what_came()  # an engine that has started is through with its last stop
 
     async def stop(self, deadline_s: float) -> None:
-        """Stops those that started, concurrently. Cancelled, it leaves the others to a second call."""
+        """Stop those that started, concurrently. Cancelled, it leaves the others to a second call."""
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
 
     def look_again(self) -> None:
-        """Files that were not here may have been fetched since."""
+        """Enter files that were not here at the stop, and have been fetched since."""
         for item in self._ledger.part.expected:
             if item.name in self._elsewhere:
                 reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
@@ -307,7 +307,7 @@ class EngineGroup:
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _came_late(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
-        """A stop is over whose deadline had passed."""
+        """Enter the outcome of a stop that ended after its deadline."""
         try:
             artifacts = stopped.result()
         except Exception as error:
@@ -317,8 +317,10 @@ class EngineGroup:
             self._enter_late(label, artifacts)
 
     def _came_by_itself(self, label: str) -> bool:
-        """Enters files of a stop that nobody waits for any more; whether all have come, as far as one can
-        tell: there are some, and no more since the last look. Blocks.
+        """Enter files of a stop that nobody waits for any more. Blocks.
+
+        Returns:
+            Whether all have come, as far as one can tell: some are here, and no more since the last look.
         """
         mine = self._ledger.part
         came = [
@@ -343,7 +345,7 @@ class EngineGroup:
         self._write()
 
     def _write(self) -> None:
-        """This part, and the manifest anew: the capture is long closed."""
+        """Write this part and the manifest again, because the capture is closed."""
         self._ledger.write()
         try:
             self._ledger.fold(self._layout)
@@ -351,8 +353,8 @@ class EngineGroup:
             failures.note("writing the manifest", error)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
-        """Which of the files are not here, and where to look: a host may have a disk of its own at that path.
-        None when all are.
+        """Return the files that are not here, and where to look: a host may have a disk of its own at
+        that path. None when all are.
         """
         gone = [each for each in artifacts if not (self._layout.root / each.path).exists()]
         if not gone:
@@ -388,7 +390,7 @@ class EngineGroup:
 
 
 def _heard(stopped: asyncio.Future[list[Artifact]]) -> None:
-    """So that asyncio does not complain about an error that nobody asks for."""
+    """Fetch the error of a stop, which asyncio would otherwise complain about."""
     if stopped.done() and not stopped.cancelled():
         stopped.exception()
 
@@ -407,7 +409,7 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
-    """Why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n,
+    """Return why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n,
     (r+1)*n).
     """
     found = config.role(ROLE)
@@ -428,7 +430,7 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
 
 
 def _number(profiler: EngineProfiler) -> int:
-    """The replica's number: `profilers_of` has seen to it that there is one."""
+    """Return the replica's number: `profilers_of` has seen to it that there is one."""
     return 0 if profiler.replica is None else profiler.replica
 
 

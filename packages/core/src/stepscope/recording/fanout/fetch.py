@@ -1,4 +1,4 @@
-"""What workers recorded on hosts that share no folder with the owner: read there, put in place here.
+"""Transfer of recordings from hosts that share no folder with the owner.
 
 A worker that does not see the owner's part of the manifest when its capture opens is *apart*. Once its files
 are whole they are fetched in pieces, through the same calls that started it: its part of the manifest comes
@@ -47,7 +47,7 @@ _given_up: deque[str] = deque(maxlen=_KEPT)
 
 
 def keep(session: Session) -> None:
-    """The session's files will be asked for, until they are released."""
+    """Keep the session's files until they are released, because the owner will ask for them."""
     _sessions[session.capture_id] = session
     while len(_sessions) > _KEPT:
         oldest = next(iter(_sessions))
@@ -56,12 +56,12 @@ def keep(session: Session) -> None:
 
 
 def release(capture_id: str) -> None:
-    """The owner has all of the capture's files, or wants none."""
+    """Forget a capture: the owner has all of its files, or wants none."""
     _sessions.pop(capture_id, None)
 
 
 def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
-    """What this process, and an engine on its host, wrote in a capture: its part of the manifest last.
+    """Return the files that this process, and an engine on its host, wrote. Its manifest part is last.
 
     Args:
         engine_files: Paths in the step's folder, as the engine named them; what is not there is left out.
@@ -113,7 +113,7 @@ def _session(capture_id: str) -> Session:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """The files of an artifact, which may be a folder."""
+    """Return the files of an artifact, which may be a folder."""
     if not path.is_dir():
         yield path
         return
@@ -132,19 +132,19 @@ class Home:
         self._config = config
 
     def path_of(self, path: str) -> Path:
-        """Where a path in the step's folder is here."""
+        """Return the local path of a path in the step's folder."""
         return _within(self._layout, path)
 
     def is_part(self, file: Remote) -> bool:
-        """Whether it is a process' part of the manifest."""
+        """Return whether it is a process' part of the manifest."""
         return self.path_of(file.path).parent == self._layout.processes
 
     def lacks(self, file: Remote) -> bool:
-        """Whether it is still to be fetched: a shared disk that was slow to show it has it by now."""
+        """Return whether it is still to be fetched: a shared disk that was slow to show it has it by now."""
         return not self.path_of(file.path).exists()
 
     def refuses(self, file: Remote) -> str | None:
-        """Why a trace is left where it is; None for what is small, and where there is room."""
+        """Return why a trace is left where it is; None for what is small, and where there is room."""
         if not self.path_of(file.path).is_relative_to(self._layout.traces):
             return None
         return budget.over_budget(self._config)

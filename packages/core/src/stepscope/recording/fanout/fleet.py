@@ -1,4 +1,4 @@
-"""What recording asks of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
+"""Contract of a fleet: captures fanned out to worker processes. Implemented in `stepscope.fleet`.
 
 Found through the entry points `stepscope.fleets`, so that recording knows no cluster library.
 """
@@ -18,7 +18,7 @@ from stepscope.recording.fanout.messages import GatherRequest, PrepareRequest, S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOutcome:
-    """What became of one call to one worker."""
+    """Outcome of one call to one worker."""
 
     name: str
     """For people: `actor[3]`, with the actor id."""
@@ -40,11 +40,11 @@ class Fleet(Protocol):
     """The workers of one capture. One instance per capture."""
 
     async def prepare(self, request: PrepareRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Pays the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
+        """Pay the profiler's one-off costs on all workers at once; `failed` where it cannot work."""
         ...
 
     async def start(self, request: StartRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Opens the capture on all workers at once. One outcome each; one worker's trouble is never an
+        """Open the capture on all workers at once. One outcome each; one worker's trouble is never an
         exception.
 
         When cancelled, workers that were asked to start are told to stop before the cancellation goes on.
@@ -52,11 +52,11 @@ class Fleet(Protocol):
         ...
 
     async def stop(self, request: StopRequest, deadline_s: float) -> list[WorkerOutcome]:
-        """Closes it on all workers at once, those included that answered late. One outcome each."""
+        """Close it on all workers at once, those included that answered late. One outcome each."""
         ...
 
     async def drain(self, timeout_s: float) -> list[WorkerOutcome]:
-        """Waits until the workers have written their files; `failed` with what is unfinished at the
+        """Wait until the workers have written their files; `failed` with what is unfinished at the
         deadline.
         """
         ...
@@ -64,7 +64,7 @@ class Fleet(Protocol):
     async def gather(
         self, request: GatherRequest, home: Home, left_s: Callable[[], float]
     ) -> list[WorkerOutcome]:
-        """Fetches the files of the workers that are apart, until `left_s` says that no time is left. One
+        """Fetch the files of the workers that are apart, until `left_s` says that no time is left. One
         outcome each.
         """
         ...
@@ -77,7 +77,7 @@ class Fleet(Protocol):
 
 
 def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] | None = None) -> Fleet:
-    """The fleet that knows what `workers` is.
+    """Return the fleet that knows what `workers` is.
 
     Args:
         workers: What was given to `capture(workers=)`; None for nothing.

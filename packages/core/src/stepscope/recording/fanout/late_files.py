@@ -34,7 +34,7 @@ def add(
     came: Callable[[asyncio.Future[list[Artifact]]], None],
     came_by_itself: Callable[[], bool] | None = None,
 ) -> None:
-    """Calls `came` once it has ended. Given up, `came_by_itself` is called by `enter_what_came` until it says
+    """Call `came` once it has ended. Given up, `came_by_itself` is called by `enter_what_came` until it says
     that something has come.
     """
     _late.add(stopping)
@@ -50,12 +50,12 @@ def add(
 
 
 def expect(came_by_itself: Callable[[], bool]) -> None:
-    """A stop is over, or failed, and files may still come: `enter_what_came` calls this until it says so."""
+    """Have `enter_what_came` call this until it returns True: files may still come after a stop."""
     _given_up.append((came_by_itself, _LOOKS))
 
 
 async def give_up() -> None:
-    """The next capture begins: an engine is not told to stop and to start at once. What an adapter brings to
+    """Give up stops that still run, before a capture starts its engines. What an adapter brings to
     its end by itself still comes to its folder, and `enter_what_came` enters it.
     """
     here = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ async def give_up() -> None:
 
 
 async def enter_what_came() -> None:
-    """Looks for files of stops that were given up. Cheap where there are none."""
+    """Look for files of stops that were given up. Cheap where there are none."""
     for _ in range(len(_given_up)):
         came_by_itself, looks = _given_up.popleft()
         try:

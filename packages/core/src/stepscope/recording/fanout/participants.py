@@ -18,12 +18,10 @@ from stepscope.recording.session.session import Session
 
 
 class Others:
-    """What becomes of each worker and each replica goes into the owner's ledger; nothing is raised for
-    one.
-    """
+    """Workers and engines of one capture. Outcomes go into the owner's ledger, and no failure is raised."""
 
     def __init__(self, workers: object, engines: object) -> None:
-        """Raises ConfigError or EngineError for workers or engines that nothing installed knows."""
+        """Raises: ConfigError, EngineError: nothing installed knows a worker or an engine."""
         self.profilers = [] if engines is None else profilers_of(engines)
         recorded = {
             profiler.replica or 0: profiler.workers for profiler in self.profilers if profiler.workers
@@ -40,7 +38,7 @@ class Others:
         self._released = False
 
     def join(self, session: Session) -> None:
-        """Ties them to the owner's session."""
+        """Connect workers and engines to the owner's session."""
         part, layout, config = session.ledger.part, session.layout, session.config
         self._ledger, self._home = session.ledger, Home(layout, config)
         self._group = EngineGroup(
@@ -54,18 +52,18 @@ class Others:
         )
 
     async def start(self, request: StartRequest, deadline_s: float) -> None:
-        """Returns when every one has begun, failed, or used up its deadline."""
+        """Return when every one has begun, failed, or used up its deadline."""
         ledger, group = self._joined()
         self._capture_id = request.capture_id
         await asyncio.gather(self._start_workers(ledger, request, deadline_s), group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
-        """Stops those that began, those that may have, and those that answered too late."""
+        """Stop those that began, those that may have, and those that answered too late."""
         ledger, group = self._joined()
         await asyncio.gather(self._stop_workers(ledger, request, deadline_s), group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
-        """Fetches the files of workers that are apart, and of engines on their hosts."""
+        """Fetch the files of workers that are apart, and of engines on their hosts."""
         ledger, group = self._joined()
         group.look_again()  # a shared disk may lag
         home = self._home
@@ -98,7 +96,7 @@ class Others:
         self._release(ledger, home)
 
     def _release(self, ledger: Ledger, home: Home) -> None:
-        """Lets the workers forget the capture once all is here, and no engine's files may still come."""
+        """Let the workers forget the capture once all is here, and no engine's files may still come."""
         items = ledger.part.expected
         is_over = (
             all(ledger.state(files_of(name)) == "ok" for name in self.apart)
@@ -110,7 +108,7 @@ class Others:
             self.fleet.release(self._capture_id)
 
     def taking_part(self) -> dict[str, str]:
-        """What the others said to the start: {worker or replica: `began`, or why it takes no part}."""
+        """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
         part = self._joined()[0].part
         said = dict.fromkeys((*part.began.values(), *self.apart), "began")
         said |= {absent.name: absent.reason for absent in part.absent}
@@ -141,7 +139,7 @@ class Others:
 
 
 def files_of(name: str) -> str:
-    """What the manifest calls the files of a worker that is apart."""
+    """Return the manifest's name for the files of a worker that is apart."""
     return f"files of {name}"
 
 

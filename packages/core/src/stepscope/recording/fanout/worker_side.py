@@ -1,4 +1,4 @@
-"""The worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
+"""Worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
 
 A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already
 stopped (the worker was busy past its deadline) is refused, and a stop for a capture that is not open answers
@@ -45,7 +45,7 @@ _OVER = "the capture was over before it began here"
 
 
 def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
-    """Opens the capture in this process. Runs in the worker, and never raises for what is wrong there."""
+    """Open the capture in this process. Runs in the worker, and never raises for what is wrong there."""
     began_ns = time.monotonic_ns()
     if switch.DISABLED:
         process, _ = _who(instance, request.role, request.position, request.world_size)
@@ -109,7 +109,7 @@ def _start(
 
 
 def stop_worker(request: StopRequest) -> StopAnswer:
-    """Closes the capture in this process. Runs in the worker."""
+    """Close the capture in this process. Runs in the worker."""
     if request.discard is not None:
         fetch.release(request.capture_id)
     _stopped.add(request.capture_id)  # before the look: a start under way looks after it is active
@@ -125,7 +125,7 @@ def stop_worker(request: StopRequest) -> StopAnswer:
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
-    """Pays the profiler's one-off costs, if it is to record this process. Runs in the worker."""
+    """Pay the profiler's one-off costs, if it is to record this process. Runs in the worker."""
     config = request.config
     if switch.DISABLED:
         return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
@@ -148,7 +148,7 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
 
 
 def instrument_worker(config: ProfileConfig, instance: object) -> None:
-    """What `config` lists under `instrument` is timed here from now on, in the class of `instance` too."""
+    """Time the functions that `config.instrument` lists, in the class of `instance` too."""
     if not config.instrument:
         return
     from stepscope.recording.instrument import configured
@@ -166,7 +166,7 @@ def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step
 
 
 def drain_worker(timeout_s: float) -> list[str]:
-    """Waits for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event
+    """Wait for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event
     loop.
     """
     return exporter.exporter().drain(timeout_s)
@@ -179,7 +179,7 @@ def _who(
     world_size: int | None,
     replica: int | None = None,
 ) -> tuple[ProcessInfo, tuple[str, ...]]:
-    """This process, and all the roles it does the work of, its own first."""
+    """Return this process and all roles that it does the work of, its own first."""
     found = decorated_roles(type(instance)) if instance is not None else ()
     role = role or next(iter(found), "worker")
     process = identify(role, position=position, world_size=world_size, actor_id=_actor_id(), replica=replica)
@@ -187,7 +187,7 @@ def _who(
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
-    """The roles that `profile_step` gave to the methods of `cls`, in order of definition."""
+    """Return the roles that `profile_step` gave to the methods of `cls`, in order of definition."""
     return tuple(dict.fromkeys(_roles(cls)))
 
 
