@@ -14,7 +14,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str | None
     options: frozenset[str]
-    """What a start of its profiler can be told."""
+    """Options that a start of its profiler takes."""
     device: str
     tp: int
     dp: int
@@ -27,13 +27,13 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation: str | None
     """`prefill` or `decode` for a server that does only this."""
     metrics: bool
-    """Whether answers carry times."""
+    """Answers carry times."""
     forced_off: frozenset[str] = frozenset()
     """Options that the engine's environment switches off."""
     profile_v2: bool = False
     """It is known to run SGLang's second profiler (SGLANG_PROFILE_V2)."""
     rpd: bool | None = None
-    """Whether the library that the activity RPD takes is where the engine runs; None: nothing says."""
+    """The library of the activity RPD is installed where the engine runs; None: unknown."""
 
     @property
     def world_size(self) -> int:

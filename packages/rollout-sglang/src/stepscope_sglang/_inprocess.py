@@ -29,7 +29,7 @@ from stepscope_sglang._session import EngineDiedError, RefusedError
 _MOMENT_S = 0.05
 """For how long at once we run a loop that is not ours."""
 _LOOK_S = 0.5
-"""How often a wait for an answer looks whether the engine still lives."""
+"""Interval at which a wait for an answer looks whether the engine still lives."""
 
 
 class TokenizerManager(Protocol):
@@ -212,7 +212,7 @@ def _is_off(name: str) -> bool:
 
 
 _settled: WeakKeyDictionary[TokenizerManager, Mapping[str, object]] = WeakKeyDictionary()
-"""What `_settings` has found. Written there alone."""
+"""Cache of `_settings`, its only writer."""
 
 
 def _settings(manager: TokenizerManager) -> Mapping[str, object]:

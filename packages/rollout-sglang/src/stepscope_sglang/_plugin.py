@@ -67,7 +67,7 @@ _stamps: deque[dict[str, object]] = deque(maxlen=64)
 _profiler: weakref.ref[Any] | None = None
 """The object that started or stopped last. One writer: `_timed`."""
 _quiet = False
-"""What is shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
+"""Value shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):

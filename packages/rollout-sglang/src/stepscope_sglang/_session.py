@@ -64,9 +64,9 @@ from stepscope_sglang._traces import (
 State: TypeAlias = Literal["armed", "stopped", "by itself", "by others", "unused"]
 
 _PATIENCE_S = (5.0, 30.0)
-"""How long a file may take to be complete once SGLang says it is: here, and on a disk that is shared."""
+"""Time for a file to become complete once SGLang says it is: here, and on a disk that is shared."""
 _PIPELINE_S = 300.0
-"""How long the later ranks of a pipeline may write after the first one's answer."""
+"""Time that the later ranks of a pipeline may write after the first one's answer."""
 _LOOK_S = 0.05
 _MEMORY = "cuda_memory_snapshot"
 _ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"
@@ -78,7 +78,7 @@ Writer: this module, under `_entering`.
 """
 _entering = threading.RLock()
 _warned: set[str] = set()
-"""What the log has. One writer: `_warn`."""
+"""Logged warnings. One writer: `_warn`."""
 
 
 class EngineDiedError(EngineError):
@@ -134,7 +134,7 @@ class Session:
         self._state: State = "armed"
         self._truncated: str | None = None
         self._failed: str | None = None
-        """Why the engine may still be writing, or never will again."""
+        """Reason why the engine may still be writing, or never will again."""
         self._unstopped = False
         """The engine may still record for it: its stop failed, and no start was taken since."""
         self._unwanted = False

@@ -35,7 +35,7 @@ _STAGES: dict[str, Stage] = {
 }
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
-"""What stands before the events, with the list of process groups in it."""
+"""Bytes before the events, with the list of process groups in it."""
 _TAIL = 1 << 12
 """Bytes behind the events, in which torch writes when it began and ended to record."""
 _LONGEST = 64
@@ -44,7 +44,7 @@ _DISTRIBUTED = re.compile(rb'"distributedInfo":.*?"rank": (\d+), "world_size": (
 _PID = re.compile(rb'"process_name",[^{}]*?"pid": (\d+)')
 _STEP = b'"name": "step['
 _PREFILL, _DECODE = (b"EXTEND", b"MIXED", b"SPLIT_PREFILL"), b"DECODE"
-"""What follows `_STEP`."""
+"""Words after `_STEP`."""
 
 
 class TraceName(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     """Forward passes, where the engine names them (0.5.11 and later)."""
     decodes: int = 0
     window: tuple[int, int] | None = None
-    """When torch began and ended to record it: unix ns of the scheduler's host."""
+    """Start and end of torch's recording: unix ns of the scheduler's host."""
 
     @property
     def passes(self) -> int:

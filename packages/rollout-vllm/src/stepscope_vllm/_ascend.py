@@ -23,9 +23,9 @@ from stepscope_vllm._facts import Fact
 
 log = logging.getLogger("stepscope")
 _told = False
-"""Whether the log has it. One writer: `check`."""
+"""Set once the log has it. One writer: `check`."""
 PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
-"""Where it makes its profiler: the first of these that does (0.20 and later, up to 0.12, between)."""
+"""Files that may make its profiler; the first that does counts (0.20 and later, up to 0.12, between)."""
 _DEFAULTS = {
     "record_shapes": "False",
     "with_stack": "False",

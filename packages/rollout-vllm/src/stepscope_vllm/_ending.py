@@ -73,18 +73,18 @@ class Outcome:
     asked: int | None
     """Engine iterations that were to be recorded. None: all until the end of the capture."""
     named: bool
-    """Whether this vLLM names iterations in its traces."""
+    """This vLLM names iterations in its traces."""
     told: Sequence[Mapping[str, Any]]
     """Reports of the workers after the stop (`WorkerExtension.stepscope_release`)."""
     before: Mapping[str, Option]
     """Facts of the engine at the start."""
     after: Mapping[str, Option]
     stopped_ns: int | None
-    """When our stop was sent; unix ns. None: there was none."""
+    """Time of our stop; unix ns. None: there was none."""
     early: bool
     """A trace was there before our stop."""
     expired: str | None
-    """Why our stop came before the end of the capture."""
+    """Reason why our stop came before the end of the capture."""
     certain: bool
     """Nothing but a stop or `asked` ends this engine's recordings."""
 

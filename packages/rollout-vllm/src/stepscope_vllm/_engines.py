@@ -27,7 +27,7 @@ _KINDS = {"AsyncLLM", "LLM"}
 _FRONTEND_S = 60.0
 """For the trace of an AsyncLLM itself; a loop that has ended would never do it."""
 _LIFE_S = 0.5
-"""How often an engine that does not answer is asked whether it is alive."""
+"""Interval at which an engine that does not answer is checked for life."""
 
 _numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Engine -> when it was first seen, for an order that stays. One writer: `owned`."""
@@ -96,13 +96,13 @@ class Started(NamedTuple):
     """Facts about a recording that has begun."""
 
     folder: Path
-    """Where its files appear."""
+    """Folder in which its files appear."""
     named: bool
-    """Whether their names begin with the capture's."""
+    """Their names begin with the capture's."""
     aimed: bool
-    """Whether they are written to the capture's folder, by `_extension.aim`."""
+    """They are written to the capture's folder, by `_extension.aim`."""
     by_others: bool = False
-    """Whether what is recorded is written by a tool above the engine (nsys), and by nobody here."""
+    """A tool above the engine (nsys) writes the recording, and nobody here."""
 
 
 class Driver:

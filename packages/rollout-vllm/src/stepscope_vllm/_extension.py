@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Spec = dict[str, Any]
-"""What travels to a worker; plain values, for vLLM packs it with msgpack.
+"""Values that travel to a worker; plain values, for vLLM packs it with msgpack.
 
 folder: str                where this capture's files go
 name: str                  what their names begin with
@@ -34,7 +34,7 @@ all_threads: bool          record the threads that did not start the profiler
 PIECE = 8 << 20
 """Bytes of a file that travel at once."""
 TEMPORARY = ".part-"
-"""What a name begins with until its file is complete."""
+"""Beginning of a file's name until it is complete."""
 
 
 class WorkerExtension:

@@ -81,9 +81,9 @@ class VllmServer(DeskProfiler):
         )
         self._folder = None if profile_dir is None else Path(profile_dir).absolute()
         self._below = False
-        """Whether it writes to `_folder` or to a folder in it, and only its files tell which."""
+        """It writes to `_folder` or to a folder in it, and only its files tell which."""
         self._direct = False
-        """Whether it was seen to be no router."""
+        """It is known to be no router."""
         self._version = "unknown"
         self._dialect: Dialect | None = None
 

@@ -31,7 +31,7 @@ OTHER_THREAD = (
 )
 _BY_NSYS = "nsys records what it was started with"
 _NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
-"""What nsys sets for the processes that it records."""
+"""Variables that nsys sets for the processes that it records."""
 FIX = "Fix: build it with **stepscope_vllm.engine_args(config, replica)"
 
 

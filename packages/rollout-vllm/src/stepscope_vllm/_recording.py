@@ -82,7 +82,7 @@ class Desk:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.current: Run | None = None
-        """What runs now. Taken and given back by callers of any thread, under `lock`."""
+        """The running capture. Taken and given back by callers of any thread, under `lock`."""
         self.owed: Run | None = None
         """The latest capture that got no files: those that come late are its."""
         self._turn: asyncio.Lock | None = None
@@ -118,16 +118,16 @@ class Run:
         self._given_up = False
         self._started: Started | None = None
         self._seen: tuple[set[str], set[str]] = (set(), set())
-        """What lay in the engine's folder before the start, and after it."""
+        """Files in the engine's folder before the start, and after it."""
         self._opened: ClockAnchor | None = None
         self._facts: dict[str, Option] = {}
         self._truncated: str | None = None
         self._asked_ns = 0
-        """When our stop was sent; unix ns."""
+        """Time of our stop; unix ns."""
         self._early = False
         """A trace was there before our stop."""
         self._changed: Mapping[str, int] = {}
-        """When its files were whole, where the engine wrote them."""
+        """Times at which its files were whole, where the engine wrote them."""
         self._ending: Future[list[Artifact]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.over = threading.Event()

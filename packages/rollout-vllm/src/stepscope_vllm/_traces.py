@@ -24,14 +24,14 @@ _TABLE = re.compile(r"(?:\.profiler_out\.txt|profiler_out_\d+\.txt)$")
 _RANK = re.compile(r"(?:^|[_.-])rank[-_]?(\d+)(?=[._])")
 _DP = re.compile(r"(?:^|_)dp(\d+)(?=_)")
 _RECORDING = re.compile(r"_(\d+)_\d+_ascend_pt$")
-"""What vllm-ascend leaves: a folder, and the pid in its name."""
+"""Name of a recording of vllm-ascend: a folder, and the pid in its name."""
 _STATED = re.compile(rb'"distributedInfo":\s*\{[^{}\[\]]*?"rank":\s*(\d+)[^{}\[\]]*?"world_size":\s*(\d+)')
 _HOST = re.compile(rb'"host_name":\s*"([^"\\]{1,255})"')
 _PID = re.compile(rb'"pid":\s*(\d+)')
 _TITLE = re.compile(r"(?:^|_)DP(\d+)(?:_|$)")
 _FRONTEND = ".async_llm."
 _CAPTURE = re.compile(r"step_(\d{6,})_")
-"""What the name of a capture, and so of its files, begins with."""
+"""Beginning of a capture's name, and so of its files."""
 _PREFIX = 100
 """Characters of a prefix: vLLM puts host, pid, rank and time behind it, and a file's name has 255."""
 _HEAD = 1 << 16
@@ -56,12 +56,12 @@ class Trace(NamedTuple):
     world_size: int | None
     """Of that world."""
     dp: int | None
-    """Which of the data-parallel engines of the replica wrote it."""
+    """Number of the replica's data-parallel engine that wrote it."""
     pid: int | None
     host: str | None
-    """Where it was recorded, which may not be where it is published."""
+    """Host on which it was recorded, which may not be where it is published."""
     window: tuple[int, int] | None = None
-    """When torch began and ended to record it: unix ns of that host."""
+    """Start and end of torch's recording: unix ns of that host."""
     iterations: int = 0
     """Engine iterations that it names."""
 

@@ -51,11 +51,11 @@ class Dialect(NamedTuple):
     """Arguments that the calls of one vLLM take."""
 
     prefix: Literal["no", "first start", "every start"]
-    """Whether a start's `profile_prefix` names its files."""
+    """A start's `profile_prefix` names its files."""
     bounds: bool
-    """Whether a start takes `delay_iterations` and `max_iterations`."""
+    """A start takes `delay_iterations` and `max_iterations`."""
     guarded: bool
-    """Whether a second start is an error. Before, it is ignored in silence."""
+    """A second start is an error. Before, it is ignored in silence."""
 
 
 def dialect_of(parameters: Collection[str]) -> Dialect:

@@ -25,12 +25,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `stepscope doctor`."""
 
     subject: str
-    """What was looked at: `torch`, `disk`."""
+    """Subject: `torch`, `disk`."""
     state: State
     found: str
-    """What was seen, with its numbers."""
+    """Finding, with its numbers."""
     fix: str | None = None
-    """What to do; every red row has one."""
+    """Remedy; every red row has one."""
 
     def __post_init__(self) -> None:
         for field in ("subject", "found", "fix"):

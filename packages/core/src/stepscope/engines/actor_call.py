@@ -35,7 +35,7 @@ T = TypeVar("T")
 Reply: TypeAlias = tuple[Literal["done", "failed", "pending"], object]
 
 _HOLD_S = 1.0
-"""How long a sync actor is held for our coroutine before it goes on with its own calls and we ask again."""
+"""Time for which a sync actor is held for our coroutine. Then it goes on, and we ask again."""
 
 
 class ActorGoneError(EngineError):

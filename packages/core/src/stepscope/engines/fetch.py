@@ -18,7 +18,7 @@ from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.arrival import PIECE, Arrival
 
 LEFT_BEHIND = "artifacts on "
-"""How that is called among what was ignored; the host follows."""
+"""Key of a file that stays on its host, among the ignored options; the host follows."""
 
 
 async def bring_home(line: ActorLine, step_dir: str, artifacts: Sequence[Artifact]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
 ADAPTERS = "pip install 'stepscope[vllm]', 'stepscope[sglang]', or the package that brings it"
-"""How to get an engine's adapter, for errors."""
+"""Remedy for a missing adapter, for errors."""
 log = logging.getLogger("stepscope")
 
 
@@ -51,7 +51,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """A profiler that can ends the recording by itself after this long: who opened it may be gone by then."""
     stop_seconds: float | None = None
-    """How long the caller of `start` and `stop` waits for each, where it says nothing else (`patience_s`);
+    """Time that the caller of `start` and `stop` waits for each, if it sets no other (`patience_s`);
     None: to its end. What takes longer goes on behind a caller who may be using the engine again."""
     ranks: tuple[int, ...] | None = None
     """Global GPU ranks whose files are wanted; None for all."""
@@ -60,7 +60,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=None)
-"""What `patience_s` answers. One writer: the capture that calls `start` and `stop`, `RayRollout` for it."""
+"""Result of `patience_s`. One writer: the capture that calls `start` and `stop`, `RayRollout` for it."""
 
 
 def patience_s(capture: EngineCapture) -> float:

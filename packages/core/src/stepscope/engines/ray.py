@@ -35,7 +35,7 @@ ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
 _CHECK_S = 300.0
 """An actor may still be loading its model."""
 _GRACE_S = 2.0
-"""How long a start waits for a stop that is still at work."""
+"""Time that a start waits for a stop that is still at work."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

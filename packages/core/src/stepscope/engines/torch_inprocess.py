@@ -35,7 +35,7 @@ _UNABLE = {
     "merge": "one process writes one trace: there is nothing to merge",
 }
 _current: Recording | None = None
-"""What is being recorded in this process. One writer: `TorchRolloutProfiler`."""
+"""The recording of this process. One writer: `TorchRolloutProfiler`."""
 
 
 def iteration() -> None:

@@ -20,11 +20,11 @@ _late: set[asyncio.Future[list[Artifact]]] = set()
 """Writers: `add`, each as it ends, and a forked child."""
 
 _LOOKS = 3
-"""How often files of one that was given up are looked for, once for each later capture: each look reads the
+"""Number of looks for the files of a stop that was given up, once for each later capture: each look reads the
 folder of a step.
 """
 _given_up: deque[tuple[Callable[[], bool], int]] = deque()
-"""What enters the files of those that were given up, and how many looks are left. Writers: `add`, `expect`,
+"""Functions that enter files of given-up stops, with the looks that are left. Writers: `add`, `expect`,
 `enter_what_came`, and a forked child.
 """
 

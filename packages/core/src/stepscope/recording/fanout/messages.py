@@ -24,7 +24,7 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     """Number of the inference replica that the worker belongs to, if any."""
     spans_only: str | None = None
-    """Why no profiler of ours starts there; None: the configuration decides."""
+    """Reason why no profiler of ours starts there; None: the configuration decides."""
     owner_part: str | None = None
     """The file name of the owner's part of the manifest: who does not see it shares no folder with it."""
 
@@ -34,19 +34,19 @@ class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     recorded: bool
     why: str
     refused: str | None = None
-    """Why no session was opened; None when one was."""
+    """Reason why no session was opened; None when one was."""
     off: bool = False
-    """Whether that is on purpose: all is off in this process."""
+    """The refusal is on purpose: stepscope is off in this process."""
     apart: bool = False
-    """Whether this process writes to a folder that the owner does not see."""
+    """True if this process writes to a folder that the owner does not see."""
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     capture_id: str
     ending: Ending | None = None
-    """Why the capture ended early on the owner's side."""
+    """Reason why the capture ended early on the owner's side."""
     discard: str | None = None
-    """Why what was recorded is unwanted (the worker started too late); None to keep it."""
+    """Reason to discard the recording (the worker started too late); None to keep it."""
 
 
 class StopAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,6 @@ class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[str, ...]
     """All roles that the worker does the work of, its own first."""
     problem: str | None = None
-    """Why its profiler cannot work."""
+    """Reason why its profiler cannot work."""
     warnings: tuple[str, ...] = ()
     """A line for each thing that the configuration asks for and nobody has."""
