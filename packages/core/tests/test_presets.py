@@ -323,5 +323,5 @@ def test_a_patched_function_that_no_process_called_in_a_captured_step_is_named_i
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step["health"]["uncalled"] == ["loop:Loop.train (trainer/fit)"]
     main.run(["report", str(tmp_path / "run")])
-    assert "Instrumented, and no call recorded" in capsys.readouterr().out
+    assert "Instrumented, without a recorded call" in capsys.readouterr().out
     assert "loop:Loop.train" in (tmp_path / "run" / "step_000000" / "report.html").read_text()

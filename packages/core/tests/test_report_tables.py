@@ -81,7 +81,7 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
     report = step_report(timeline)
     assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
     for said in (" ".join(printed(report).split()), render_step(timeline, report)):
-        assert "rollout 1: nothing says when they read prompts" in said
+        assert "rollout 1: unknown when they read prompts" in said
         assert "their stages are generate_batch. Call them `prefill` and `decode`" in said
 
 

@@ -196,7 +196,7 @@ def test_without_uncaptured_steps_the_report_says_how_to_have_some(tmp_path: Pat
     folder.process("trainer", owner=True).close(10 * MS)
     report = step_report(load_step(folder.write()))
     assert report.baseline is None
-    assert "loops that open capture(step) for every step have some" in text_of(report)
+    assert "A loop that opens capture(step) for every step records them" in text_of(report)
 
 
 def test_a_real_run_is_compared(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""
 
 _STALLED = (
-    "trust the other lines: the line `profiler` has what it cost. Without iterations.count and by_stage, "
-    "engines write after the step; with a smaller count they write less"
+    "trust the other lines; the line `profiler` holds the cost. Engines write after the step if neither "
+    "iterations.count nor by_stage is set, and write less with a smaller count"
 )
 
 
@@ -51,7 +51,7 @@ def _slowed(evidence: Evidence) -> str:
     """Return the remedy for a step that took longer than uncaptured ones."""
     if not evidence.profiling.ran:
         return (
-            "no profiler ran in it, and spans take microseconds: see what is slow below, or capture another"
+            "no profiler ran in it, and a span takes microseconds: see below what is slow, or capture another"
         )
     less = ", ".join(_less(evidence.profiling))
     return (
@@ -110,7 +110,7 @@ def profiler_cost(evidence: Evidence) -> Advice | None:
         because += _name_slowest(worst, evidence.health)
     whose = "" if worst is None or worst.owner else f" for {worst.name}"
     if largest is not None and largest.events >= LARGE_TRACE:
-        because.append(f"the largest trace is of {largest.process}: {count(largest.events, 'event')}")
+        because.append(f"the largest trace is that of {largest.process}: {count(largest.events, 'event')}")
         whose = f" for {largest.process}"
     return Advice(
         rule="profiler-cost",
@@ -136,7 +136,7 @@ def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
     others = [(row.cost, row.name) for row in health.processes if row.cost is not None and not row.owner]
     if others:
         ns, name = max((cost.start_ns + cost.stop_ns, name) for cost, name in others)
-        facts.append(f"of the others {name}: {duration(ns)} for both")
+        facts.append(f"slowest of the others: {name}, {duration(ns)} for both")
     return facts
 
 

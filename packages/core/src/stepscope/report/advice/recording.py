@@ -54,9 +54,9 @@ def unaligned(evidence: Evidence) -> Advice | None:
         rule="unaligned",
         kind="alarm",
         what=(
-            "1 process is in no wall time: its clock was not measured"
+            "1 process is in no wall time, because its clock was not measured"
             if len(names) == 1
-            else f"{count(len(names), 'process')} are in no wall time: their clocks were not measured"
+            else f"{count(len(names), 'process')} are in no wall time, because their clocks were not measured"
         ),
         because=(f"unaligned: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}",),
         do=(
@@ -135,7 +135,7 @@ def blind_spot(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="blind-spot",
         kind="hint",
-        what="a part of the step is in no span, and nobody knows what it is",
+        what="a part of the step is in no span",
         because=tuple(because),
         do=(
             "have their clocks measured first"

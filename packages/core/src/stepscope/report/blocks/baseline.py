@@ -15,8 +15,8 @@ def say_usual(baseline: Baseline | None) -> str:
     """Return the times of uncaptured steps: `20 uncaptured steps (3-12, 14-23): median 4.10 s, ...`."""
     if baseline is None:
         return (
-            "No uncaptured step is known to compare it with: loops that open capture(step) for every step "
-            "have some, behind the first, which warms up"
+            "There is no uncaptured step to compare it with. A loop that opens capture(step) for every step "
+            "records them, after the first, which warms up"
         )
     steps = f"{count(len(baseline.steps), 'uncaptured step')} near it ({_numbers(baseline.steps)})"
     if len(baseline.steps) == 1:

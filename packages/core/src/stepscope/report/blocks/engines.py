@@ -44,7 +44,7 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
     names = ", ".join(row.process for row in rows[:LISTED]) + (" ..." if len(rows) > LISTED else "")
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
-        f"{names}: nothing says when they read prompts and when they wrote tokens; their stages are {stages}"
+        f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"
         f". {_NAME_PHASES[rows[0].opened_by, rows[0].given]}"
     )
 
@@ -52,7 +52,7 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
 ENGINE_NOTE = (
     "In percent of the recorded time. prefill, decode, mixed: passes that read prompts, wrote tokens, or did "
     "both. held up: no pass, though there were requests. By the engine's own iterations where its trace "
-    "names them, else by the spans of requests. -: nothing says it."
+    "names them, else by the spans of requests. -: not known."
 )
 REQUESTS_NOTE = (
     "Of requests that ended, else by the engine's own counters. prompt, tokens: tokens read and written. "

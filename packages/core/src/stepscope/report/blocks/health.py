@@ -11,7 +11,7 @@ from stepscope.report.model import StepReport
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow
 
 NOT_COMPLETE = "Not complete"
-UNCALLED = "Instrumented, and no call recorded: not called in this step, or in a process outside this capture"
+UNCALLED = "Instrumented, without a recorded call: not called in this step, or called outside this capture"
 
 
 def health_blocks(health: Health, report: StepReport) -> Iterator[Block]:
@@ -151,9 +151,9 @@ def _reasons(health: Health) -> Iterator[str]:
         if not process.closed:
             yield f"{process.name} never closed its capture: killed, or still running"
         if process.dropped:
-            yield f"{process.name} dropped {count(process.dropped, 'span')}: so times are too short"
+            yield f"{process.name} dropped {count(process.dropped, 'span')}; its times are too short"
         if process.clock.alignment == "unaligned":
-            yield f"{process.name} is on another host, its clock unmeasured: its spans are in no wall time"
+            yield f"{process.name} is on another host without a measured clock: no wall time has its spans"
     for problem in health.broken:
         lines = "" if problem.lines is None else f" ({count(problem.lines, 'line')})"
         yield f"{problem.file}: {problem.what}{lines}"
