@@ -17,8 +17,8 @@ if sys.version_info < (3, 10):
         path for path in named if path and not subprocess.call([path, "-c", ""], stderr=-3)
     ]  # -3: DEVNULL
     fix = "run `{} {}`".format(newer[0], " ".join(sys.argv)) if newer else "install Python 3.10 or newer"
-    found = "{} is {}".format(sys.executable, sys.version.split()[0])
-    sys.exit("dev.py needs Python 3.10 or newer; {}. Fix: {}".format(found, fix))
+    current = "{} is {}".format(sys.executable, sys.version.split()[0])
+    sys.exit("dev.py needs Python 3.10 or newer; {}. Fix: {}".format(current, fix))
 
 import fcntl
 import hashlib
@@ -240,8 +240,8 @@ def engines() -> "dict[str, EngineEnvironment]":
 
 def newest(name: str) -> Environment:
     """Return the environment with the newest engine of that name; that of development where there is none."""
-    found = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
-    return found[max(found)] if found else DEV
+    versions = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
+    return versions[max(versions)] if versions else DEV
 
 
 def version_of(recipe: str) -> "tuple[int, ...]":
@@ -649,10 +649,10 @@ def bump(arguments: list[str]) -> bool:
 
 def one_version(texts: "dict[Path, str]") -> str:
     """Return the version that all of `texts` state, for themselves and in pins. Exit if they differ."""
-    found = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
-    versions = set().union(*found.values())
+    stated = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
+    versions = set().union(*stated.values())
     if len(versions) != 1:
-        rows = "\n".join(f"  {file.relative_to(ROOT)}: {', '.join(sorted(v))}" for file, v in found.items())
+        rows = "\n".join(f"  {file.relative_to(ROOT)}: {', '.join(sorted(v))}" for file, v in stated.items())
         sys.exit(f"the versions do not agree, so there is none to bump from:\n{rows}")
     return versions.pop()
 

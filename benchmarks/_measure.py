@@ -31,7 +31,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Measured:
     """Return the results of each contender by round. The order of contenders turns."""
     names = list(contenders)
-    found: Measured = {name: [] for name in names}
+    results: Measured = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
@@ -39,25 +39,27 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> M
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 value = contenders[name]()
                 if turn:  # the first round warms up
-                    found[name].append(value)
+                    results[name].append(value)
     finally:
         gc.enable()
-    return found
+    return results
 
 
-def median_over(found: Measured, name: str, bare: str) -> float:
+def median_over(results: Measured, name: str, bare: str) -> float:
     """Median of the differences within each round: what slows a whole round down cancels."""
-    return statistics.median(a - b for a, b in zip(found[name], found[bare], strict=True))
+    return statistics.median(a - b for a, b in zip(results[name], results[bare], strict=True))
 
 
 def captures_of_an_engine(
-    found: Measured, generating: Mapping[str, list[float]], cpu: Mapping[str, float]
+    results: Measured, generating: Mapping[str, list[float]], cpu: Mapping[str, float]
 ) -> None:
     """The goals that a capture of an engine is held to: ms of start and stop by round, of each generation,
     and of CPU, by contender.
     """
-    hand, off = statistics.median(found[HAND]), median_over(found, OFF, ALONE)
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(found[CAPTURE], found[HAND], strict=True))
+    hand, off = statistics.median(results[HAND]), median_over(results, OFF, ALONE)
+    ratio = statistics.median(
+        ours / theirs for ours, theirs in zip(results[CAPTURE], results[HAND], strict=True)
+    )
     verdict("start and stop of a capture against by hand", ratio, 1.01, "x")
     beyond = 100 * (cpu[CAPTURE] - cpu[HAND]) / hand
     verdict("CPU of a capture beyond by hand, of a start and stop by hand", beyond, 1, " %")

@@ -30,13 +30,13 @@ class Peer:
 
 def available(loaders: dict[str, Callable[[], Peer]]) -> dict[str, Peer]:
     """Return the peers that load, and print the reason for each other one."""
-    found = {}
+    peers = {}
     for name, load in loaders.items():
         try:
-            found[name] = load()
+            peers[name] = load()
         except ImportError as error:
             print(f"not installed: {name} ({error})")
-    return found
+    return peers
 
 
 def verl_disabled() -> Peer:
@@ -67,11 +67,11 @@ def areal(*, enabled: bool) -> Peer:
     sys.modules.setdefault("areal.api.cli_args", config)
     tracer = importlib.import_module("areal.utils.perf_tracer")
     if enabled:
-        told = SimpleNamespace(
+        settings = SimpleNamespace(
             enabled=True, experiment_name="bench", trial_name="t", fileroot=tempfile.mkdtemp(prefix="areal-"),
             save_interval=1, profile_steps=None, session_tracer=None,
         )  # fmt: skip
-        tracer.configure(told, rank=0)
+        tracer.configure(settings, rank=0)
     return Peer(tracer.trace_perf("update", category="compute"), finish=lambda _: tracer.save(force=True))
 
 

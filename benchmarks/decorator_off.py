@@ -116,8 +116,8 @@ def compare(
     """Print the table of one kind of call; return {name: (ns per call, ns over the bare one)}."""
     calls = CALLS // 10 if quick else CALLS
     runs = {name: partial(timed, drive, method_of(fn, peer), calls) for name, peer in contenders.items()}
-    found = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
-    cost = {name: (statistics.median(found[name]), median_over(found, name, "bare")) for name in runs}
+    results = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
+    cost = {name: (statistics.median(results[name]), median_over(results, name, "bare")) for name in runs}
     ours, hand = cost["stepscope"][1], cost["by hand"][1]
     rows = [
         [name, f"{each:.0f}", f"{over:.0f}", f"{over / ours:.1f}x", f"{over / hand:.2f}x"]

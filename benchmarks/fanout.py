@@ -96,11 +96,11 @@ def name_of(size: int, slow_s: float, at_once: bool) -> str:
     return f"{size} {'slow' if slow_s else 'idle'} {AT_ONCE if at_once else ONE_BY_ONE}"
 
 
-def report(found: Measured, starts: dict[str, list[float]], sizes: Sequence[int]) -> None:
+def report(results: Measured, starts: dict[str, list[float]], sizes: Sequence[int]) -> None:
     rows = []
     for slow_s, size in itertools.product((0.0, SLOW_S), sizes):
         names = [name_of(size, slow_s, at_once) for at_once in (True, False)]
-        both = [statistics.median(found[name]) for name in names]
+        both = [statistics.median(results[name]) for name in names]
         start = [statistics.median(starts[name]) for name in names]
         rows.append(
             [
@@ -114,7 +114,7 @@ def report(found: Measured, starts: dict[str, list[float]], sizes: Sequence[int]
         )
     table(["start + stop, ms", AT_ONCE, ONE_BY_ONE, "less"], rows)
     most, least = max(sizes), min(sizes)
-    total = {(s, a): statistics.median(found[name_of(s, SLOW_S, a)]) for s in sizes for a in (True, False)}
+    total = {(s, a): statistics.median(results[name_of(s, SLOW_S, a)]) for s in sizes for a in (True, False)}
     verdict(
         f"{most} slow actors: less than one by one",
         total[most, False] / total[most, True],

@@ -46,8 +46,8 @@ def main() -> None:
     header("import stepscope", "stepscope", "msgspec", "wrapt")
     cpu: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     runs = {name: partial(started, code, cpu[name]) for name, code in PROGRAMS.items()}
-    found = interleaved(runs, STARTS // 5 if quick else STARTS)
-    wall = {name: statistics.median(values) for name, values in found.items()}
+    results = interleaved(runs, STARTS // 5 if quick else STARTS)
+    wall = {name: statistics.median(values) for name, values in results.items()}
     used = {name: statistics.median(values) for name, values in cpu.items()}
     bare = "bare interpreter"
     rows = [

@@ -54,9 +54,9 @@ def main() -> None:
         for what in ("no request", "a request for step 1,000,000"):
             if costs:
                 request_capture("1000000", save_path=folder)
-            found = interleaved(sides, rounds)
-            costs.append(median_over(found, ON, OFF))
-            rows.append([what, *(f"{statistics.median(found[side]):.1f}" for side in (OFF, ON))])
+            results = interleaved(sides, rounds)
+            costs.append(median_over(results, ON, OFF))
+            rows.append([what, *(f"{statistics.median(results[side]):.1f}" for side in (OFF, ON))])
             rows[-1].append(f"{costs[-1]:.1f}")
         listener = on_demand._listener
         assert listener is not None

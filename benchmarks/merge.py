@@ -161,9 +161,9 @@ def once(name: str, step: Path) -> None:
 
 def peak_kb() -> int:
     """Return the peak memory. ru_maxrss is no substitute: it begins with the parent's peak."""
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert peak is not None
+    return int(peak[1])
 
 
 def compared(
@@ -176,8 +176,8 @@ def compared(
     """Print a table."""
     size = sum(len(gzip.decompress(path.read_bytes())) for path in files(step)) / 1e6
     runs = {name: (lambda merger=merger: timed(merger, step)) for name, merger in contenders.items()}
-    found = interleaved(runs, rounds)
-    medians = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+    results = interleaved(runs, rounds)
+    medians = {name: sorted(times)[len(times) // 2] for name, times in results.items()}
     peaks = {name: peak_mb(name, step) for name in medians}
     rows = [
         [name, f"{size / seconds:.0f}", f"{seconds / medians['stepscope']:.2f}x", f"{peaks[name]:.0f}"]
@@ -202,7 +202,7 @@ def compared(
 
 def older(folder: Path) -> list[Path]:
     """Return traces that every merger here can read: complete files of chrome events."""
-    found = []
+    paths = []
     for path in sorted(folder.rglob("*.json.gz")):
         try:
             large = path.stat().st_size >= _LARGE_ENOUGH
@@ -210,8 +210,8 @@ def older(folder: Path) -> list[Path]:
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             continue
         if events and all("pid" in event for event in events):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def main() -> None:

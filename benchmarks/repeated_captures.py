@@ -99,12 +99,12 @@ def main() -> None:
     for side in SIDES:
         command = [sys.executable, __file__, "--side", side, *quick]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        found = json.loads(out.splitlines()[-1])
-        held = found["held"]
+        remains = json.loads(out.splitlines()[-1])
+        held = remains["held"]
         line = statistics.linear_regression(range(warm, captures), held[warm:])
         slopes[side] = line.slope
         marks = [held[at] / 1024 for at in (0, warm, captures // 2, captures - 1)]
-        counts = [f"{line.slope:.1f}", str(found["threads"]), str(found["files"])]
+        counts = [f"{line.slope:.1f}", str(remains["threads"]), str(remains["files"])]
         rows.append([side, *(f"{mark:.0f}" for mark in marks), *counts])
     at = [f"MB at {n}" for n in (1, warm + 1, captures // 2 + 1, captures)]
     table([f"{captures} captures", *at, "KB each", "threads", "open files"], rows)

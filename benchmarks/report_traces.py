@@ -154,20 +154,20 @@ def compared(paths: list[Path]) -> Compared:
     # They leave out what was launched outside of a ProfilerStep. Not for this comparison.
     trace = importlib.import_module("hta.common.trace").Trace
     trace._filter_irrelevant_gpu_kernels = lambda self, include_last_profiler_step=False: None
-    found, pairs, kernels = [], list[tuple[int | None, int | None]](), 0
+    differences, pairs, kernels = [], list[tuple[int | None, int | None]](), 0
     for path in paths:
         one, other, allowed = ours(path), holistic(path), rounding(path)
         for name, a, b in zip(one._fields[:-1], one[:-1], other[:-1], strict=True):
             pairs.append((a, b))
             if abs(a - b) > sum(allowed.values()):
-                found.append(f"{path.name}: {name}: {a} and {b} us")
+                differences.append(f"{path.name}: {name}: {a} and {b} us")
         for kernel in {*one.kernels, *other.kernels}:
             us = one.kernels.get(kernel), other.kernels.get(kernel)
             pairs.append(us)
             kernels += 1
             if us[0] is None or us[1] is None or abs(us[0] - us[1]) > allowed.get(kernel, 0):
-                found.append(f"{path.name}: {kernel[:60]}: {us[0]} and {us[1]} us")
-    return Compared(found, len(pairs) - kernels, kernels, sum(a == b for a, b in pairs))
+                differences.append(f"{path.name}: {kernel[:60]}: {us[0]} and {us[1]} us")
+    return Compared(differences, len(pairs) - kernels, kernels, sum(a == b for a, b in pairs))
 
 
 def rounding(path: Path) -> dict[str, int]:
@@ -208,8 +208,8 @@ def megabytes(path: Path) -> float:
 
 def inputs(folder: Path, real: Path | None, quick: bool) -> list[Path]:
     if real is not None:
-        found = sorted(path for path in real.rglob("*.json.gz") if path.stat().st_size > 200_000)
-        return [path for path in found if len(read_trace(path).devices) == 1]
+        traces = sorted(path for path in real.rglob("*.json.gz") if path.stat().st_size > 200_000)
+        return [path for path in traces if len(read_trace(path).devices) == 1]
     paths = [folder / f"rank{rank}.json.gz" for rank in range(1 if quick else RANKS)]
     for rank, path in enumerate(paths):
         path.write_bytes(gzip.compress(make_trace(rank, 1000 if quick else 10_000), 1))
@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the work: rough numbers")
     parser.add_argument("traces", nargs="?", type=Path, help="a folder of .json.gz traces of GPUs")
-    told = parser.parse_args()
+    options = parser.parse_args()
     quiet()
     header("reading torch traces for a report", "stepscope", "HolisticTraceAnalysis", "msgspec", "isal")
     readers = dict(READERS)
@@ -230,18 +230,18 @@ def main() -> None:
         print(f"not installed: HolisticTraceAnalysis ({error})\n")
         del readers["HolisticTraceAnalysis"]
     with tempfile.TemporaryDirectory() as folder:
-        paths = inputs(Path(folder), told.traces, told.quick)
+        paths = inputs(Path(folder), options.traces, options.quick)
         size = sum(map(megabytes, paths))
         runs = {name: (lambda reader=reader: timed(reader, paths)) for name, reader in readers.items()}
-        found = interleaved(runs, 2 if told.quick or told.traces else ROUNDS)
-        medians = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+        results = interleaved(runs, 2 if options.quick or options.traces else ROUNDS)
+        medians = {name: sorted(times)[len(times) // 2] for name, times in results.items()}
         largest = max(paths, key=megabytes)
         peaks = {name: peak_mb(name, largest) for name in medians}
         rows = [
             [name, f"{size / seconds:.0f}", f"{seconds / medians['stepscope']:.1f}x", f"{peaks[name]:.0f}"]
             for name, seconds in medians.items()
         ]
-        kind = "made" if told.traces is None else "real"
+        kind = "made" if options.traces is None else "real"
         table(
             [f"{size:.0f} MB of JSON in {len(paths)} {kind} traces", "MB/s of CPU", "CPU/ours", "peak MB"],
             rows,

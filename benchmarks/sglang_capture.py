@@ -140,11 +140,11 @@ def main() -> None:
             DEFAULTS: bench.contender(DEFAULTS, bench.by_hand),
         }
         (folder / "out").mkdir()
-        found = interleaved(contenders, 3 if quick else ROUNDS)
+        results = interleaved(contenders, 3 if quick else ROUNDS)
     finally:
         engine.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-    middle = {name: statistics.median(times) for name, times in found.items()}
+    middle = {name: statistics.median(times) for name, times in results.items()}
     generating = {name: statistics.median(times[1:]) for name, times in bench.generating.items()}
     cpu = {name: statistics.median(times[1:]) for name, times in bench.cpu.items()}
     table(
@@ -160,7 +160,7 @@ def main() -> None:
             for name in contenders
         ],
     )
-    captures_of_an_engine(found, bench.generating, cpu)
+    captures_of_an_engine(results, bench.generating, cpu)
     verdict("what SGLang's defaults cost more", middle[DEFAULTS] / middle[CAPTURE], 2, "x", at_least=True)
 
 

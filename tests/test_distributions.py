@@ -80,7 +80,7 @@ def test_an_adapter_requires_what_it_imports_and_not_its_engine(package: Path) -
     required = modules(table["dependencies"])
     engines = modules(table["optional-dependencies"]["engine"])
     own = {path.name for path in (package / "src").iterdir()}
-    imported = {found.target.partition(".")[0] for found in imports(package)}
+    imported = {entry.target.partition(".")[0] for entry in imports(package)}
     assert imported - own - engines - {"torch"} - sys.stdlib_module_names == required  # it brings torch
     assert not engines & required
 

@@ -36,18 +36,20 @@ def test_a_long_file_says_why_at_its_top() -> None:
 
 
 def test_the_tree_has_its_folders_and_no_others() -> None:
-    there = {path.relative_to(ROOT).parts[0] for path in files() if path.parent != ROOT}
-    assert there == {".ci", "benchmarks", "docs", "examples", "packages", "tests"}, "a test may have left one"
+    folders = {path.relative_to(ROOT).parts[0] for path in files() if path.parent != ROOT}
+    assert folders == {".ci", "benchmarks", "docs", "examples", "packages", "tests"}, (
+        "a test may have left one"
+    )
 
 
 def test_no_file_holds_a_path_of_one_machine() -> None:
-    found = [
+    offences = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in files(".py", ".md", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini", ".sh", ".ci/run")
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if MACHINE_PATH.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not offences, "\n".join(offences)
 
 
 def test_every_module_has_a_docstring_or_is_empty() -> None:
@@ -87,18 +89,18 @@ def test_names_that_are_imported_late_are_the_ones_a_type_checker_sees() -> None
 
 def test_type_ignores_and_silenced_lints_name_what_they_silence() -> None:
     blanket = re.compile(r"#\s*(type:\s*ignore(?!\[)|noqa(?!:))")
-    found = [
+    offences = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in files(".py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if blanket.search(line) and path.name != "test_house.py"
     ]
-    assert not found
+    assert not offences
 
 
 def test_no_source_imports_mocks() -> None:
-    found = [str(found) for package in PACKAGES for found in imports(package) if "mock" in found.target]
-    assert not found
+    mocks = [str(entry) for package in PACKAGES for entry in imports(package) if "mock" in entry.target]
+    assert not mocks
 
 
 def test_no_module_has_the_name_of_a_function_of_its_package() -> None:

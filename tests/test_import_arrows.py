@@ -66,7 +66,7 @@ PUBLIC = (
 )
 """Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""
 
-OWN_IMPORTS = [found for found in imports(CORE) if found.target.split(".")[0] == "stepscope"]
+OWN_IMPORTS = [entry for entry in imports(CORE) if entry.target.split(".")[0] == "stepscope"]
 
 
 def part_of(module: str) -> str:
@@ -84,19 +84,19 @@ def test_every_part_of_the_core_has_its_arrows_written_down() -> None:
 
 
 def test_imports_inside_the_core_follow_the_arrows() -> None:
-    wrong = [found for found in OWN_IMPORTS if part_of(found.module) in MAY_IMPORT and not allowed(found)]
+    wrong = [entry for entry in OWN_IMPORTS if part_of(entry.module) in MAY_IMPORT and not allowed(entry)]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def allowed(found: Import) -> bool:
-    source, target = part_of(found.module), part_of(found.target)
+def allowed(entry: Import) -> bool:
+    source, target = part_of(entry.module), part_of(entry.target)
     return source == target or target in MAY_IMPORT[source]
 
 
 @pytest.mark.parametrize(("half", "other"), [(ONLINE, OFFLINE), (OFFLINE, ONLINE)], ids=["online", "offline"])
 def test_the_two_halves_never_import_each_other(half: set[str], other: set[str]) -> None:
     wrong = [
-        found for found in OWN_IMPORTS if part_of(found.module) in half and part_of(found.target) in other
+        entry for entry in OWN_IMPORTS if part_of(entry.module) in half and part_of(entry.target) in other
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -104,11 +104,11 @@ def test_the_two_halves_never_import_each_other(half: set[str], other: set[str])
 @pytest.mark.parametrize("part", ["demo", "testing"])
 def test_demo_and_testing_import_what_is_public(part: str) -> None:
     wrong = [
-        found
-        for found in OWN_IMPORTS
-        if part_of(found.module) == part
-        and part_of(found.target) != part
-        and any(name.startswith("_") for name in found.target.split(".")[1:])
+        entry
+        for entry in OWN_IMPORTS
+        if part_of(entry.module) == part
+        and part_of(entry.target) != part
+        and any(name.startswith("_") for name in entry.target.split(".")[1:])
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -116,9 +116,9 @@ def test_demo_and_testing_import_what_is_public(part: str) -> None:
 @pytest.mark.parametrize("package", ADAPTERS, ids=lambda path: path.name)
 def test_an_adapter_imports_the_public_core_only(package: Path) -> None:
     wrong = [
-        found
-        for found in imports(package)
-        if found.target.startswith("stepscope.") and not public(found.target)
+        entry
+        for entry in imports(package)
+        if entry.target.startswith("stepscope.") and not public(entry.target)
     ]
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -149,6 +149,6 @@ def test_the_command_without_its_extra_names_it_in_one_line() -> None:
 
 def test_only_the_command_and_what_it_prints_import_its_extra() -> None:
     extra = {"typer", "rich"}
-    importers = {found.module for found in imports(CORE) if found.target.partition(".")[0] in extra}
+    importers = {entry.module for entry in imports(CORE) if entry.target.partition(".")[0] in extra}
     allowed = ("stepscope.cli.", "stepscope.report.terminal.")
     assert not [module for module in importers if not module.startswith(allowed)]

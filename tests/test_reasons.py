@@ -84,5 +84,7 @@ def test_a_reason_may_be_shown(source: str) -> None:
 
 def test_no_logic_reads_a_reason() -> None:
     sources = [path for package in PACKAGES for path in sorted((package / "src").rglob("*.py"))]
-    found = {f"{path.relative_to(ROOT)}:{line}" for path in sources for line in readers(path.read_text())}
-    assert not found, "compare a state, a kind or `pending`: a reason is for people"
+    comparisons = {
+        f"{path.relative_to(ROOT)}:{line}" for path in sources for line in readers(path.read_text())
+    }
+    assert not comparisons, "compare a state, a kind or `pending`: a reason is for people"

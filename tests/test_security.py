@@ -48,8 +48,8 @@ def test_nothing_unpickles() -> None:
 
 
 def test_no_content_of_a_file_is_run_as_code() -> None:
-    found = {(where.partition(":")[0], what) for where, what in calls() if what in RUNS_CODE}
-    assert found == KNOWN
+    runners = {(where.partition(":")[0], what) for where, what in calls() if what in RUNS_CODE}
+    assert runners == KNOWN
 
 
 def test_yaml_makes_plain_values_alone() -> None:

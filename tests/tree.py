@@ -25,8 +25,8 @@ def files(*suffixes: str) -> list[Path]:
         names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     except (OSError, subprocess.CalledProcessError):  # an unpacked archive has no git
         names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".venv" not in str(path)]
-    found = [ROOT / name for name in names if name and (not suffixes or name.endswith(suffixes))]
-    return [path for path in found if path.is_file()]
+    paths = [ROOT / name for name in names if name and (not suffixes or name.endswith(suffixes))]
+    return [path for path in paths if path.is_file()]
 
 
 def project(package: Path) -> dict[str, Any]:

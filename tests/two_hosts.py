@@ -243,11 +243,11 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
 
 def steps_of(host: Host, save_path: Path) -> int:
     """Return the latest step of a host's loop. Create its folder, which listeners wait for."""
-    said: list[Listening] = read_listening(RunLayout(host.view(save_path)))
-    if not said:
+    listeners: list[Listening] = read_listening(RunLayout(host.view(save_path)))
+    if not listeners:
         host.view(save_path).mkdir(parents=True, exist_ok=True)
         return 0
-    return said[0].step or 0
+    return listeners[0].step or 0
 
 
 def hosts_of(folder: Path) -> set[str]:
@@ -294,13 +294,13 @@ def test_a_request_on_one_host_captures_both_and_the_files_of_the_other_come_hom
     ]  # fmt: skip
     assert not (other.view(save_path) / "control.json").exists()
     status = json.loads(one.say("trigger", str(save_path), "--status", "--json").stdout)
-    (answer,) = (answer for said in status["listening"] for answer in said["answers"].values())
+    (answer,) = (answer for listener in status["listening"] for answer in listener["answers"].values())
     assert sorted(answer["others"].values()) == ["began"] * 4
     report = one.say("report", str(save_path), "--json")
     assert report.returncode == 0, report.stderr
-    (found,) = json.loads(report.stdout)["steps"]
-    assert {row["host"] for row in found["health"]["processes"]} == {"host-a", "host-b"}
-    assert found["health"]["complete"]
+    (report_of_step,) = json.loads(report.stdout)["steps"]
+    assert {row["host"] for row in report_of_step["health"]["processes"]} == {"host-a", "host-b"}
+    assert report_of_step["health"]["complete"]
 
 
 def test_each_host_sends_its_own_files_to_a_mirror(
@@ -338,8 +338,8 @@ def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(
         manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
         assert not manifest.problems()
         (sidecar,) = layout.sidecars()
-        found = msgspec.json.decode(sidecar.read_bytes(), type=Sidecar)
-        assert (found.step, found.artifact.host, found.artifact.rank) == (step, "host-b", 0)
-        said = json.loads(gzip.decompress((layout.root / found.artifact.path).read_bytes()))
-        assert said["host_name"] == "host-b"
-        assert sum(event["name"].startswith("execute_") for event in said["traceEvents"]) >= 2
+        description = msgspec.json.decode(sidecar.read_bytes(), type=Sidecar)
+        assert (description.step, description.artifact.host, description.artifact.rank) == (step, "host-b", 0)
+        trace = json.loads(gzip.decompress((layout.root / description.artifact.path).read_bytes()))
+        assert trace["host_name"] == "host-b"
+        assert sum(event["name"].startswith("execute_") for event in trace["traceEvents"]) >= 2

@@ -55,13 +55,13 @@ class Batch:
     ref_log_probs: Tensor
 
     def __getitem__(self, rows: slice) -> Batch:
-        return Batch(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+        return Batch(**{tensor.name: getattr(self, tensor.name)[rows] for tensor in fields(self)})
 
 
 def pad(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
     """Return `tokens` and `actions` as in a `Batch`."""
-    tokens = [torch.tensor(each.tokens) for each in trajectories]
-    actions = [torch.tensor(each.actions, dtype=torch.float)[1:] for each in trajectories]
+    tokens = [torch.tensor(attempt.tokens) for attempt in trajectories]
+    actions = [torch.tensor(attempt.actions, dtype=torch.float)[1:] for attempt in trajectories]
     return pad_sequence(tokens, True, task.PADDING), pad_sequence(actions, True)
 
 

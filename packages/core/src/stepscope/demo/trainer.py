@@ -58,13 +58,13 @@ class Trainer:
         self.policy_version = 0
         self.actors = [_place(ActorWorker, rank, ACTORS, seed) for rank in range(ACTORS)]
         self.reference = _place(ReferenceWorker)
-        each = list(islice(cycle(choices(engine)), REPLICAS))
+        chosen = list(islice(cycle(choices(engine)), REPLICAS))
         self.replicas = [
             _place(replica_class(choice.engine), seed, config, number, python=choice.python)
-            for number, choice in enumerate(each)
+            for number, choice in enumerate(chosen)
         ]
         self.engines = [
-            RayRollout(replica, choice.engine) for replica, choice in zip(self.replicas, each, strict=True)
+            RayRollout(replica, choice.engine) for replica, choice in zip(self.replicas, chosen, strict=True)
         ]
 
     @property
@@ -93,7 +93,7 @@ class Trainer:
         with span("rollout", role="agent_loop"):
             played = await self._rollout(step)
         with span("advantages"):
-            advantages = group_advantages([each.reward for each in played], GROUP)
+            advantages = group_advantages([attempt.reward for attempt in played], GROUP)
         with span("log_probs"):
             batch = await self._log_probs(played, advantages)
         with span("update"):
@@ -102,9 +102,9 @@ class Trainer:
         with span("weight_sync"):
             await self._sync_weights()
         return StepResult(
-            reward=fmean(each.reward for each in played),
-            solved=fmean(each.reward == 1 for each in played),
-            tokens=sum(sum(each.actions) for each in played),
+            reward=fmean(attempt.reward for attempt in played),
+            solved=fmean(attempt.reward == 1 for attempt in played),
+            tokens=sum(sum(attempt.actions) for attempt in played),
             kl=metrics[0]["kl"],
             seconds=time.perf_counter() - began,
         )

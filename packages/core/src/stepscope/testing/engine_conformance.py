@@ -178,9 +178,9 @@ class EngineConformance:
         async def scenario() -> None:
             profiler = make_profiler(tmp_path, 0)
             captures = [a_capture(tmp_path, step=1), a_capture(tmp_path, step=2)]
-            starts = [profiler.start(each) for each in captures]
+            starts = [profiler.start(capture) for capture in captures]
             results = await asyncio.gather(*starts, return_exceptions=True)
-            assert [type(each) for each in results].count(type(None)) == 1
+            assert [type(result) for result in results].count(type(None)) == 1
             assert isinstance(results[0] or results[1], EngineError)
             await self.work(profiler, 4)
             won = captures[0] if results[0] is None else captures[1]

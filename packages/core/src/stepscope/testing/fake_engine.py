@@ -114,7 +114,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         _know(capture.extra)
         self._capture, self._ignored = capture, _unable(capture)
         try:
-            await _all([self.engine.start_worker(each, capture.iterations) for each in self._workers])
+            await _all([self.engine.start_worker(rank, capture.iterations) for rank in self._workers])
         except BaseException as error:
             self._capture = None
             self.engine.abort()
@@ -128,7 +128,7 @@ class FakeEngineProfiler(EngineProfilerBase):
         if capture is None:
             return []
         try:
-            recordings = await _all([self.engine.stop_worker(each) for each in self._workers])
+            recordings = await _all([self.engine.stop_worker(rank) for rank in self._workers])
         except Exception as error:
             raise EngineError(f"the engine's profiler did not stop: {error}") from error
         finally:

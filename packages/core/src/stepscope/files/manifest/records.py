@@ -108,7 +108,7 @@ def of_engine(
 
 def cut_short(artifacts: tuple[Artifact, ...]) -> str | None:
     """Return the reason of an early end that other code caused while the engine served on."""
-    return next((each.truncated for each in artifacts if each.ended == "others" and each.truncated), None)
+    return next((item.truncated for item in artifacts if item.ended == "others" and item.truncated), None)
 
 
 def awaited(name: str, kind: Kind, pending: Pending, *, truncated: str | None = None) -> Expectation:
