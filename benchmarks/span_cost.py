@@ -30,6 +30,7 @@ from _peers import Peer
 
 from stepscope import ProfileConfig, capture, profile_step, span
 from stepscope.recording.spans import slot
+from stepscope.recording.spans.log import SpanLog
 
 BURST = 1_000
 FLOOD = 20_000
@@ -80,9 +81,11 @@ class Capturing:
         self.made += spans
         session = slot.active
         assert session is not None
-        with session.log._writing:
-            session.log._write_pending()
-        assert session.log.written == self.made
+        spans_log = session.log
+        assert isinstance(spans_log, SpanLog)
+        with spans_log._writing:
+            spans_log._write_pending()
+        assert spans_log.written == self.made
 
 
 def with_span(fn: Callable[..., Any]) -> Callable[..., Any]:
