@@ -180,6 +180,12 @@ def test_the_bodys_exception_is_recorded_and_goes_on(config: ProfileConfig) -> N
     assert spans_of(config, 2)["update"].error == "KeyError: 'mine'"
 
 
+def session_of(cap: capture_module.Capture) -> Session:
+    assert cap._life is not None
+    assert cap._life.session is not None
+    return cap._life.session
+
+
 def _break_and_raise(monkeypatch: pytest.MonkeyPatch, session: object, broken: object) -> None:
     monkeypatch.setattr(session, "close", broken)
     raise KeyError("mine")
@@ -195,7 +201,7 @@ def test_the_bodys_exception_wins_over_trouble_in_closing(
 
     cap = capture(2, config=config)
     with pytest.raises(KeyError, match="mine"), cap:
-        _break_and_raise(monkeypatch, cap._session, broken)
+        _break_and_raise(monkeypatch, session_of(cap), broken)
     assert "closing a capture failed" in caplog.text
 
 
@@ -267,8 +273,7 @@ def test_a_budget_of_seconds_truncates_and_says_so(tmp_path: Path) -> None:
     with capture(2, config=config) as cap:
         with span("before"):
             pass
-        session = cap._session
-        assert session is not None
+        session = session_of(cap)
         assert session._watchdog is not None
         session._watchdog.thread.join(10)
         with span("after"):
@@ -855,7 +860,9 @@ def test_a_manifest_that_was_folded_earlier_does_not_come_last(
     with capture(2, config=config) as cap:
         pass
     order: list[str] = []
-    another = threading.Thread(target=cap.result.fold)
+    files = cap.result._files
+    assert files is not None
+    another = threading.Thread(target=files.fold)
 
     def write(step: StepLayout, manifest: Manifest) -> None:
         if threading.current_thread() is not another:
@@ -864,7 +871,7 @@ def test_a_manifest_that_was_folded_earlier_does_not_come_last(
         order.append(threading.current_thread().name)
 
     monkeypatch.setattr(manifest_part, "write_manifest", write)
-    cap.result.fold()
+    files.fold()
     another.join()
     assert order == [threading.current_thread().name, another.name]
 

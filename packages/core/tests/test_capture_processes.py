@@ -21,6 +21,7 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import End, Line, Open, Span
+from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.process.run import run_id
 
@@ -446,6 +447,11 @@ def peer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+def files_of(result: CaptureResult) -> CapturedFiles:
+    assert result._files is not None
+    return result._files
+
+
 def captured_beside(folder: Path) -> CaptureResult:
     config = ProfileConfig(
         save_path=folder / "run", steps=[1], roles={"rollout": {"ranks": "all", "profiler": "off"}}
@@ -459,12 +465,12 @@ def test_a_wait_lasts_until_a_peer_that_nobody_called_has_closed(
     tmp_path: Path, peer: subprocess.Popen[str]
 ) -> None:
     result = captured_beside(tmp_path)
-    assert result.unfinished()
+    assert files_of(result).unfinished()
     assert peer.stdin is not None
     peer.stdin.write("\n")
     peer.stdin.flush()
     result.raise_for_missing(60)
-    assert not result.unfinished()
+    assert not files_of(result).unfinished()
 
 
 def test_the_last_one_to_close_tells_of_a_peer_that_was_killed(
@@ -484,6 +490,6 @@ def test_nobody_waits_for_a_peer_that_was_killed(tmp_path: Path, peer: subproces
     result = captured_beside(tmp_path)
     peer.kill()
     peer.wait()
-    assert not result.unfinished()
+    assert not files_of(result).unfinished()
     with pytest.raises(MissingArtifactsError, match="nothing says that its process closed"):
         result.raise_for_missing(60)

@@ -278,7 +278,8 @@ def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Pa
 def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) -> None:
     config = a_config(tmp_path, finish={"command": "true"})
     block = capture(1, config=config).open()
-    session = block._session
+    assert block._life is not None
+    session = block._life.session
     assert session is not None
     other = ProcessInfo(role="actor", rank=1, world_size=2, host="elsewhere", pid=1)
     late = msgspec.structs.replace(
@@ -293,7 +294,9 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     assert not exporter.exporter().drain(60)
     (job,) = pipeline._commands.drain(0)
     assert isinstance(job, programs.Chores)
-    assert block.result.unfinished()
+    files = block.result._files
+    assert files is not None
+    assert files.unfinished()
     done = msgspec.structs.replace(
         late, expected=(Expectation(name="torch trace", kind="trace", state="ok"),)
     )

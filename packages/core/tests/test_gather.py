@@ -28,6 +28,7 @@ from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.recording.after import pipeline, programs
 from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fleet import WorkerOutcome
@@ -163,6 +164,11 @@ def settle() -> None:
     assert pipeline._commands.drain(120) == []
 
 
+def files_of(result: CaptureResult) -> CapturedFiles:
+    assert result._files is not None
+    return result._files
+
+
 def problems(result: CaptureResult) -> list[str]:
     """Return all of them, once everything that can be here is."""
     manifest = result.wait(120)
@@ -295,7 +301,7 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
         programs.Chores, "_wait_for_files", lambda _: None
     )  # nobody fetches beside the training
     result = alone(config, hosts["host-b"])
-    result.gather(lambda: 0.0)
+    files_of(result).gather(lambda: 0.0)
     assert any("not fetched in time; they lie on host-b" in line for line in result.problems())
 
 
@@ -369,7 +375,7 @@ def test_what_is_here_stays_so_when_it_is_asked_for_again(
 ) -> None:
     result = alone(config, hosts["host-b"])
     settle()
-    result.gather(lambda: 0.0)
+    files_of(result).gather(lambda: 0.0)
     assert not result.problems()
 
 

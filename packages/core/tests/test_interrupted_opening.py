@@ -147,6 +147,10 @@ def files_left_open(folder: Path) -> list[str]:
     return [path for path in paths if path.startswith(f"{folder}/")]
 
 
+def has_claimed(cap: captures.Capture) -> bool:
+    return cap._life is not None and cap._life.claim is not None
+
+
 def whole_capture(config: ProfileConfig, step: int) -> None:
     with capture(step, config=config) as cap:
         pass
@@ -166,7 +170,7 @@ def test_a_signal_while_a_capture_opens_leaves_nothing_recording(
         signal = Signal(first + 9 * count, lambda cap=cap: handler(cap.close))  # type: ignore[misc]  # mypy
         with under(signal):
             cap.open()
-        if handler is closes_and_raises and signal.where is not None and cap._claim is not None:
+        if handler is closes_and_raises and signal.where is not None and has_claimed(cap):
             assert captures.opened() is None, signal.where
         cap.close()
         nothing_records(signal.where)

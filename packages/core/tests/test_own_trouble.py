@@ -169,7 +169,7 @@ def test_engines_are_stopped_though_the_closing_is_interrupted_before_it_comes_t
 def test_a_capture_that_never_opened_claims_no_spans(
     config: ProfileConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope.recording.capture.capture.Capture._begin", fail(KeyboardInterrupt()))
+    monkeypatch.setattr("stepscope.recording.capture.lifecycle.Lifecycle._begin", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         capture(1, config=config).open()
     (part,) = read_parts(RunLayout(config.save_path).step(1))[0]

@@ -132,21 +132,25 @@ def wanted(session: Session) -> bool:
     return bool(capture_hooks or _promised(session))
 
 
-def hand_over(result: ClosedCapture, session: Session) -> None:
-    """The capture is closed: what comes after it begins when its files of this process are written."""
-    if not (wanted(session) or result.apart):
+def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
+    """Begin what comes after a closed capture once its files of this process are written.
+
+    Args:
+        result: Passed to the hooks.
+    """
+    if not (wanted(session) or closed.apart):
         return
     _awaited.add(session.step)
     deferred = session.config.export.when == "deferred"
-    exporter.exporter().then(partial(capture_done, result, session), deferred=deferred)
+    exporter.exporter().then(partial(capture_done, closed, result, session), deferred=deferred)
 
 
-def capture_done(result: ClosedCapture, session: Session) -> None:
-    """The capture is closed and its files of this process are written, or given up."""
+def capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
+    """Queue hooks and programs: the files of this process are written, or given up."""
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
-    if _promised(session) or result.apart:
-        _commands.put(Chores(session, result, _tell_figures(session)))
+    if _promised(session) or closed.apart:
+        _commands.put(Chores(session, closed, _tell_figures(session)))
     _awaited.discard(session.step)  # last: it is in the line now
 
 

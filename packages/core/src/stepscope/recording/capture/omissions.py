@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from stepscope.config import ProfileConfig, RoleConfig
-from stepscope.files.manifest.records import Manifest, OpenedBy
+from stepscope.files.manifest.records import OpenedBy, ProcessPart
+from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
 
 WORKERS, PROFILER = "workers", "profiler"
@@ -32,11 +33,6 @@ def workers_prepared() -> None:
     """`prepare` was given workers here, so every capture is expected to be given them."""
     global _prepared
     _prepared = True
-
-
-def were_prepared() -> bool:
-    """Return whether `prepare` was given workers: a capture without them is a mistake then."""
-    return _prepared
 
 
 def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | None:
@@ -72,6 +68,52 @@ def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | 
     )
 
 
+def enter_unmatched(
+    ledger: Ledger, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
+) -> None:
+    """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran.
+
+    Args:
+        engines: It was given engines.
+    """
+    roles = {role for part in parts for role in (part.process.role, *part.roles)}
+    unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
+    for pattern, reason in unmatched.items():
+        failures.warn_once(reason)
+        ledger.lack(f"roles.{pattern}", reason, kind="selection")
+    why_none = None if unmatched else no_profiler(config, parts)
+    if why_none is not None:
+        failures.warn_once(why_none)
+        enter = ledger.skip if config.roles == ProfileConfig().roles else ledger.lack
+        enter(PROFILER, why_none, kind="selection")
+
+
+def enter_left_out(ledger: Ledger, parts: Iterable[ProcessPart], *, named: bool) -> None:
+    """Enter classes of this job's actors that have decorated methods and take no part.
+
+    Args:
+        named: The capture was given workers or engines: who names some may mean no others.
+    """
+    actors = {part.process.actor_id for part in parts if part.process.actor_id is not None}
+    for name, count in left_out(actors).items():
+        reason = (
+            f"{count} actor{'s' * (count != 1)} of this job, and none in workers: calls of its decorated "
+            "methods are not recorded. Fix: add them to capture(workers={role: handles})"
+        )
+        failures.warn_once(f"{name}: {reason}")
+        enter = ledger.skip if named else ledger.lack
+        enter(f"actors of {name}", reason, kind="selection")
+
+
+def enter_missing_workers(ledger: Ledger, *, engines: bool, opened_by: OpenedBy) -> None:
+    """Enter that a capture that names no workers probably lacks them, if something says so."""
+    reason = missing_workers(engines=engines, opened_by=opened_by)
+    if reason is not None:
+        failures.warn_once(reason)
+        enter = ledger.lack if _prepared else ledger.skip
+        enter(WORKERS, reason, kind="selection")
+
+
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:
     """Patterns of the configuration that match none of the roles: {pattern: what to say}. None of the
     defaults, which nobody wrote, and none that asks for spans alone.
@@ -94,11 +136,9 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     return found
 
 
-def no_profiler(config: ProfileConfig, manifest: Manifest) -> str | None:
+def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:
     """Return why no profiler and no engine recorded anything, though some role is to be profiled."""
-    items = [
-        item for part in manifest.processes for item in part.expected if item.kind in ("trace", "engine")
-    ]
+    items = [item for part in parts for item in part.expected if item.kind in ("trace", "engine")]
     wanted = any(role.profiler for role in config.roles.values())
     if not wanted or any(item.state != "skipped" for item in items):
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -182,10 +183,32 @@ class Ledger:
         self.expect(msgspec.structs.replace(item, pending=None))
 
     def manifest(self, step: StepLayout) -> Manifest:
-        """What is there at this moment, folded from the parts of all processes of the step."""
-        mine = self.part  # from memory: a disk that refuses to be written cannot hide it
-        others = part_files(step, but=self._path)[0].values()
-        return fold([mine, *(part for part in others if part.run_id == mine.run_id)])
+        """Return what is there at this moment, folded from the parts of all processes of the step."""
+        return fold([self.part, *self._others(step)])
+
+    def _others(self, step: StepLayout) -> list[ProcessPart]:
+        """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
+        parts = part_files(step, but=self._path)[0].values()
+        return [part for part in parts if part.run_id == self._part.run_id]
+
+    def settle(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+        """Write the part and the manifest at the end of a capture. The other parts are read once.
+
+        A disk that refuses is noted.
+
+        Args:
+            enter: Adds to this ledger what follows from the parts of all processes.
+        """
+        with self._folding:
+            others = self._others(step)
+            enter([self.part, *others])
+            self.write()
+            manifest = fold([self.part, *others])
+            try:
+                write_manifest(step, manifest)
+            except OSError as error:
+                failures.note("writing the manifest", error)
+            return manifest
 
     def fold(self, step: StepLayout) -> None:
         """Writes `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.

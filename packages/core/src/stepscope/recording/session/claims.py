@@ -14,6 +14,11 @@ _KEY = "this process"
 class Taker(Protocol):
     """The capture, or the worker's session, that a claim is for."""
 
+    @property
+    def state(self) -> str | None:
+        """The state of a capture; None for a worker's session."""
+        ...
+
     def end(self, ending: Ending, deadline_s: float) -> None:
         """Close it because the process ends.
 

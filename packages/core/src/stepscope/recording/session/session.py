@@ -240,6 +240,10 @@ class Session:
         self.ledger.update(opened=anchor)
         self.ledger.spend(start_ns=anchor.mono_ns - self._began_ns)
 
+    @property
+    def state(self) -> None:
+        """See `claims.Taker`."""
+
     def end(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""
         self.close(ending=ending)

@@ -1,0 +1,82 @@
+"""Files of one capture, written by all of its processes."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from stepscope.files.manifest.parts import read_parts
+from stepscope.recording.process import failures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepscope.files.manifest.records import Manifest
+    from stepscope.recording.fanout.participants import Others
+    from stepscope.recording.session.session import Session
+
+
+class CapturedFiles:
+    """The owner's view of them. Its methods block, and may be called from any thread."""
+
+    def __init__(self, session: Session, others: Others | None) -> None:
+        self.session = session
+        self._others = others
+        self._gathering = threading.Lock()
+
+    @property
+    def apart(self) -> list[str]:
+        """Workers whose files are fetched once the capture is closed: their hosts share no folder with this
+        one.
+        """
+        return [] if self._others is None else self._others.apart
+
+    def manifest(self) -> Manifest:
+        """Return what is there at this moment, folded from the processes' parts."""
+        return self.session.ledger.manifest(self.session.layout)
+
+    def fold(self) -> None:
+        """Write `manifest.json` anew. A disk that refuses is noted."""
+        try:
+            self.session.ledger.fold(self.session.layout)
+        except OSError as error:
+            failures.note("writing the manifest", error)
+
+    def unfinished(self) -> bool:
+        """Return whether another process, a worker or a peer of torchrun's, still records or writes.
+
+        It is read off the disk, because a call would hold up a busy one.
+        """
+        own = self.session.ledger.part
+        lost = {absent.process for absent in own.absent}
+        return any(
+            item.pending in ("exporting", "closing")
+            for part in read_parts(self.session.layout)[0]
+            if part.run_id == own.run_id and part.process != own.process and part.process.key not in lost
+            for item in part.expected
+        )
+
+    def drain_workers(self, timeout_s: float) -> None:
+        """Wait until the workers have written their files, deferred ones too."""
+        if self._others is not None and self._others.fleet is not None:
+            from stepscope.recording.process import private_loop  # import time: asyncio
+
+            private_loop.run(self._others.fleet.drain(max(0.0, timeout_s)))
+
+    def gather(self, left_s: Callable[[], float]) -> None:
+        """Fetch the files of workers that are apart.
+
+        A second call, beside the first or after it, fetches what that left.
+        """
+        others = self._others
+        if others is None or others.fleet is None or not others.apart:
+            return
+        from stepscope.recording.process import private_loop  # import time: asyncio
+
+        if not self._gathering.acquire(timeout=max(0.0, left_s())):
+            return  # the other one is at it, and enters what it fetched
+        try:
+            private_loop.run(others.gather(left_s))
+            self.fold()
+        finally:
+            self._gathering.release()

@@ -1,0 +1,392 @@
+"""Life of one captured step: new -> opening -> open -> closing -> closed.
+
+Closing is a list of stages, with one index. A closer that is interrupted leaves the index where it is, and
+whoever closes next continues there: the same call once more, a signal's handler, the end of the process. Each
+stage may be entered twice. Opening that fails or is cancelled is rolled back by the same stages.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Literal
+
+from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
+from stepscope.files.manifest.records import Ending, Manifest
+from stepscope.recording.after import pipeline
+from stepscope.recording.capture import configure, settling
+from stepscope.recording.capture.asked import Asked, Closing
+from stepscope.recording.capture.files import CapturedFiles
+from stepscope.recording.capture.opening import make_session, refusal
+from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.process import failures, run
+from stepscope.recording.process.failures import describe
+from stepscope.recording.session import activation
+from stepscope.recording.session.claims import Claim, Taker
+from stepscope.recording.session.session import Session
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from stepscope.recording.fanout.participants import Others
+
+# asyncio, and the modules that need it, are imported where they are used: `import stepscope` is kept light.
+
+
+class Lifecycle:
+    """Opens and closes one capture."""
+
+    def __init__(self, asked: Asked, taker: Taker) -> None:
+        """Args: taker: What the process is claimed for."""
+        self.state: Literal["new", "opening", "open", "closing", "closed"] = "new"
+        self.asked = asked
+        self.session: Session | None = None
+        self.others: Others | None = None
+        self.result: CaptureResult | None = None
+        """None until it is open, and in a forked child."""
+        self.claim: Claim | None = None
+        """With which this has, or had, the process."""
+        self._taker = taker
+        self._files: CapturedFiles | None = None
+        self._manifest: Manifest | None = None
+        """As it was when the capture closed."""
+        self._index = 0
+        """Of the closing stage that comes next."""
+        self._interrupted: int | None = None
+        """Index of the stage that was interrupted last."""
+        self._lock = threading.RLock()  # a signal's handler may go on with what it interrupts
+        self._task: asyncio.Task[object] | None = None
+        """Closes this."""
+        self._stop: asyncio.Task[object] | None = None
+        """Tells the workers and engines to stop, or did."""
+        self._is_handed_over = False
+
+    def _is_opening(self) -> bool:
+        return self.state == "opening"
+
+    def open(self, began_ns: int) -> None:
+        """Open, on the thread whose work is recorded."""
+        claim = Claim(self.asked.step, self._taker)
+        try:
+            session = self._take_process(claim, began_ns)
+            if session is None:
+                return
+            session.open_files()
+            if self.others is not None:
+                from stepscope.recording.process import private_loop
+
+                private_loop.run(self._start_others(self.others, session))
+            self._begin(session)
+            self._end_what_opened_late()
+        except BaseException as error:
+            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
+                claim.free()
+                raise
+            reason = f"opening failed: {describe(error)}"
+            self.close(Closing(Ending("rollback", reason), discard=reason))
+            self._end_what_opened_late()
+            self._fail(error, reason)
+
+    async def aopen(self, began_ns: int) -> None:
+        """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
+        from stepscope.engines.own_thread import own_thread
+
+        claim = Claim(self.asked.step, self._taker)
+        try:
+            session = self._take_process(claim, began_ns)
+            if session is None:
+                return
+            await own_thread(session.open_files)
+            if self.others is not None:
+                await self._start_others(self.others, session)
+            self._begin(session)
+            self._end_what_opened_late()
+        except BaseException as error:
+            if self.claim is not claim:  # refused, or interrupted before there was anything to undo
+                claim.free()
+                raise
+            reason = f"opening failed: {describe(error)}"
+            cancelled = await self.aclose(Closing(Ending("rollback", reason), discard=reason))
+            self._end_what_opened_late()
+            self._fail(error, reason)
+            if cancelled is not None:
+                raise cancelled from None
+
+    def _fail(self, error: BaseException, reason: str) -> None:
+        settling.tell_asker(self.asked, reason)
+        if self._is_for_the_user(error):
+            raise error
+        failures.note("opening a capture", error)
+
+    def _is_for_the_user(self, error: BaseException) -> bool:
+        """Return whether an error of opening goes up: a slip in the arguments, a cancellation, a Ctrl-C.
+
+        Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
+        """
+        if isinstance(error, ConfigError) and self.asked.on_request:
+            return False
+        return isinstance(error, StepscopeError) or not isinstance(error, Exception)
+
+    def _take_process(self, claim: Claim, began_ns: int) -> Session | None:
+        """Claim this process for this capture, or refuse. Raises before anything is written or started.
+
+        Returns:
+            The session to open; None if a signal's handler closed the capture meanwhile.
+        """
+        asked = self.asked
+        if self.state != "new":
+            raise CaptureError(
+                f"this capture of step {asked.step} is {self.state}; make a new one with capture()"
+            )
+        other = claim.take()
+        if other is not None:
+            raise CaptureOpenError(refusal(asked.step, other))
+        self.claim, self.state = claim, "opening"
+        if asked.workers is not None or asked.engines is not None:
+            from stepscope.recording.fanout.participants import Others  # import time: asyncio
+
+            self.others = Others(asked.workers, asked.engines)
+        configure.check(asked.config, on_ray=self.others is not None and self.others.fleet is not None)
+        if asked.config.instrument:
+            configure.instrument(asked.config)
+        session = make_session(asked, self.others, began_ns)
+        files = CapturedFiles(session, self.others)
+        result, self.result = self.result, CaptureResult(asked.step, files)
+        self._files, self.session = files, session
+        if not self._is_opening() and not session.ended:  # closed before there was a session
+            self.session, self._files, self.result = None, None, result
+            self._end_what_opened_late()
+            return None
+        return session
+
+    async def _start_others(self, others: Others, session: Session) -> None:
+        from stepscope.recording.fanout.messages import StartRequest
+
+        request = StartRequest(
+            capture_id=session.capture_id,
+            run_id=session.run_id,
+            step=session.step,
+            config=session.config,
+            owner_part=session.part_name,
+        )
+        await others.start(request, session.config.budget.fanout_seconds)
+        if not self._is_opening():
+            # A signal's handler closed this, and the process goes on: what has started since is told too.
+            part = session.ledger.part
+            ending = None if part.ended_by is None else Ending(part.ended_by, part.error or "")
+            await self._tell_to_stop(others, session, Closing(ending))
+        elif self.asked.on_request:
+            from stepscope.recording.capture import on_demand
+
+            on_demand.tell_others(session.step, others.taking_part())
+
+    def _begin(self, session: Session) -> None:
+        """Do the last part of opening, on the thread whose work is recorded."""
+        if not self._is_opening():
+            return
+        run.record(session.config)
+        pipeline.promise(session, alone=self.others is None)
+        session.start_profiler()
+        activation.activate(session)
+        if self._is_opening():
+            self.state = "open"
+
+    def _end_what_opened_late(self) -> None:
+        """End what was opened since a signal's handler, or another thread, closed this."""
+        if self.session is None:
+            self._free()
+            self.state = "new"  # nothing was begun: it may be opened once more
+        elif self.state == "closed":
+            self.session.settle()
+            self._write_manifest()
+
+    def leave(self) -> None:
+        """Read the clock at which the step ends, before all else that closing does."""
+        if self.session is not None and self.state in ("opening", "open"):
+            self.session.leave()
+
+    def is_left_to_a_task(self) -> bool:
+        """Return whether a task is closing this, in a loop that runs."""
+        task = self._task
+        return task is not None and not task.done() and task.get_loop().is_running()
+
+    def close(self, closing: Closing) -> None:
+        """Close on this thread, or go on with a closing that was interrupted."""
+        self.leave()
+        try:
+            self._go_through(closing)
+        finally:
+            self._hand_back()
+
+    async def aclose(self, closing: Closing) -> asyncio.CancelledError | None:
+        """Close without blocking the event loop. Return the cancellation that came meanwhile."""
+        if self.is_left_to_a_task():
+            return None
+        from stepscope.recording.process import private_loop
+
+        self.leave()
+        try:
+            return await private_loop.uninterrupted(self._close_in_task(closing))
+        finally:
+            self._hand_back()
+
+    async def _close_in_task(self, closing: Closing) -> None:
+        import asyncio
+
+        if not self._begin_closing():
+            return
+        self._task, stopping = asyncio.current_task(), None
+        try:
+            if self.session is not None and self.others is not None and not self._is_told():
+                self._go_through(closing, until=STAGES.index(Lifecycle.close_session))
+                stopping = asyncio.ensure_future(self._tell_to_stop(self.others, self.session, closing))
+                await asyncio.sleep(0)  # the others are told before this process pays for its own stop
+                self._go_through(closing, until=STAGES.index(Lifecycle.stop_participants))
+                await stopping
+        except Exception as failure:
+            failures.note("closing a capture", failure)
+        except BaseException:
+            if stopping is not None and not stopping.done():
+                self._stop = None  # a Ctrl-C that ends the loop: it goes no further there
+            raise
+        finally:  # what nothing did: no others, or a loop shutting down
+            self._task = None
+            self._go_through(closing)
+
+    def _begin_closing(self) -> bool:
+        """Return whether there is anything to close."""
+        if self.state == "open" or (self.state == "opening" and self.session is not None):
+            self.state = "closing"
+        elif self.state == "opening":
+            self.state = "closed"  # who opens it sees that
+        return self.state == "closing"
+
+    def _go_through(self, closing: Closing, until: int | None = None) -> None:
+        """Go on with the stages. A Ctrl-C is raised once they are done: it must leave nothing recording.
+
+        Args:
+            until: Index of the stage to stop before; None: all are done.
+        """
+        # Another thread that is at it goes on. To wait for it here may wait for ever: a signal's handler
+        # holds what it interrupted.
+        if not self._begin_closing() or not self._lock.acquire(blocking=False):
+            return
+        interruption: BaseException | None = None
+        try:
+            while (index := self._index) < (len(STAGES) if until is None else until):
+                try:
+                    self._do(index, closing)
+                except BaseException as error:
+                    interruption = interruption or error
+                    if self._interrupted == index == self._index:  # twice: go on with what is known
+                        self._index = index + 1
+                    self._interrupted = index
+        finally:
+            self._lock.release()
+        if interruption is not None:
+            raise interruption
+
+    def _do(self, index: int, closing: Closing) -> None:
+        try:
+            STAGES[index](self, closing)
+        except Exception as error:
+            self._pass(index)
+            failures.note("closing a capture", error)
+        else:
+            self._pass(index)
+
+    def _pass(self, index: int) -> None:
+        if self._index > index:  # a signal's handler went on, on top of this
+            self._write_manifest()
+        else:
+            self._index = index + 1
+
+    def switch_off(self, closing: Closing) -> None:
+        """Stop recording in this process."""
+        if self.session is not None:
+            activation.deactivate(self.session)
+
+    def close_session(self, closing: Closing) -> None:
+        """Stop this process' profiler, and end its files."""
+        if self.session is not None:
+            self.session.close(ending=closing.ending, discard=closing.discard)
+
+    def stop_participants(self, closing: Closing) -> None:
+        """Stop the workers and engines, unless they are told already."""
+        if self.others is None or self.session is None or self._is_told():
+            return
+        from stepscope.recording.process import private_loop
+
+        stop = self._tell_to_stop(self.others, self.session, closing)
+        try:
+            private_loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
+        except Exception as failure:
+            stop.close()
+            failures.note("stopping workers and engines", failure)
+
+    def settle_manifest(self, closing: Closing) -> None:
+        """Fold the manifest, once, and do all that follows from it."""
+        if self.session is None:
+            return
+        if closing.discard is None:
+            self._manifest = settling.settle(self.asked, self.session, self.others)
+        else:
+            settling.discard(self.asked, self.session, closing.discard)
+
+    def hand_over(self, closing: Closing) -> None:
+        """Free the process for the next capture, and begin what comes after this one."""
+        self._free()
+        try:
+            if self.session is not None:
+                self.session.write_cost()  # before the chores, which read it
+                if self._manifest is not None and self._files is not None and not self._is_handed_over:
+                    self._is_handed_over = True
+                    settling.tell_summary(self.session, self._files, self._manifest)
+                    pipeline.hand_over(self._files, self.result, self.session)
+        finally:
+            self.state = "closed"
+
+    def _is_told(self) -> bool:
+        """Return whether the workers and engines are being told to stop, or were."""
+        return self._stop is not None and (self._stop.done() or self._stop.get_loop().is_running())
+
+    async def _tell_to_stop(self, others: Others, session: Session, closing: Closing) -> None:
+        import asyncio
+
+        from stepscope.recording.fanout.messages import StopRequest
+
+        self._stop = asyncio.current_task()
+        request = StopRequest(capture_id=session.capture_id, ending=closing.ending, discard=closing.discard)
+        seconds = session.config.budget.fanout_seconds if closing.deadline_s is None else closing.deadline_s
+        try:
+            await others.stop(request, seconds)
+        except BaseException as failure:
+            if not isinstance(failure, Exception):
+                self._stop = None  # their loop is shut down: who goes on closing tells them again
+            raise
+        if self._index > STAGES.index(Lifecycle.settle_manifest):  # interrupted, the caller did not wait
+            self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        if self.session is not None and self._files is not None:
+            self.session.ledger.write()
+            self._files.fold()
+
+    def _free(self) -> None:
+        if self.claim is not None:
+            self.claim.free()
+
+    def _hand_back(self) -> None:
+        """Read the clock at which closing ends, after all else that it does."""
+        if self.session is not None and self.state == "closed":
+            self.session.hand_back()
+
+
+STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
+    Lifecycle.switch_off,
+    Lifecycle.close_session,
+    Lifecycle.stop_participants,
+    Lifecycle.settle_manifest,
+    Lifecycle.hand_over,
+)
+"""Of closing, in order."""

@@ -1,0 +1,58 @@
+"""First part of opening a capture: who holds the process, and a session for it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from stepscope.recording.after import pipeline
+from stepscope.recording.capture import omissions
+from stepscope.recording.capture.asked import Asked
+from stepscope.recording.process import run
+from stepscope.recording.process.identity import identify
+from stepscope.recording.session.claims import Claim
+from stepscope.recording.session.session import Session
+
+if TYPE_CHECKING:
+    from stepscope.recording.fanout.participants import Others
+
+
+def make_session(asked: Asked, others: Others | None, began_ns: int) -> Session:
+    """Return the session of this process, with its other processes joined to it.
+
+    Args:
+        began_ns: When opening began (monotonic).
+    """
+    session = Session(
+        config=asked.config,
+        step=asked.step,
+        process=identify(asked.role, rank=asked.rank),
+        roles=(asked.role,),
+        run_id=run.run_id(),
+        capture_id=os.urandom(8).hex(),
+        owner=True,
+        began_ns=began_ns,
+        opened_by=asked.opened_by,
+        on_artifact=pipeline.artifact_done,
+    )
+    if others is not None:
+        others.join(session)
+    if not asked.names_workers:
+        omissions.enter_missing_workers(
+            session.ledger, engines=asked.engines is not None, opened_by=asked.opened_by
+        )
+    return session
+
+
+def refusal(step: int, other: Claim) -> str:
+    """Return why a capture of `step` may not open while another claim holds this process."""
+    state = None if other.taker is None else other.taker.state
+    if state is None:
+        return (
+            f"this process is recorded as a worker in a capture of step {other.step}. "
+            "Fix: open captures in one place, the driver"
+        )
+    return (
+        f"a capture of step {other.step} is {state} in this process, and profilers are process-wide. "
+        f"Fix: close it before opening step {step}"
+    )

@@ -1,0 +1,69 @@
+"""Facts about a closed capture, from its manifest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+
+_IN_FULL = 3
+"""Problems that `shortfall` says in full."""
+
+
+def is_open_elsewhere(parts: Iterable[ProcessPart], process: ProcessInfo) -> bool:
+    """Return whether another rank, which opened this capture by itself, has not closed it yet."""
+    peers = [part for part in parts if is_peer(part, process)]
+    return any(item.pending == "closing" for part in peers for item in part.expected)
+
+
+def is_peer(part: ProcessPart, process: ProcessInfo) -> bool:
+    """Return whether the part is of another rank that opened this capture by itself."""
+    return part.owner and part.process != process
+
+
+def problems_to_tell(manifest: Manifest, process: ProcessInfo) -> list[str]:
+    """Return the problems that this process tells of: its own, and those of processes that it started.
+
+    Ranks that open captures of their own tell of themselves. The last one to close tells of those that
+    are gone.
+    """
+    is_last = not is_open_elsewhere(manifest.processes, process)
+    own = [
+        part for part in manifest.processes if not is_peer(part, process) or (is_last and part.closed is None)
+    ]
+    return msgspec.structs.replace(manifest, processes=tuple(own)).problems()
+
+
+def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
+    """Return the problems of a capture in one line; None when all is well so far.
+
+    Args:
+        no_profiler: Why nothing recorded though a profiler was to run.
+    """
+    problems = manifest.problems()
+    if not problems:
+        return no_profiler
+    more = f" (and {len(problems) - _IN_FULL} more)" if len(problems) > _IN_FULL else ""
+    return "; ".join(problems[:_IN_FULL]) + more
+
+
+def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[str]) -> str:
+    """Return one line for the log: who took part, how many traces there are or are on their way, where.
+
+    Args:
+        folder: Of the step.
+        apart: Workers whose files are fetched.
+    """
+    items = [item for part in manifest.processes for item in part.expected]
+    traces = sum(len(item.artifacts) + (item.pending == "exporting") for item in items)
+    processes = len(manifest.processes)
+    elsewhere = f" and {len(apart)} on other hosts, whose files are fetched" if apart else ""
+    return (
+        f"step {manifest.step} captured: {processes} process{'es' * (processes != 1)}{elsewhere}, "
+        f"{traces} trace{'s' * (traces != 1)}, in {folder}; "
+        f"`stepscope report {save_path} --step {manifest.step}`"
+    )

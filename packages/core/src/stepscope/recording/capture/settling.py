@@ -1,0 +1,109 @@
+"""End of a capture: all that follows from its manifest, which is folded once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.recording.after import pipeline
+from stepscope.recording.capture import baseline, omissions, outcome, retention
+from stepscope.recording.capture.asked import Asked
+from stepscope.recording.capture.files import CapturedFiles
+from stepscope.recording.process import failures, identity
+from stepscope.recording.session.session import Session
+
+if TYPE_CHECKING:
+    from stepscope.recording.fanout.participants import Others
+
+_is_torch_explained = False
+"""Whether this process has explained the lines that torch prints. One writer: `_about_torch`."""
+
+
+def settle(asked: Asked, session: Session, others: Others | None) -> Manifest:
+    """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
+    enter = partial(_enter_omissions, asked, session, others)
+    manifest = session.ledger.settle(session.layout, enter)
+    session.ledger.told = True
+    for line in outcome.problems_to_tell(manifest, session.process):
+        failures.warn("stepscope: step %d: %s", session.step, line)
+    if asked.on_request:
+        is_apart = others is not None and bool(others.apart)
+        no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
+        tell_asker(asked, outcome.shortfall(manifest, no_profiler))
+    _retain(session)
+    baseline.captured(session)
+    return manifest
+
+
+def discard(asked: Asked, session: Session, reason: str) -> None:
+    """Write the manifest of a capture whose recordings are unwanted."""
+    pipeline.withdraw(session, reason)
+    session.ledger.settle(session.layout, lambda _: None)
+    session.ledger.told = True
+    tell_asker(asked, reason)
+
+
+def tell_asker(asked: Asked, reason: str | None) -> None:
+    """Answer a request for the step: the reason why its capture is not whole, if it is not."""
+    if asked.on_request:
+        from stepscope.recording.capture import on_demand  # import time: most runs are never asked
+
+        on_demand.tell_outcome(asked.step, reason)
+
+
+def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> None:
+    """Log one line about a captured step. Of ranks that capture by themselves, the last to close does."""
+    if outcome.is_open_elsewhere(manifest.processes, session.process):
+        return
+    line = outcome.summary(manifest, session.layout.root, session.config.save_path, files.apart)
+    failures.tell("stepscope: %s%s", line, _about_torch())
+
+
+def _enter_omissions(
+    asked: Asked, session: Session, others: Others | None, parts: Sequence[ProcessPart]
+) -> None:
+    """Enter what was asked for and did not take part."""
+    ledger = session.ledger
+    may_ask_ray = ledger.part.ended_by is None  # else there may be no time
+    if may_ask_ray and (not asked.names_workers or others is not None):
+        omissions.enter_left_out(ledger, parts, named=others is not None)
+    if ledger.part.absent or ledger.state(omissions.WORKERS) is not None:
+        return  # who is not there may have the role
+    if _knows_all(session, others, parts):
+        omissions.enter_unmatched(ledger, session.config, parts, engines=asked.engines is not None)
+
+
+def _knows_all(session: Session, others: Others | None, parts: Sequence[ProcessPart]) -> bool:
+    """Return whether the parts of all that take part are here.
+
+    Of the ranks of torchrun, the last one to close has them.
+    """
+    if others is not None:
+        return not others.apart
+    if identity.is_alone():
+        return True
+    ranks = {part.process.key for part in parts if part.owner}
+    return len(ranks) == identity.ranks() and not outcome.is_open_elsewhere(parts, session.process)
+
+
+def _retain(session: Session) -> None:
+    """Remove the steps that `budget.keep_steps` leaves no room for."""
+    keep = session.config.budget.keep_steps
+    if keep is not None and (session.config.finish.mirror is None or pipeline.mirrors(session)):
+        layout = RunLayout(session.config.save_path)
+        busy, may_go = pipeline.busy_steps(layout), partial(pipeline.is_mirrored, session)
+        retention.retain(layout, session.run_id, keep, busy=busy, may_go=may_go)
+
+
+def _about_torch() -> str:
+    """Return words about the lines that torch's profiler has just printed; none after the first time."""
+    global _is_torch_explained
+    torch_window = sys.modules.get("stepscope.backends.torch.window")
+    if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:
+        return ""
+    _is_torch_explained = True
+    return ". Lines with `USDT:` or `External init callback` are torch's own and harmless"
