@@ -71,8 +71,9 @@ def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
 
 
 def test_a_capture_says_where_its_files_are_and_what_reads_them(
-    config: ProfileConfig, caplog: pytest.LogCaptureFixture
+    config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capture_module, "_is_torch_explained", True)  # torch may have run in another test
     with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
         pass
     (said,) = [line for line in caplog.messages if "captured" in line]
