@@ -194,7 +194,7 @@ def test_a_function_is_not_timed_twice(name: str, framework: Any) -> None:
         ("Engine.genrate", r"Engine\.agenerate, Engine\.broken, .*did you mean 'Engine\.generate'\?"),
         ("Enigne.generate", r"Base, Engine, load.*"),
         ("lod", r"did you mean 'load'\?"),
-        ("load.deeper", "nothing: there is no function. Fix: correct the module"),
+        ("load.deeper", "nothing: the module has no function. Fix: correct the module"),
     ],
 )
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(
@@ -206,7 +206,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(
 
 
 def test_a_function_of_the_script_itself_is_refused_with_where_it_could_stand() -> None:
-    with pytest.raises(ConfigError, match="move them into a module that it imports"):
+    with pytest.raises(ConfigError, match="Move them into a module that it imports"):
         instrument("__main__", "no_such_function_of_the_test_runner", role="rollout")
 
 

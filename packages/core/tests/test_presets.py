@@ -113,7 +113,7 @@ def test_a_preset_that_no_longer_fits_names_what_is_missing_and_the_rest_is_time
     (missing,) = [line for line in messages if "'GRPOTrainer._generate'" in line]
     assert "of the preset 'trl', written for trl 0.29.0 to 1.16.0 (9.9 is installed here)" in missing
     assert "did you mean 'GRPOTrainer._generate_all'?" in missing
-    assert "the run goes on" in missing
+    assert "training continues" in missing
     assert any("no 'rloo_trainer' in trl.trainer" in line for line in messages)
     assert trainer()._calculate_rewards() == "_calculate_rewards"
     assert hasattr(trainer._calculate_rewards, "__stepscope__")

@@ -1,4 +1,4 @@
-"""What a call of somebody else's function leads to: values by paths from its arguments."""
+"""Values that the arguments of a call lead to, by paths such as `self.state.global_step`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from stepscope.errors import ConfigError
 
 
 class Arguments:
-    """Reads paths such as `self.state.global_step` in the calls of one function."""
+    """Reader of paths in the calls of one function."""
 
     def __init__(self, fn: FunctionType) -> None:
         signature = inspect.signature(fn)
         # Without annotations: it may travel with its class by value, and they may not.
-        bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        bare = [item.replace(annotation=item.empty) for item in signature.parameters.values()]
         self._signature = inspect.Signature(bare)
 
     def check(self, path: str, target: str) -> None:
-        """Raises `ConfigError` for a path that does not begin with an argument."""
+        """Raise `ConfigError` for a path that does not begin with an argument."""
         first = path.partition(".")[0].partition("+")[0]
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         if first not in self._signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -28,50 +28,50 @@ class Arguments:
             raise ConfigError(f"instrument({target!r})", path, allowed, "begin the path with one of them")
 
     def read(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """The value at `path`: attributes, or keys of mappings.
+        """Return the value at `path`: attributes, or keys of mappings.
 
         Raises:
-            LookupError: there is none.
+            LookupError: There is none.
         """
         bound = self._signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
         first, *rest = path.split(".")
-        found: object = bound.arguments
+        value: object = bound.arguments
         for name in (first, *rest):
-            found = _below(found, name)
-        return found
+            value = _below(value, name)
+        return value
 
     def number(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
-        """The whole number at `path`, which may end in `+1`.
+        """Return the whole number at `path`, which may end in `+1`.
 
         Raises:
-            LookupError: there is none.
+            LookupError: There is none.
         """
         place, _, more = path.partition("+")
-        found = self.read(place, args, kwargs)
-        if isinstance(found, bool) or not isinstance(found, int):
-            raise LookupError(f"{place} is {found!r}, no whole number")
-        return found + int(more or 0)
+        value = self.read(place, args, kwargs)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise LookupError(f"{place} is {value!r}, not a whole number")
+        return value + int(more or 0)
 
 
 class Condition(NamedTuple):
-    """Which calls are meant: values that are equal, and values that are one object."""
+    """Condition on a call: values that are equal, and values that are one object."""
 
     where: Mapping[str, object]
     same: dict[str, str]
 
     def check(self, arguments: Arguments, target: str) -> None:
-        """Raises `ConfigError` for a path that does not begin with an argument."""
+        """Raise `ConfigError` for a path that does not begin with an argument."""
         for path in (*self.where, *self.same, *self.same.values()):
             arguments.check(path, target)
 
     @property
     def any_call(self) -> bool:
-        """Whether there is nothing to look at: every call is meant."""
+        """Whether every call meets it."""
         return not (self.where or self.same)
 
     def holds(self, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Whether this call is meant. Where a path leads nowhere, it is not."""
+        """Return whether a call meets it. A path that leads nowhere fails."""
         try:
             return all(
                 _equal(arguments.read(path, args, kwargs), value) for path, value in self.where.items()

@@ -16,21 +16,21 @@ from stepscope.recording.instrument.patch import Instrument, Timing
 from stepscope.recording.instrument.step_boundaries import Boundary, calls_of
 
 _applied: dict[tuple[str, str], Instrument] = {}
-"""What stands here because of a configuration. One writer: `apply`."""
+"""Functions that are instrumented because of a configuration. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
-"""The list that it stands for. One writer: `apply`."""
+"""The list that was applied. One writer: `apply`."""
 
 
 def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
-    """Instruments what `config` lists, now or at its import, and takes back what another one had listed.
+    """Instrument the functions that `config` lists, now or at their import, and restore all others.
 
     Args:
-        lenient: Log what is wrong with an entry instead of raising it: in workers, and at a program's start,
-            where a package that is not found may still come (`note_absent`).
+        lenient: Log a wrong entry instead of raising. Workers need this, and so does a program's start: a
+            package that is not found may still come (`note_absent`).
 
     Raises:
-        ConfigError: an entry names a module, or a function of an imported module, that is not there. What
-            does not fit in a preset is logged, and the rest of it is used.
+        ConfigError: An entry names a module, or a function of an imported module, that does not exist. An
+            entry of a preset that does not fit is logged, and the rest of the preset is used.
     """
     global _entries
     if config.instrument == _entries:
@@ -63,7 +63,7 @@ def note_absent() -> None:
 
 
 def apply_to(instance: object) -> None:
-    """Instruments the class of a live Ray actor, which Ray built from what the driver sent."""
+    """Instrument the class of a live Ray actor. Ray built it from the copy that the driver sent."""
     for handle in _applied.values():
         try:
             handle.install_on(type(instance))
@@ -72,7 +72,7 @@ def apply_to(instance: object) -> None:
 
 
 def timed() -> dict[str, tuple[str, ...]]:
-    """Functions that are replaced in this process and timed: {`module:name`: what calls are recorded as}."""
+    """Return the functions that are replaced and timed in this process: {`module:name`: roles/stages}."""
     return {
         f"{handle.module}:{handle.name}": tuple(
             f"{timing.role}/{timing.stage or handle.name.rpartition('.')[2]}" for timing in handle.timings
@@ -83,7 +83,7 @@ def timed() -> dict[str, tuple[str, ...]]:
 
 
 def failed() -> dict[str, str]:
-    """Return the entries that are not in effect here: {`module:name`: why}. Those of presets are left out.
+    """Return the entries that are not in effect here: {`module:name`: reason}. Presets are left out.
 
     A preset lists functions of several versions of its framework, and need not find them all.
     """
@@ -96,7 +96,7 @@ def failed() -> dict[str, str]:
 
 
 def boundaries() -> list[str]:
-    """Each function that was to begin a step, and what became of it in this process."""
+    """Return a line for each function that was to begin a step, with its fate in this process."""
     listed = {(handle.module, handle.name) for handle in _applied.values()}
     fates = []
     elsewhere: set[tuple[str | None, str | None]] = set()
@@ -135,7 +135,7 @@ def _fate(handle: Instrument) -> str:
 
 
 def program() -> str | None:
-    """The name under which another module could import this process' program."""
+    """Return the name under which another module could import this process' program."""
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
         return str(main.__spec__.name)  # type: ignore[union-attr]  # python -m
@@ -144,9 +144,7 @@ def program() -> str | None:
 
 
 def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Instrument]:
-    """One per function. Entries that stand before others of the same function come first, own ones before
-    those of presets.
-    """
+    """Return one handle per function. Earlier entries of a function come first, and presets come last."""
     grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, lenient):
         key = (str(entry.module), str(entry.name))
@@ -182,7 +180,7 @@ def _is_here(preset: Preset) -> bool:
 def _origin(preset: Preset) -> str:
     installed = _installed(preset.distribution)
     here = f"{installed} is installed" if installed else "none is installed"
-    return f" of the preset {preset.name!r}, written for {preset.distribution} {preset.tested} ({here} here),"
+    return f" of the preset {preset.name!r}, written for {preset.distribution} {preset.tested} ({here} here)"
 
 
 def _installed(distribution: str) -> str | None:
@@ -197,7 +195,7 @@ def _timing(entry: InstrumentConfig) -> Timing:
 
 
 def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:
-    """The boundary that `entry` is in a list with entries of these kinds."""
+    """Return the boundary for `entry` of a list that has entries of these kinds."""
     return Boundary(
         kind=str(entry.step),
         role=entry.role or "trainer",

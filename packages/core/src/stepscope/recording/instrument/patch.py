@@ -1,4 +1,4 @@
-"""`instrument`: times functions of code that one cannot edit, as `profile_step` would."""
+"""The function `instrument`: it times functions of code that nobody edits, as `profile_step` would."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from stepscope import switch
 from stepscope.errors import ConfigError
+from stepscope.recording.instrument import step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.instrument.step_boundaries import Boundary
 from stepscope.recording.process import failures
@@ -19,19 +22,19 @@ from stepscope.recording.spans.wrapping import Attrs
 
 _lock = threading.RLock()
 _instruments: dict[tuple[str, str], Instrument] = {}
-"""(module, name) -> what is installed there, or waits for the import. Written by this module alone."""
+"""(module, name) -> handle that is installed, or waits for the import. One writer: this module."""
 refusals: dict[tuple[str, str], str] = {}
-"""(module, name) -> why nothing is installed there. Written by this module alone."""
+"""(module, name) -> reason why nothing is installed. One writer: this module."""
 
 
 class Timing(NamedTuple):
-    """The span that calls of a function are."""
+    """The span of a function's calls."""
 
     role: str
     stage: str | None
     attrs: Attrs | None
     condition: Condition
-    """Which calls. Of several timings of one function the first that holds is taken."""
+    """The calls that are meant. Of several timings of one function the first that holds is used."""
 
 
 class Patched(NamedTuple):
@@ -60,7 +63,7 @@ class Instrument:
         self.timings = tuple(timings)
         self.boundary = boundary
         self.origin = origin
-        """Words for messages: which preset it is of, if it is of one."""
+        """Words for messages: the preset that it belongs to, if any."""
         self._patched: list[Patched] = []
 
     @property
@@ -69,7 +72,7 @@ class Instrument:
         return bool(self._patched)
 
     def remove(self) -> None:
-        """Puts the original back, or cancels the wait for the module. Idempotent."""
+        """Restore the original, or cancel the wait for the module. Idempotent."""
         with _lock:
             if _instruments.get((self.module, self.name)) is self:
                 del _instruments[self.module, self.name]
@@ -88,31 +91,31 @@ class Instrument:
         return f"{self.module}:{self.name}"
 
     def install(self, module: ModuleType) -> None:
-        """Replaces the function in its module, which is imported.
+        """Replace the function in its module, which is imported.
 
         Raises:
-            ConfigError: it is not there, or timed already.
-            TypeError: it is no Python function.
+            ConfigError: It does not exist, or is timed already.
+            TypeError: It is not a Python function.
         """
         parent, attribute = _parent_of(module, self.name)
         self._replace(parent, attribute)
         refusals.pop((self.module, self.name), None)
 
     def install_on(self, cls: type) -> None:
-        """Replaces the method in the class of a live object that is no longer its module's: a Ray actor's."""
+        """Replace the method in the class of a live object that left its module: a Ray actor."""
         *path, attribute = self.name.split(".")
-        theirs = [
-            each
-            for each in cls.__mro__
-            if (each.__module__, each.__qualname__) == (self.module, ".".join(path))
-            and attribute in vars(each)
+        owners = [
+            owner
+            for owner in cls.__mro__
+            if (owner.__module__, owner.__qualname__) == (self.module, ".".join(path))
+            and attribute in vars(owner)
         ]
-        for each in theirs:
-            if not wrapping.is_replacement(vars(each)[attribute]):
-                self._replace(each, attribute)
+        for owner in owners:
+            if not wrapping.is_replacement(vars(owner)[attribute]):
+                self._replace(owner, attribute)
 
     def _replace(self, parent: object, attribute: str) -> None:
-        import wrapt  # 54 ms, and few programs come here
+        import wrapt  # import time: 54 ms, and few programs come here
 
         # A lazy module has only what it was asked for; a class is read without calling its descriptors.
         original = (
@@ -142,8 +145,6 @@ class Instrument:
         if self.timings:
             made = _timed(made, self.timings, self._target)
         if self.boundary is not None:
-            from stepscope.recording.instrument import step_boundaries
-
             made = step_boundaries.wrap(made, self.boundary, self._target)
         wrapping.mark_replacement(made)
         return made
@@ -171,11 +172,11 @@ def note_failure(handle: Instrument, error: Exception) -> None:
 def instrument(
     module: str, name: str, *, role: str, stage: str | None = None, attrs: Attrs | None = None
 ) -> Instrument:
-    """Times the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
+    """Time the function `name` (`"Class.method"`) of `module`: now, or once the module is imported.
 
-    Whoever fetched it before (`from module import name`) keeps the untimed one. Only this process changes:
-    with Ray, call it in the worker, or list it under `instrument` in the configuration. The same call again
-    returns the same handle.
+    Code that imported it before (`from module import name`) keeps the untimed function. Only this process
+    changes: with Ray, call it in the worker, or list it under `instrument` in the configuration. A second
+    call with the same arguments returns the same handle.
 
     Args:
         module: Dotted name. It is not imported here.
@@ -183,10 +184,11 @@ def instrument(
         role: As for `profile_step`, and so are `stage` and `attrs`.
 
     Raises:
-        ConfigError: no such module or name (says what there is), it is timed already, or a wrong argument.
-        TypeError: it is not a Python function.
+        ConfigError: No such module or name (the message lists the names), it is timed already, or an argument
+            is wrong.
+        TypeError: It is not a Python function.
 
-    What is wrong with a name in a module that is imported later is logged then; the import succeeds. With
+    A wrong name in a module that is imported later is logged then; the import succeeds. With
     STEPSCOPE_DISABLE=1 nothing is ever replaced.
     """
     decorator.check(role, stage, attrs)
@@ -221,19 +223,19 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
             check_importable(module, early=early)
         _instruments[module, name] = handle
     if loaded is None:
-        import wrapt
+        import wrapt  # import time, as above
 
         wrapt.register_post_import_hook(handle._imported, module)
     return handle
 
 
 def same(one: Instrument, other: Instrument) -> bool:
-    """Whether both make the same of the same function."""
+    """Return whether both time a function alike, with the same boundary."""
     return (one.timings, one.boundary) == (other.timings, other.boundary)
 
 
 def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
-    """`fn`, timed as the first of `timings` whose condition a call meets."""
+    """Return `fn`, timed by the first of `timings` whose condition a call meets."""
     versions = [
         (timing.condition, wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs))
         for timing in timings
@@ -247,12 +249,12 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
         condition.check(arguments, target)
 
     def version(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[..., Any]:
-        found = (
-            made
-            for condition, made in versions
+        fitting = (
+            timed
+            for condition, timed in versions
             if condition.any_call or condition.holds(arguments, args, kwargs)
         )
-        return next(found, fn)
+        return next(fitting, fn)
 
     if inspect.iscoroutinefunction(fn):
 
@@ -271,7 +273,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
 
 
 def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
-    """The class or module that holds `name`, and the last part of it."""
+    """Return the class or module that holds `name`, and the last part of `name`."""
     *path, attribute = name.split(".")
     parent: object = module
     for part in path:
@@ -283,10 +285,10 @@ def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
     return parent, attribute
 
 
-def _original_class(found: object) -> object:
-    """What `@ray.remote` hides the class in a module behind; it is this class that travels to the actors."""
-    hidden = getattr(found, "__ray_metadata__", None)
-    return found if hidden is None else hidden.modified_class
+def _original_class(owner: object) -> object:
+    """Return the class that `@ray.remote` hides. It is the class that travels to the actors."""
+    hidden = getattr(owner, "__ray_metadata__", None)
+    return owner if hidden is None else hidden.modified_class
 
 
 def check_importable(module: str, *, early: bool = False) -> None:
@@ -305,10 +307,7 @@ def check_importable(module: str, *, early: bool = False) -> None:
 
 
 def absent_part(module: str) -> str | None:
-    """The first part of a dotted module name that cannot be found; None when all can. Imports nothing."""
-    from importlib.machinery import PathFinder
-    from importlib.util import find_spec
-
+    """Return the first part of a dotted module name that cannot be found, or None. Import nothing."""
     first, *rest = module.split(".")
     if not first:
         return module
@@ -324,15 +323,15 @@ def absent_part(module: str) -> str | None:
         if dotted in sys.modules:
             folders = getattr(sys.modules[dotted], "__path__", None)
             continue
-        found = None if folders is None else PathFinder.find_spec(dotted, list(folders))
-        if found is None:
+        part_spec = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        if part_spec is None:
             return dotted
-        folders = found.submodule_search_locations
+        folders = part_spec.submodule_search_locations
     return None
 
 
 def _missing(module: ModuleType, name: str) -> ConfigError:
-    import difflib
+    import difflib  # import time: only this error needs it
 
     parent: object = module
     path = ""
@@ -340,23 +339,23 @@ def _missing(module: ModuleType, name: str) -> ConfigError:
         if not hasattr(parent, part):
             break
         parent, path = _original_class(getattr(parent, part)), f"{path}{part}."
-    there = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
-    close = difflib.get_close_matches(name, there, n=1)
-    fix = "take one of these" if there else "correct the module"
+    names = [f"{path}{key}" for key in dir(parent) if not key.startswith("__") and _can_be_timed(parent, key)]
+    close = difflib.get_close_matches(name, names, n=1)
+    fix = "use one of these" if names else "correct the module"
     if module.__name__ == "__main__":
         fix = (
-            "a script's functions are not there when they are looked up, and never in its workers: move "
+            "a script's functions do not exist yet when they are looked up, and never in its workers. Move "
             "them into a module that it imports, or mark them with profile_step"
         )
     return ConfigError(
         "instrument()",
         f"{module.__name__}:{name}",
-        ", ".join(there[:20] + ["..."] * (len(there) > 20)) or "nothing: there is no function",
+        ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "nothing: the module has no function",
         f"did you mean {close[0]!r}?" if close else fix,
     )
 
 
 def _can_be_timed(parent: object, key: str) -> bool:
     # getattr_static: lazy modules import what they are asked for.
-    found = inspect.getattr_static(parent, key, None)
-    return isinstance(found, (FunctionType, classmethod, staticmethod, type))
+    member = inspect.getattr_static(parent, key, None)
+    return isinstance(member, (FunctionType, classmethod, staticmethod, type))

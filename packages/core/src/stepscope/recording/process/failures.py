@@ -1,5 +1,4 @@
-"""Our own failures during a run: logged once per place, kept for the manifest, raised only where tests want
-them.
+"""Internal failures during a run: logged once per place, kept for the manifest, raised only in tests.
 
 `STEPSCOPE_RAISE=1` raises them, `STEPSCOPE_RAISE=0` does not; unset, they are raised under pytest and nowhere
 else.
@@ -20,8 +19,8 @@ _warned: set[str] = set()
 
 
 def warn(message: str, *values: object) -> None:
-    """Logs a warning for the user, through the logger `stepscope`; `values` as in `logging`."""
-    import logging  # 10 ms, and most processes have nothing to say
+    """Log a warning for the user through the logger `stepscope`; `values` as in `logging`."""
+    import logging  # import time: 10 ms, and most processes log nothing
 
     logging.getLogger("stepscope").warning(message, *values)
 
@@ -34,10 +33,11 @@ def warn_once(reason: str) -> None:
 
 
 def tell(message: str, *values: object) -> None:
-    """Log what a user wants to see, at INFO. It is visible where nobody has chosen a level: a script without
-    any set-up of logging shows warnings alone.
+    """Log a message for the user at INFO.
+
+    It is visible where no level is configured: a script without any set-up of logging shows warnings alone.
     """
-    import logging
+    import logging  # import time, as in `warn`
 
     logger = logging.getLogger("stepscope")
     by_default = logger.level == logging.NOTSET and logger.getEffectiveLevel() == logging.WARNING
@@ -52,12 +52,13 @@ def tell(message: str, *values: object) -> None:
 
 
 def note(where: str, error: BaseException) -> None:
-    """Records that our code failed at `where`. Never raises outside tests."""
+    """Record that our code failed at `where`, a noun phrase. Never raise outside tests."""
     with _lock:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
         _noted[where] = (first, count + 1)
     if count == 0:
-        warn("stepscope: %s failed and is switched off there; the run goes on. %s", where, first)
+        cause = "" if isinstance(error, StepscopeError) else " after an internal error"
+        warn("stepscope: disabled %s%s; training continues: %s", where, cause, first)
     if _raises():
         raise error
 
@@ -75,7 +76,7 @@ def describe(error: BaseException) -> str:
 
 
 def take() -> dict[str, str]:
-    """What was noted since the last call: {place: `first failure (times)`}."""
+    """Return the failures since the last call: {place: `first failure (times)`}."""
     with _lock:
         taken = {where: f"{first} ({count} times)" for where, (first, count) in _noted.items()}
         _noted.clear()

@@ -1,8 +1,9 @@
-"""Who this process is: role, rank, host. A rank that nothing states is None."""
+"""Identity of this process: role, rank, host. A rank that nothing states is None."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 from stepscope.files.sidecar import ProcessInfo
@@ -17,18 +18,16 @@ def identify(
     actor_id: str | None = None,
     replica: int | None = None,
 ) -> ProcessInfo:
-    """This process. The rank is, in this order: `rank`, STEPSCOPE_RANK, torch.distributed's, RANK,
-    `position`, None.
+    """Return this process. Its rank is the first of `rank`, STEPSCOPE_RANK, torch.distributed's, RANK and
+    `position` that is known, else None.
     """
-    from socket import gethostname
-
-    found, size, source = _rank(rank, position)
+    number, size, source = _rank(rank, position)
     return ProcessInfo(
         role=role,
-        rank=found,
+        rank=number,
         world_size=size if size is not None else world_size,
         rank_source=source,
-        host=gethostname(),
+        host=socket.gethostname(),
         pid=os.getpid(),
         actor_id=actor_id,
         replica=replica,
@@ -51,7 +50,7 @@ def _rank(rank: int | None, position: int | None) -> tuple[int | None, int | Non
 
 
 def is_alone() -> bool:
-    """Whether no further process of a torch.distributed group runs the same loop as this one."""
+    """Return whether no other process of a torch.distributed group runs the same loop."""
     return ranks() == 1
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -48,8 +50,6 @@ def _of_ray_job() -> str | None:
     except Exception as error:
         failures.note("reading the Ray job's id", error)
         return None
-    from hashlib import sha256
-
     return sha256(job.encode()).hexdigest()[:8]
 
 
@@ -71,13 +71,11 @@ def record(config: ProfileConfig) -> None:
     if config.save_path in _recorded:
         return
     _recorded.add(config.save_path)
-    from socket import gethostname
-
     layout = RunLayout(config.save_path)
     data = RunRecord(
         run_id=run_id(),
         started_ns=time.time_ns(),
-        host=gethostname(),
+        host=socket.gethostname(),
         pid=os.getpid(),
         command=tuple(sys.argv),
         config=config.to_mapping(),
@@ -92,7 +90,7 @@ def record(config: ProfileConfig) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter to a trace's reader."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, version  # import time: once per run
 
     from stepscope.engines.protocol import distributions  # import time: once per run
 

@@ -1,4 +1,4 @@
-"""`profile_step`: times a function while a capture is on, and costs one look at a slot while none is."""
+"""The decorator `profile_step`. It times a function during a capture, and else reads one slot per call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def profile_step(
 @overload
 def profile_step(role: F, *, stage: str | None = None, attrs: Attrs | None = None) -> F: ...
 def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs | None = None) -> object:
-    """Decorates a function: each of its calls is a span of the step that is being captured.
+    """Decorate a function: each of its calls becomes a span of the step that is being captured.
 
     `@profile_step("actor")`, `@profile_step(role="actor", stage="update")`, or `@profile_step` alone.
 
@@ -38,14 +38,14 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
     Args:
         role: Who does the work: `actor`, `rollout`, `env`... Without it, the role of the enclosing span, else
             that of the process: what the capture's `workers` calls its actor, or `worker`.
-        stage: What is done; the function's name by default.
+        stage: The work that is timed; the function's name by default.
         attrs: Attributes of each span: a mapping, or a function of the call's arguments that returns one or
-            None. It is called only while capturing (for a generator, at each resumption); what it raises is
-            logged and does not reach the caller.
+            None. It is called only during a capture (for a generator, at each resumption). Its exceptions are
+            logged and do not reach the caller.
 
     Raises:
-        ConfigError: `role`, `stage` or `attrs` is none of these.
-        TypeError: (by the decorator) this is not a Python function; says what to decorate instead.
+        ConfigError: `role`, `stage` or `attrs` has another type.
+        TypeError: The decorator got something else than a Python function. The message names the fix.
 
     With STEPSCOPE_DISABLE=1 every function is returned unchanged.
     """
@@ -61,7 +61,7 @@ def profile_step(role: object = None, *, stage: str | None = None, attrs: Attrs 
 
 
 def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs | None) -> object:
-    """What to put in the place of `target`: a function, or a classmethod or staticmethod for one of those."""
+    """Return the replacement of `target`: a function, or a classmethod or staticmethod for one of those."""
     if isinstance(target, (classmethod, staticmethod)):
         inner = timed(target.__func__, role=role, stage=stage, attrs=attrs)
         return type(target)(cast(FunctionType, inner))
@@ -69,14 +69,14 @@ def timed(target: object, *, role: str | None, stage: str | None, attrs: Attrs |
 
 
 def function(target: object) -> FunctionType:
-    """`target`, which is a Python function. Raises `TypeError` for what is none, and says what to do."""
+    """Return `target` if it is a Python function. Raise `TypeError` with the fix if not."""
     if not inspect.isfunction(target) or target.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
         raise TypeError(_refusal(target))
     return target
 
 
 def check(role: object, stage: object, attrs: object, *, needs_role: bool = True) -> None:
-    """Raises `ConfigError` for wrong arguments of `profile_step`, or of `instrument`, which needs a role."""
+    """Raise `ConfigError` for wrong arguments of `profile_step`, or of `instrument`, which needs a role."""
     if not _is_text(role) and (needs_role or role is not None):
         fix = 'say who does the work: role="actor"'
         raise ConfigError("profile_step(role)", role, "text that is not empty", fix)

@@ -1,4 +1,4 @@
-"""What is written of a span's attributes and error: bounded in size, and redacted before that."""
+"""Attributes and errors of spans as they may be written: redacted, and bounded in size."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from stepscope.recording.process import failures
 
 MAX_KEY = 100
 MAX_COUNT = 64
-"""Attributes kept of a span; how many more there were stands in `attributes_left_out`."""
+"""Attributes kept of a span. The attribute `attributes_left_out` counts the rest."""
 REDACTED = "[redacted]"
 
 hook: Callable[[str, AttrValue], AttrValue] | None = None
-"""Sees every attribute that is to be written. One writer: `stepscope.recording.after.hooks`."""
+"""Receives every attribute before it is written. One writer: `stepscope.recording.after.hooks`."""
 
 
 def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[str, AttrValue]:
-    """The attributes as they may be written.
+    """Return the attributes as they may be written.
 
     Args:
         patterns: `redact` of the configuration.
     """
     kept = attrs if len(attrs) <= MAX_COUNT else dict(list(attrs.items())[:MAX_COUNT])
     if not patterns and hook is None:
-        found = {_key(key): settled_value(value) for key, value in kept.items()}
+        safe = {_key(key): settled_value(value) for key, value in kept.items()}
     else:
-        found = {
+        safe = {
             _key(key): settled_value(_redacted(str(key), settled_value(value), patterns))
             for key, value in kept.items()
         }
     if kept is not attrs:
-        found["attributes_left_out"] = len(attrs) - MAX_COUNT
-    return found
+        safe["attributes_left_out"] = len(attrs) - MAX_COUNT
+    return safe
 
 
 def error_of(text: str | None, patterns: tuple[str, ...]) -> str | None:
-    """An exception's text, which may quote what it was raised for: redacted as the attribute `error`."""
+    """Return an exception's text, redacted as the attribute `error`: it may quote the user's data."""
     if text is None or (not patterns and hook is None):
         return text
     kept = _redacted("error", text, patterns)
@@ -54,7 +54,7 @@ def _redacted(key: str, value: AttrValue, patterns: tuple[str, ...]) -> AttrValu
         return hook(key, value)
     except Exception as error:
         failures.note("the redact hook", error)
-        return REDACTED  # it did not say that this may be written
+        return REDACTED  # nothing allows the value to be written
 
 
 @lru_cache(maxsize=4096)

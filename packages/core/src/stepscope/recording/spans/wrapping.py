@@ -1,12 +1,12 @@
-"""The functions that `profile_step` puts in place of the user's, generated for the exact signature of each.
+"""Wrappers that `profile_step` puts in place of functions, generated for the exact signature of each.
 
 Generated as dataclasses generate `__init__`: a `def wrapper(self, batch, *, lr)` that calls
 `fn(self, batch, lr=lr)` costs a third of a `*args, **kwargs` closure while nothing is recorded, and raises
 the user's TypeErrors where the user expects them.
 
-What a wrapper closes over is pickled with it when its class travels by value (Ray): the function, what was
-declared, and the module `slot`, by reference. A name imported *from* that module would be copied, and a
-copy never switches on.
+The closure of a wrapper is pickled with it when its class travels by value (Ray): the function, the declared
+arguments, and the module `slot`, by reference. A name imported *from* that module would be copied, and a copy
+never switches on.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ class Declared:
         self.is_async = is_async
 
     def attrs_of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, AttrValue] | None:
-        """What the user's `attrs` function says of a call's arguments; None when it fails."""
+        """Return the result of the user's `attrs` function for a call; None if it fails."""
         compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
         try:
-            found = compute(*args, **kwargs)
-            return None if found is None else settled(found)
+            attrs = compute(*args, **kwargs)
+            return None if attrs is None else settled(attrs)
         except Exception as failure:
             failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None
 
     def start(self, inner: AsyncGenerator[object, object]) -> Awaitable[object]:
-        """The first resumption of an async generator, of which the event loop hears nothing.
+        """Resume an async generator for the first time, hidden from the event loop.
 
-        At its end a loop closes every generator that it heard of, all at once. It hears of the wrapper, which
-        closes the inner one: closed by both, that one would raise "already running".
+        At its end a loop closes all generators that it knows, at once. It knows the wrapper, which closes the
+        inner generator. Closed by both, the inner one would raise "already running".
         """
-        hear = sys.get_asyncgen_hooks().firstiter
+        first_iteration = sys.get_asyncgen_hooks().firstiter
         sys.set_asyncgen_hooks(firstiter=None)
         try:
             return inner.asend(None)
         finally:
-            sys.set_asyncgen_hooks(firstiter=hear)
+            sys.set_asyncgen_hooks(firstiter=first_iteration)
 
 
 INLINED = "_torchdynamo_inline"
@@ -81,7 +81,7 @@ W = TypeVar("W", bound=Callable[..., object])
 
 
 class Attributes(dict[str, object]):
-    """The `__dict__` of a wrapper. `functools.wraps` copies from it only what the user put there.
+    """The `__dict__` of a wrapper. `functools.wraps` copies only the user's own attributes from it.
 
     A copy of our attributes stands for the original where it must not. torch.compile traces the original and
     leaves out the decorator above ours, a `torch.no_grad` for example. Ray wraps each method of an actor, and
@@ -103,7 +103,7 @@ class Attributes(dict[str, object]):
 
 
 def wraps(fn: FunctionType, wrapper: W, declared: Declared | None) -> W:
-    """Return `wrapper` with the metadata of `fn`, what was declared, and the function to compile."""
+    """Return `wrapper` with the metadata of `fn`, the declared arguments, and the function to compile."""
     functools.update_wrapper(wrapper, fn)
     attributes = Attributes(vars(wrapper))
     attributes[INLINED] = getattr(fn, INLINED, fn)  # `fn` may be what torch.compile returned
@@ -124,7 +124,7 @@ def mark_replacement(wrapper: Callable[..., object]) -> None:
 
 
 def is_replacement(member: object) -> bool:
-    """Return whether a function or method is what `instrument` put there, below whatever decorators."""
+    """Return whether `instrument` put a function or method there, below whatever decorators."""
     return _nearest(member, _REPLACES) is True
 
 
@@ -212,7 +212,7 @@ _ASEND = {
 
 
 def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs | None) -> FunctionType:
-    """A plain function of `fn`'s kind, signature and metadata that times it while a capture is on."""
+    """Return a function of `fn`'s kind, signature and metadata that times it during a capture."""
     template, pieces = _kind(fn)
     declared = Declared(role, fn.__name__ if stage is None else stage, attrs, is_async=pieces["async_"] != "")
     if role is not None:
@@ -254,7 +254,7 @@ class _Signature(NamedTuple):
 
     @classmethod
     def of(cls, code: CodeType) -> _Signature:
-        """Of the code: `inspect.signature` would say what a decorator below us claims instead."""
+        """Read the code: `inspect.signature` would return the claim of a decorator below us instead."""
         taken = iter(code.co_varnames)
         args = [f"{name}, " for name in itertools.islice(taken, code.co_argcount)]
         only = list(itertools.islice(taken, code.co_kwonlyargcount))
