@@ -1,4 +1,4 @@
-"""What makes a recording readable after the run: the contract behind the entry points `stepscope.analysers`.
+"""Contract of analysers, which make recordings readable after a run: the entry points `stepscope.analysers`.
 
 Some profilers leave raw data that only their vendor's tool understands, on a machine that has it. An entry
 point names a class (or function) that is called without arguments and gives an `Analyser`.

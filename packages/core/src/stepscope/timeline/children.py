@@ -1,4 +1,4 @@
-"""How a child of ours is started: the interpreter that runs us, with the import path that we have."""
+"""Commands of child processes: this interpreter, with this import path."""
 
 from __future__ import annotations
 

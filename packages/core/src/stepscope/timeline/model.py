@@ -19,26 +19,26 @@ Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", 
 
 
 class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process' times got onto the owner's clock."""
+    """Alignment of one process' times with the owner's clock."""
 
     alignment: Alignment
     """`owner`: it is the owner's. `same host`: the two share a wall clock. `measured`: by the owner's
     exchanges with it. `collectives`: by those and by what its host's collectives with others allow.
     `unaligned`: on another host, and nothing was measured."""
     offset_ns: int = 0
-    """How far its wall clock was ahead of the owner's; already subtracted. At its opening."""
+    """Lead of its wall clock over the owner's at its opening, already subtracted."""
     closing_offset_ns: int = 0
     """The same at its closing; in between it is interpolated."""
     uncertainty_ns: int | None = None
     """The true position lies within +- this. None where it is not known: unaligned."""
     drift_ns: int = 0
-    """How much its wall clock gained on its monotonic clock while the capture was open."""
+    """Gain of its wall clock on its monotonic clock while the capture was open."""
     jumped: bool = False
     """The wall clock was set meanwhile: positions follow the monotonic clock from the opening on."""
     drift_ppm: float | None = None
-    """How fast it gained on the owner's; already subtracted. None: not known, or the same clock."""
+    """Rate of its gain on the owner's, already subtracted. None: not known, or the same clock."""
     matched: int = 0
-    """How many collectives the offset rests on."""
+    """Number of collectives that the offset rests on."""
     note: str | None = None
     """Why collectives say nothing of it, or not all that they could."""
 
@@ -135,7 +135,7 @@ class FileProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to the step's folder."""
     what: str
     lines: int | None = None
-    """How many lines it concerns; None: the file."""
+    """Number of lines that it concerns. None: the file."""
     events: int | None = None
     """Of a trace: how many events it concerns."""
 
@@ -153,18 +153,18 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     """By process, and there in the order of opening."""
     consumed: tuple[Span, ...] = ()
-    """Where `consume` was called, each without length: the trajectory that the step trains on."""
+    """Calls of `consume`, without length: the trajectories that the step trains on."""
     manifest: Manifest | None
     """None: no process left its part."""
     problems: tuple[FileProblem, ...] = ()
     captures: int = 1
-    """How many times the step was captured in one process (a retry). This is the last of them."""
+    """Number of captures of the step in one process (a retry). This is the last of them."""
     earlier_files: tuple[str, ...] = ()
     """Recordings of the captures before it, relative to the step's folder."""
     stalls: tuple[EngineStall, ...] = ()
     """Of engines, for their own profilers: by replica, disjoint and in order."""
     replicas: int = 0
-    """How many inference engines the capture was given, recorded or not."""
+    """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Steps of the same loop that were not captured, in the order of their starts: the nearest ones that were
     kept."""

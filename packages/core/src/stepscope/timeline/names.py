@@ -1,4 +1,4 @@
-"""What processes are called."""
+"""Names of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepscope.files.sidecar import ProcessInfo
 
 
 def names_of(infos: Sequence[ProcessInfo]) -> list[str]:
-    """A short name for each process, no two alike: `actor 0`, `rollout replica 1`, or with pid and host."""
+    """Return a short, unique name for each process: `actor 0`, `rollout replica 1`, or with pid and host."""
     names = [_short_name(info) for info in infos]
     for longer in (" pid {0.pid}", " on {0.host}", " #{1}"):
         count = Counter(names)

@@ -1,4 +1,4 @@
-"""Which part of a step a timeline is to show."""
+"""Selection of a part of a step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything, unless something narrows it."""
+    """The part of a step that a timeline shows: everything by default."""
 
     roles: tuple[str, ...] | None = None
     """Names or globs. A process of such a role is shown whole; of any other one, its spans of such a role."""
     ranks: frozenset[int] | None = None
     """Processes without a rank (a driver) are shown whatever the ranks."""
     from_ms: float | None = None
-    """Since the step's opening; what ends before is left out."""
+    """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None
-    """What begins later is left out."""
+    """Events that begin later are left out."""
     max_mb: float | None = None
     """Size of the written file, in 10^6 bytes. Spans come first; of the traces each file gets its share."""
 
     def role(self, *roles: str) -> bool:
-        """Whether one of these is to be shown."""
+        """Return whether one of these roles is selected."""
         wanted = self.roles
         return wanted is None or any(fnmatchcase(role, glob) for role in roles for glob in wanted)
 
@@ -31,11 +31,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return self.ranks is None or rank is None or rank in self.ranks
 
     def limits_ns(self, opened_ns: int) -> tuple[int | None, int | None]:
-        """From and to, in unix ns."""
+        """Return `from_ms` and `to_ms` in unix ns."""
         return _at(self.from_ms, opened_ns), _at(self.to_ms, opened_ns)
 
     def words(self) -> dict[str, object]:
-        """What narrows it; empty where nothing does."""
+        """Return the fields that narrow it."""
         return {
             name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value is not None
         }

@@ -28,7 +28,7 @@ class Source(NamedTuple):
     part: ProcessPart | None
     file: SpanFile | None
     capture: int = 1
-    """The how-manieth capture of this step in this process."""
+    """Number of this capture among those of the step in this process."""
 
     @property
     def owner(self) -> bool:
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 def read_sources(
     layout: StepLayout, on_read: Callable[[int], None] | None = None
 ) -> tuple[list[Source], list[FileProblem]]:
-    """All processes that left something, of every run, and what could not be used."""
+    """Return all processes of every run that left files, and the problems of their files."""
     parts, unreadable = part_files(layout, as_written=True)
     # A part and a span file of one capture in a process have one name: a file that lost its header is known.
     left = {path.stem: part for path, part in parts.items()}
@@ -57,13 +57,13 @@ def read_sources(
 
 
 def _number(layout: StepLayout, source: Source, name: str) -> int:
-    """By the file's name: `..._run`, `..._run-2`."""
+    """Return the number of a capture by the file's name: `..._run`, `..._run-2`."""
     said = name.removeprefix(layout.part_of(source.info, source.run_id).stem + "-")
     return int(said) if said != name and said.isdecimal() else 1
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
-    """None when nothing says whose the file is and when it began."""
+    """Return the process of the files. None: nothing says which one, and when it began."""
     header, end = (file.header, file.end) if file is not None else (None, None)
     said = header or part
     if said is None:

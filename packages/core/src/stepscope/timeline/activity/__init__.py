@@ -1,1 +1,1 @@
-"""What torch traces say of operators, kernels, devices, engine iterations and memory."""
+"""Operators, kernels, devices, engine iterations and memory of torch traces."""

@@ -1,4 +1,4 @@
-"""What is taken from a torch trace, as typed records. Times are us on the trace's own clock."""
+"""Typed records of what a torch trace holds. Times are us on the trace's own clock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Kernel(msgspec.Struct):
 
 
 class Device(msgspec.Struct):
-    """What one device did, all streams together: no instant counts twice. On the trace's own clock."""
+    """Activity of one device, all streams together: no instant counts twice. On the trace's own clock."""
 
     name: str
     first_us: float
@@ -96,7 +96,7 @@ class Collective(msgspec.Struct):
 
 
 class TraceContent(msgspec.Struct, kw_only=True):
-    """What a trace says. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
+    """Content of a trace. Times are us on its own clock: unix ns = `base_ns` + us * 1000."""
 
     base_ns: int | None
     distributed: Distributed | None
@@ -118,5 +118,5 @@ class TraceContent(msgspec.Struct, kw_only=True):
     runtime: bool
     """Whether calls into CUDA, HIP or the like were recorded."""
     device_names: list[str]
-    """What the trace says the host has."""
+    """Devices of the host, as the trace lists them."""
     problems: dict[str, int | None]

@@ -1,4 +1,4 @@
-"""What one torch trace says of operators, kernels, devices, engine iterations and memory, read in one pass.
+"""Operators, kernels, devices, engine iterations and memory of one torch trace, read in one pass.
 
 Typed decoding that skips `args` makes it fast, and one block of the file at a time keeps it small: beside
 that stay a record for each name, and 16 bytes for each stretch of device or operator time.
@@ -46,7 +46,7 @@ OF_NO_TIME = "events of impossible duration"
 
 
 def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
-    """What the trace in `path` says. Nothing in the file, or its absence, is an exception; see `problems`."""
+    """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`."""
     content, unordered = _read(path, frozenset(), on_read)
     # Kineto writes a thread's operators in the order of their starts. Threads where it is not so are sorted.
     return _read(path, unordered, None)[0] if unordered else content

@@ -1,4 +1,4 @@
-"""What is kept of snapshots of CUDA's allocator, as it was in the step."""
+"""Summaries of snapshots of CUDA's allocator in a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Taken when CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
-    """How far the process' wall clock, which the summary's times are of, was ahead of the owner's."""
+    """Lead over the owner's of the process' wall clock, which the summary's times are on."""
 
 
 def read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:

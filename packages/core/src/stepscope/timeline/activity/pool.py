@@ -30,7 +30,7 @@ _CHILD = "from stepscope.timeline.activity.pool import serve; serve()"
 
 
 def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None) -> list[TraceContent]:
-    """What each trace says, in the order of `paths`."""
+    """Return the content of each trace, in the order of `paths`."""
     sizes = [_size(path) for path in paths]
     readers = min(len(paths), len(os.sched_getaffinity(0)), READERS)
     command = command_of(_CHILD)

@@ -41,7 +41,7 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Unix ns on the owner's clock = us of the trace * 1000 + `shift_ns`."""
     content: TraceContent
     options: Mapping[str, str | int | float | bool | None]
-    """How it was recorded, by its sidecar."""
+    """Its recording's options, by its sidecar."""
     ignored: Mapping[str, str]
     """Options that were not honoured: {option: reason}."""
     versions: Mapping[str, str]
@@ -52,7 +52,7 @@ class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traces(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made of all traces of a step."""
+    """Activity of all traces of a step."""
 
     activities: tuple[TraceActivity, ...]
     """By process, in the timeline's order of rows."""
@@ -60,7 +60,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     """Files that are no torch traces, each with what is to be said of it."""
     problems: tuple[FileProblem, ...]
     memory: tuple[MemoryRecord, ...] = ()
-    """What is kept of snapshots of CUDA's allocator."""
+    """Summaries of snapshots of CUDA's allocator."""
 
 
 def load_traces(

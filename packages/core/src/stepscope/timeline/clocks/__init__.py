@@ -1,1 +1,1 @@
-"""Where each clock stands against the owner's: by its samples, and closer by what must have come first."""
+"""Offsets of clocks from the owner's: by samples, and closer by the causal bounds of collectives."""

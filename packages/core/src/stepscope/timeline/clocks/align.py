@@ -18,11 +18,11 @@ _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
 """A wall clock that gains more than both on the monotonic one was set: kernels slew by at most 500 ppm."""
 WANDER_PPM = (0, 1, 15)
-"""How far from a steady drift clocks may be, of the step's length; the first that fits counts. Up to PHI of
+"""Deviations from a steady drift, relative to the step's length; the first that fits counts. Up to PHI of
 RFC 5905.
 """
 REACH_NS = 3_600_000_000_000
-"""How wrong a sample, or the first collective, can be."""
+"""Largest error of a sample, or of the first collective."""
 _MOST_SAMPLES = 8
 """The outermost samples of a clock that was set: each may be from before the step, or from after it."""
 
@@ -229,7 +229,7 @@ def _steady(samples: list[_Sample], first_ns: int, last_ns: int) -> tuple[int, i
 
 
 def with_time(uncertainty_ns: int) -> int:
-    """What is not known of an offset is not known of when it was measured either, and meanwhile it drifts."""
+    """Add the drift during the uncertain time of a measurement to its uncertainty."""
     return uncertainty_ns + uncertainty_ns * DRIFT_PPM // 1_000_000
 
 
@@ -279,7 +279,7 @@ def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[
 
 
 def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
-    """What was measured of a process' clock, by the time that it showed then."""
+    """Return the samples of a process' clock, by the time that it showed."""
     place = reference.place
     if place is None:
         return {}

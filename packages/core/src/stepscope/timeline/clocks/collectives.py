@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     """Collectives of one kind in one process group: they run in one order on all ranks."""
 
     world: str
-    """Whose group it is: every torch world has a group called "0"."""
+    """World of the group: every torch world has a group called "0"."""
     group: str
     """Its name and its ranks, as the traces say them. Empty: they do not say."""
     op: str
@@ -222,7 +222,7 @@ def _both(one: Series | Refused, other: Series | Refused) -> Series | Refused:
 
 
 def _needles(said: Distributed | None) -> tuple[bytes, ...]:
-    """What to search for: gloo's events are only looked for where gloo is, since they name no group."""
+    """Return the patterns to search for: gloo's events only if gloo is used, since they name no group."""
     return (_GLOO, _NCCL) if said is not None and b"gloo" in bytes(said.pg_config) else (_NCCL,)
 
 
@@ -283,7 +283,7 @@ def _hits(text: bytes, needles: Sequence[bytes]) -> list[tuple[int, bytes]]:
 
 
 def _start(text: bytes, at: int, needle: bytes) -> int:
-    """Where the event begins whose name, or whose argument, stands at `at`; -1: it is not one of those."""
+    """Return the offset of the event whose name or argument stands at `at`. -1: there is none."""
     brace = text.rfind(b"{", 0, at)
     if needle == _GLOO:
         return brace if _NAMED.search(text[max(brace, at - 32) : at]) else -1

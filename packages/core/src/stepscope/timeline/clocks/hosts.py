@@ -12,11 +12,11 @@ from stepscope.timeline.clocks.align import Aligned, Reference, aged, sampled
 from stepscope.timeline.sources import Source
 
 MOST_DRIFT_PPM = 500
-"""How fast clocks may drift apart for collectives to be matched: as fast as kernels slew one."""
+"""Largest drift at which collectives are matched: as fast as kernels slew a clock."""
 
 
 class Line(NamedTuple):
-    """How far a wall clock is ahead of another: steadily changing between two times that it shows."""
+    """Lead of a wall clock over another: steadily changing between two times that it shows."""
 
     first_ns: int
     last_ns: int
@@ -29,11 +29,11 @@ class Line(NamedTuple):
         return self.first_offset_ns + (wall_ns - self.first_ns) * change_ns // lasted_ns
 
     def inverse(self, first_ns: int, last_ns: int) -> Line:
-        """How far the other one is ahead of this one, by times that the other shows."""
+        """Return the lead of the other clock over this one, by times that the other shows."""
         return Line(first_ns, last_ns, -self._of_other(first_ns), -self._of_other(last_ns))
 
     def then(self, other: Line) -> Line:
-        """How far it is ahead of a third one, of which `other` says how far the second is ahead."""
+        """Return its lead over a third clock, where `other` is the second's lead over the third."""
         first, last = (at - offset for at, offset in zip(self[:2], self[2:], strict=True))
         return self._replace(
             first_offset_ns=self.first_offset_ns + other.at(first),
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How far a clock was ahead of the owner's when it showed `wall_ns`, right within +- `within_ns`."""
+    """Lead of a clock over the owner's when it showed `wall_ns`, right within +- `within_ns`."""
 
     wall_ns: int
     offset_ns: int
@@ -60,7 +60,7 @@ class Clock(msgspec.Struct, eq=False):
 
     host: str
     owner: bool
-    """What the others are aligned to; it needs no samples."""
+    """Reference of the other hosts; it needs no samples."""
     processes: list[int]
     """Indices of the sources that have it."""
     first_ns: int
@@ -106,7 +106,7 @@ def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: 
 
 
 def _with_time(uncertainty_ns: int) -> int:
-    """What is not known of an offset is not known of when it was measured either, and meanwhile it drifts."""
+    """Add the drift during the uncertain time of a measurement to its uncertainty."""
     return uncertainty_ns + uncertainty_ns * MOST_DRIFT_PPM // 1_000_000 + 2
 
 

@@ -33,12 +33,12 @@ Pairs = Mapping[int, tuple[Times, Times]]
 
 
 class Found(NamedTuple):
-    """What collectives say of one clock against another."""
+    """Bounds of one clock against another, by collectives."""
 
     line: Line
     within_ns: int
     matched: int
-    """How many collectives it rests on."""
+    """Number of collectives that it rests on."""
 
 
 def refine(
@@ -130,7 +130,7 @@ class _Search:
         self._lasted_ns = max(clock.last_ns - clock.first_ns, 1)
         self._samples = list(_differences(first, clock))
         self._near_ns = self._samples[0].offset_ns if self._samples else 0
-        """What values in bands are relative to."""
+        """Offset that values in bands are relative to."""
         self._matched = 0
 
     def search(
@@ -177,7 +177,7 @@ class _Search:
         return bands
 
     def _cut(self, band: Band, pairs: Pairs, slack_ns: int) -> Band:
-        """What is left of a band when no rank left any of these before the others had entered it."""
+        """Return the band cut by the rule that no rank leaves a collective before all have entered it."""
         cut = band.copy()
         for theirs, mine in pairs.values():
             if not cut:
@@ -222,7 +222,7 @@ def _say(kind: Kind, why: str) -> str:
 
 
 def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
-    """What samples say of `clock` against `first`; the owner's host, which has none, is the owner's clock."""
+    """Yield samples of `clock` against `first`. The owner's host has none: it is the owner's clock."""
     for sample in clock.samples:
         owner_ns = sample.wall_ns - sample.offset_ns
         known = first.guess(owner_ns + (first.samples[0].offset_ns if first.samples else 0))
@@ -237,7 +237,7 @@ def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
 def _against_owner(
     clocks: Sequence[Clock], found: Sequence[tuple[Clock, Clock, Found]], notes: Mapping[str, list[str]]
 ) -> Iterator[tuple[Clock, Found]]:
-    """What each clock is ahead of the owner's: hosts that had collectives together keep together.
+    """Yield each clock's lead over the owner's: hosts that had collectives together keep together.
 
     Where the owner's host is not among them, all their samples say together where they are.
     """
@@ -259,7 +259,7 @@ def _against_owner(
 
 
 def _around(root: Clock, found: Sequence[tuple[Clock, Clock, Found]]) -> dict[Clock, Found]:
-    """What each clock that collectives link to the root is ahead of it, along the surest path (Dijkstra)."""
+    """Return the lead over the root of each clock linked to it, along the surest path (Dijkstra)."""
     known: dict[Clock, Found] = {}
     open_ = {root: Found(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
     while open_:
@@ -279,7 +279,7 @@ def _around(root: Clock, found: Sequence[tuple[Clock, Clock, Found]]) -> dict[Cl
 
 
 def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
-    """What the root is ahead of the owner's clock, by the samples of all; or why that cannot be said."""
+    """Return the root's lead over the owner's clock by all samples, or why it is unknown."""
     samples = [
         Sample(wall_ns - line.at(wall_ns), offset_ns - line.at(wall_ns), own_ns + within_ns)
         for clock, (line, within_ns, _) in known.items()

@@ -1,4 +1,4 @@
-"""What a `Reader` yields as events of a merged timeline: in its processes' rows, on the owner's clock."""
+"""Events of a `Reader` in a merged timeline: in its processes' rows, on the owner's clock."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Drawing:
         self._pending: list[bytes] = []
         self.notes = recorded.notes
         self.events: dict[int, int] = {}
-        """How many were drawn, by their row's pid."""
+        """Number of drawn events, by their row's pid."""
         self.outside = 0
         """Left out because they are not between `from` and `to`."""
 

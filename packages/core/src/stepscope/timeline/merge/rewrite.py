@@ -29,7 +29,7 @@ _FEW = 24
 _REPEATED = 1000
 """Metadata that are remembered: some writers give them again with every event of a device."""
 _CYCLE = 512
-"""Where so many bytes come again, all before them may: one turn is looked at, and the others compared."""
+"""Bytes that show a repetition if they come again: one turn is decoded, and the others compared."""
 _APART = ("M", "C")
 _APART_PHASE = re.compile(r'"ph"\s*:\s*"[{}]"'.format("".join(_APART)).encode())
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
@@ -48,7 +48,7 @@ Text: TypeAlias = bytes | memoryview
 
 
 class Rewriter:
-    """Of one file."""
+    """Rewriting of one file's events."""
 
     def __init__(self, row: Row, place: Place, ids: FlowIds, tracks: Tracks, cut: Cut, notes: Notes) -> None:
         self._row = row
@@ -59,7 +59,7 @@ class Rewriter:
         self._notes = notes
         self._template = Template(row, place, ids, tracks, cut)
         self._metadata_before: dict[bytes, bytes | None] = {}
-        """What became of them, by what they were."""
+        """Written metadata, by their source."""
         self._repeating = False
         """Whether there was nothing but metadata and counters in the last array."""
         self.written = 0
@@ -68,7 +68,7 @@ class Rewriter:
         """Events left out because they are not between `from` and `to`."""
 
     def rewrite(self, array: bytes) -> Text:
-        """The events of an array, without its brackets; empty where nothing is left of them.
+        """Return the events of an array, without its brackets. Empty: none is left.
 
         Raises:
             DecodeError: it is no JSON.
@@ -96,7 +96,7 @@ class Rewriter:
         return None if events is None else (b",\n".join(events), len(events))
 
     def _known(self, elements: bytes) -> list[bytes] | None:
-        """What became of these metadata. None: not all of them were there before."""
+        """Return these metadata as written before. None: not all of them are known."""
         try:
             written = [self._metadata_before[text] for text in map(bytes, raw_elements(b"[%b]" % elements))]
         except KeyError:
@@ -104,7 +104,7 @@ class Rewriter:
         return [text for text in written if text is not None]
 
     def thoroughly(self, elements: Iterable[msgspec.Raw]) -> bytes:
-        """Each event for itself, whatever it is like."""
+        """Rewrite each event by itself, whatever its form."""
         events = [event for raw in elements if (event := self._one(raw)) is not None]
         self.written += len(events)
         return b",\n".join(events)
@@ -163,7 +163,7 @@ class Rewriter:
         return _encode(fields)
 
     def _timed(self, fields: dict[str, msgspec.Raw], phase: bytes) -> bool:
-        """Moves the event. False: it is left out."""
+        """Move the event. False: it is left out."""
         if "ts" not in fields:
             self._notes.events(NO_TIME)
             return False
@@ -182,7 +182,7 @@ class Rewriter:
         return False
 
     def _metadata(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Notes what a file says of processes, for whom we speak, and moves what it says of threads."""
+        """Note the file's metadata of processes, which rows replace, and move those of threads."""
         name, pid = _text(fields.get("name")), _text(fields.get("pid"))
         args = _args(fields)
         if name.startswith("process_"):
@@ -209,7 +209,7 @@ def _ends_apart(array: bytes) -> bool:
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
-    """How many metadata and counters are in front of all others, and where those begin that are behind them.
+    """Count the metadata and counters before all other events, and find the first of those behind.
 
     Where Kineto writes its metadata.
     """
@@ -244,7 +244,7 @@ def _time(position: int, below_ns: str) -> msgspec.Raw:
 
 
 def _text(raw: msgspec.Raw | None) -> str:
-    """A pid or tid as text: 25721 and "25721" are the same one."""
+    """Return a pid or tid as text: 25721 and "25721" are the same one."""
     return "" if raw is None else bytes(raw).decode().strip('"')
 
 

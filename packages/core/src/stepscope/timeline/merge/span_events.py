@@ -1,4 +1,4 @@
-"""Our own spans as events of a merged timeline: on tracks above the profilers', with arrows between."""
+"""Spans as events of a merged timeline: on tracks above the profilers', with arrows between."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Drawn:
         """Spans left out because they are not between `from` and `to`."""
 
     def of(self, row: Row, tracks: Tracks) -> Iterator[Event]:
-        """A row's spans. Rows are drawn from top to bottom."""
+        """Yield a row's spans. Draw the rows from top to bottom."""
         if row.process is None:
             return
         chosen = [index for index in self._mine.get(row.process, ()) if self._chosen(index, row)]
@@ -49,7 +49,7 @@ class Drawn:
                 yield self._slice(index, row)
 
     def consumed(self, row: Row, tracks: Tracks) -> Iterator[Event]:
-        """Where the row's process said that it trains on a trajectory: marks on a track of their own."""
+        """Yield a mark for each trajectory that the row's process trains on, on a track of their own."""
         marks = [span for span in self._timeline.consumed if span.process == row.process]
         if not marks or not self._selection.rank(row.info.rank):
             return
@@ -64,7 +64,7 @@ class Drawn:
             }  # fmt: skip
 
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
-        """From each drawn span to what it caused in other processes. Call it after all rows."""
+        """Yield arrows from spans to those that they caused in other processes. Call it after all rows."""
         below = (
             (parent, index)
             for index in self._tids
@@ -79,7 +79,7 @@ class Drawn:
                 yield {"ph": "f", "bp": "e", **common, **self._at(index)}
 
     def _both_aligned(self, index: int, parent: int) -> bool:
-        """And in two rows."""
+        """Return whether both spans are in aligned rows, and not in the same one."""
         one, other = (self._row(at) for at in (index, parent))
         return one is not other and one.unaligned is None and other.unaligned is None
 
@@ -95,7 +95,7 @@ class Drawn:
         return True
 
     def _groups(self, chosen: Sequence[int]) -> dict[str, list[int]]:
-        """What shares tracks: each thread's spans, but all of a process' trajectories together."""
+        """Return the spans that share tracks: each thread's, but all of a process' trajectories together."""
         spans = self._timeline.spans
         threads = {spans[index].thread for index in chosen if spans[index].trajectory is None}
         groups: dict[str, list[int]] = {
@@ -143,7 +143,7 @@ class Drawn:
 
 
 def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[int]:
-    """The tid of each lane."""
+    """Return the tid of each lane."""
     count = max(lanes, default=-1) + 1
     top = _TOP if group != _TRAJECTORIES else _TOP // 2
     names = [group if count == 1 else f"{group} {lane + 1} of {count}" for lane in range(count)]

@@ -1,4 +1,4 @@
-"""From a foreign event's `ts` to its position in the merged timeline, exactly."""
+"""Exact mapping of a foreign event's `ts` to its position in the merged timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cut(NamedTuple):
 
 
 class Place:
-    """Of one file in its row. Positions are ns since the axis' base; a `ts` is decimal text, in us."""
+    """Time mapping of one file. Positions are ns since the axis' base; a `ts` is decimal text in us."""
 
     def __init__(self, row: Row, base_ns: int | None, axis: Axis) -> None:
         self._row = row
@@ -30,25 +30,25 @@ class Place:
 
     @property
     def shift_ns(self) -> int | None:
-        """What is added to `ts` * 1000. None: that is not one number for all events, or not known yet."""
+        """Number that is added to `ts` * 1000. None: it differs between events, or is not known yet."""
         if self._row.shift_ns is None or not (self._clock is None or steady(self._clock)):
             return None
         return self._shift_at(0)
 
     def positions(self, times_ns: list[int]) -> list[int]:
-        """Of times in ns since the file's base. For a row that is aligned."""
+        """Return the positions of times in ns since the file's base, for an aligned row."""
         shift_ns = self.shift_ns
         if shift_ns is not None:
             return [ns + shift_ns for ns in times_ns]
         return [ns + self._shift_at(ns) for ns in times_ns]
 
     def at(self, ts_ns: int) -> int | None:
-        """The position of a time in ns since the file's base. None: it is no time of this step."""
+        """Return the position of a time in ns since the file's base. None: it is no time of this step."""
         position = ts_ns + self._shift(ts_ns)
         return position if self._believed(position) else None
 
     def of(self, ts: str) -> tuple[int, str] | None:
-        """(position, what is below a ns as further decimals). None: `ts` is no time of this step."""
+        """Return (position, decimals below a ns). None: `ts` is no time of this step."""
         number = _NUMBER.fullmatch(ts)
         if number is None:
             return None
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def believed(self) -> tuple[int, int | None]:
-        """The first and the last position that are times of this step; None: any later one is."""
+        """First and last position of this step. None: any later one is."""
         return (0, None) if self._row.unaligned is not None else (self._axis.first, self._axis.last)
 
     def _believed(self, position: int) -> bool:

@@ -25,7 +25,7 @@ _OF_A_ROW = 1 << 11
 
 
 class Tracks:
-    """Of one timeline. What files call a process becomes tracks in the row of the process that wrote them."""
+    """Tracks of one timeline. Processes in a file become tracks in the row of the file's process."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: of all rows."""
@@ -45,7 +45,7 @@ class Tracks:
         """Written since somebody last took them from here."""
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
-        """The tid of the track that `owner` (of our own, or a reader) calls by this name."""
+        """Return the tid of the track that `owner` (stepscope or a reader) calls by this name."""
         known = len(self._tids)
         tid = self._tid(row, owner, name)
         if len(self._tids) > known:
@@ -53,11 +53,11 @@ class Tracks:
         return tid
 
     def call(self, row: Row, tid: int, name: str, sort: int) -> None:
-        """Gives a track its name and its place."""
+        """Give a track its name and its place."""
         self.metadata += named("thread", row.pid, tid, name, sort)
 
     def foreign(self, row: Row, pid: str, tid: str) -> int:
-        """The tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
+        """Return the tid of a thread that a file names by `pid` and `tid` (as text, without quotes)."""
         key = (row.pid, pid, tid)
         if key not in self._tids:
             name = f"thread {tid}" if tid.lstrip("-").isdigit() else tid or "no thread"
@@ -65,14 +65,14 @@ class Tracks:
         return self._tids[key]
 
     def name_known(self, row: Row, tid: int) -> None:
-        """A file names this track itself."""
+        """Note that a file names this track itself."""
         self._unnamed.pop((row.pid, tid), None)
 
     def describe(self, row: Row, pid: str, field: str, value: str) -> bool:
-        """What a file says of one of its pids: `labels` ("CPU", "GPU 0"), or `name`, which counts less.
+        """Note a file's description of one of its pids: `labels` ("CPU", "GPU 0"), or the weaker `name`.
 
         Returns:
-            Whether that is news.
+            Whether it was not known.
         """
         key = (row.pid, pid)
         before = self._labels.get(key)
@@ -83,13 +83,13 @@ class Tracks:
         return self._labels.get(key) != before
 
     def prefixed(self, row: Row, pid: str, name: str) -> str:
-        """A thread's name, with the device's before it: the row is the whole process."""
+        """Return a thread's name behind the device's: the row is the whole process."""
         name = name.strip()  # Kineto's are `stream 7 `
         label = self._labels.get((row.pid, pid), "")
         return f"{label} {name}" if label and label not in name else name
 
     def counters(self, row: Row, pid: str) -> int:
-        """Where the counters of one of a file's pids go: a counter is its pid and its name, nothing else."""
+        """Return the pid for counters of one of a file's pids: viewers know a counter by pid and name."""
         key = (row.pid, pid)
         if key not in self._counters:
             first = all(taken != row.pid for taken, _ in self._counters)
@@ -97,12 +97,12 @@ class Tracks:
         return self._counters[key]
 
     def take(self) -> list[Event]:
-        """The metadata that is still to be written."""
+        """Take the metadata that is still to be written."""
         taken, self.metadata = self.metadata, []
         return taken
 
     def take_unnamed(self) -> list[Event]:
-        """Names for the tracks that no file has named."""
+        """Take names for the tracks that no file has named."""
         names = [_meta("thread_name", pid, tid, name=name) for (pid, tid), name in self._unnamed.items()]
         self._unnamed.clear()
         return names
@@ -133,7 +133,7 @@ class Tracks:
 
 
 def row_metadata(row: Row) -> Iterator[Event]:
-    """Name, place and labels of a row."""
+    """Yield the name, place and labels of a row."""
     yield from named("process", row.pid, 0, row.name, row.place * 10)
     info = row.info
     labels = [info.host, f"pid {info.pid}"] if info.pid else [info.host]
@@ -145,7 +145,7 @@ def row_metadata(row: Row) -> Iterator[Event]:
 
 
 def named(what: str, pid: int, tid: int, name: str, sort: int) -> Iterator[Event]:
-    """The name and the place of a `process` or a `thread`."""
+    """Yield the name and the place of a `process` or a `thread`."""
     yield _meta(f"{what}_name", pid, tid, name=name)
     yield _meta(f"{what}_sort_index", pid, tid, sort_index=sort)
 
@@ -155,5 +155,5 @@ def _meta(event: str, pid: int, tid: int, **args: object) -> Event:
 
 
 def microseconds(ns: int) -> msgspec.Raw:
-    """As it stands in a trace: us, with all digits of the ns."""
+    """Return a time as a trace has it: us, with all digits of the ns."""
     return msgspec.Raw(b"%d.%03d" % divmod(ns, 1000))

@@ -1,4 +1,4 @@
-"""The bytes of a file, plain or gzip, in blocks: whatever its size, one block is in memory."""
+"""Blocks of a plain or gzip file: one block is in memory, whatever the file's size."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def keep_memory() -> None:
 
 
 class Notes:
-    """What could not be used of one file: each kind of trouble, and how many events that concerns."""
+    """Unusable parts of one file: each kind of problem, with the number of events."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int | None] = {}
 
     def file(self, what: str) -> None:
-        """Trouble with the file as such."""
+        """Note a problem of the whole file."""
         self.counts[what] = None
 
     def events(self, what: str, count: int = 1) -> None:
@@ -49,7 +49,7 @@ class Notes:
 def read_blocks(
     path: Path, notes: Notes, on_read: Callable[[int], None] | None = None, size: int = BLOCK
 ) -> Iterator[bytes]:
-    """Yields what the file holds, decompressed, up to where it is damaged or ends; `notes` says where.
+    """Yield the decompressed content up to the file's end or damage, which `notes` records.
 
     Args:
         on_read: Called with a number of bytes of the file each time that many more were read.
@@ -128,7 +128,7 @@ def _gunzip(
 
 
 def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
-    """What a damaged member holds beyond the first `given` bytes: without its checksum, in small steps.
+    """Yield the bytes of a damaged member beyond the first `given`: without its checksum, in small steps.
 
     A decompressor that fails keeps the whole block back in which it did.
     """

@@ -1,4 +1,4 @@
-"""Reads Chrome traces, plain or gzip, as torch (Kineto), the engines and others write them.
+"""Reader of Chrome traces, plain or gzip, as torch (Kineto), the engines and others write them.
 
 A file is an object with `traceEvents` among its fields, before or behind the others, or only the array.
 Format: "Trace Event Format", Google; of an event's fields these matter here: ph, pid, tid, ts, dur and id.
@@ -57,7 +57,7 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 
 
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands around the events. None: the file does not say."""
+    """Fields around the events. None: the file does not say."""
 
     base_ns: int | None
     distributed: Distributed | None
@@ -79,7 +79,7 @@ class ChromeTrace:
         self.notes = Notes()
 
     def fields(self) -> TraceFields:
-        """Reads up to the events; through the whole file where the base is not before them."""
+        """Read the fields before the events, or the whole file if the base is not before them."""
         found: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
         silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
@@ -111,7 +111,7 @@ class ChromeTrace:
     def texts(
         self, parse: Callable[[bytes], _T], on_read: Callable[[int], None] | None = None
     ) -> Iterator[_T]:
-        """What `parse` makes of the events that can be read, in the file's order; see `Elements`."""
+        """Yield the results of `parse` for the events that can be read, in order; see `Elements`."""
         yield from self._scan({}, parse, on_read)
 
     def read(
@@ -185,7 +185,7 @@ def _behind_header(text: bytes, found: dict[str, msgspec.Raw]) -> bytes | None:
 
 
 def _array(text: bytes) -> tuple[int, int] | None:
-    """Where the field `traceEvents` begins and where its array does; None: not in `text`."""
+    """Return the offsets of the field `traceEvents` and of its array. None: not in `text`."""
     begin = _START.match(text)
     first = begin.end() if begin is not None else 0
     if text[first : first + 1] == b"[":

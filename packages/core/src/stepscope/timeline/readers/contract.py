@@ -1,4 +1,4 @@
-"""What reads a file that is no Chrome trace: the contract behind the entry points `stepscope.readers`.
+"""Contract of readers of other files than Chrome traces: the entry points `stepscope.readers`.
 
 An entry point names a class (or function) that is called without arguments and gives a `Reader`. The merge
 asks every reader about every file below a step's `traces`; the first that claims one reads it. Whatever a
@@ -21,7 +21,7 @@ from stepscope.files.storage.reading import open_file
 from stepscope.timeline.readers.blocks import Notes
 
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
-"""What a recording's times count: unix ns of its host's wall clock, ns of CLOCK_MONOTONIC or
+"""Clock of a recording's times: unix ns of its host's wall clock, ns of CLOCK_MONOTONIC or
 CLOCK_MONOTONIC_RAW there (placed by the anchors in the file's sidecar), or ns since nobody knows when."""
 
 
@@ -55,7 +55,7 @@ class FoundFile:
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader says of a file that it knows."""
+    """Answer of a reader to a file that it knows."""
 
     read: bool = True
     """False: no other reader is asked, and nobody reads it."""
@@ -65,7 +65,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of itself before its events. None: it does not say; a sidecar says it better."""
+    """Origin that a file states before its events. None: not stated; a sidecar takes precedence."""
 
     clock: Clock
     why: str | None = None

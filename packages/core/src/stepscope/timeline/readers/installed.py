@@ -42,7 +42,7 @@ class Readers:
         return found
 
     def claim(self, file: FoundFile) -> tuple[Reader, Claim] | tuple[None, None]:
-        """Who knows it, and what it says of it."""
+        """Return the reader that knows the file, and its answer."""
         for reader in self._readers:
             try:
                 claim = reader.claims(file)

@@ -45,7 +45,7 @@ _ESCAPE = re.compile(
     rb"|(\\ud[89a-f][0-9a-f]{2})|([\x00-\x1f])|\\",
     re.IGNORECASE,
 )
-"""What JSON has (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
+"""Sound JSON (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
 raw_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 """The elements of an array, for those who look into them later, if at all."""
 T = TypeVar("T")

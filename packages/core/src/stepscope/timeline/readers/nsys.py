@@ -298,7 +298,7 @@ class _Export:
                 self._notes.events(NO_TIME)
 
     def _at_link(self, table: str, first: str, process: str) -> tuple[str, str]:
-        """What `_rows` adds to know which of a table's rows is the first of its correlation."""
+        """Return a join and a column by which `_rows` knows the first row of each correlation."""
         if not self._linked or not self._has(table, process.split()[0], "correlationId"):
             return "", "NULL"
         join = f"l.process = t.{process} AND l.correlation = t.correlationId"

@@ -19,7 +19,7 @@ _FARTHEST_NS = 1 << 62
 
 
 class SpanFile(msgspec.Struct):
-    """What was usable in one file."""
+    """Usable content of one file."""
 
     path: Path
     header: Header | None = None
@@ -29,7 +29,7 @@ class SpanFile(msgspec.Struct):
     latest_ns: int | None = None
     """The latest monotonic time in the file."""
     problems: dict[str, int | None] = {}
-    """What could not be used, and how many lines that concerns (None: the file)."""
+    """Unusable parts, with the number of lines (None: the file)."""
 
 
 def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:

@@ -1,4 +1,4 @@
-"""Which files are of the last capture, where a step was captured several times in one process (a retry)."""
+"""Files of the last capture of a step that one process captured several times (a retry)."""
 
 from __future__ import annotations
 

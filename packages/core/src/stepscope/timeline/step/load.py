@@ -1,4 +1,4 @@
-"""From a step's folder to its timeline."""
+"""Reading of a step's folder into its timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stepscope.timeline.step.tree import parents_of
 def load_step(
     path: str | os.PathLike[str], *, run_id: str | None = None, on_read: Callable[[int], None] | None = None
 ) -> Timeline:
-    """The timeline of one captured step. Broken files cost what is broken in them, and `problems` names them.
+    """Return the timeline of one captured step. Damaged parts of files are left out and named in `problems`.
 
     Args:
         path: A step's folder (`.../step_000002`).
@@ -65,7 +65,7 @@ def _artifacts(sources: Sequence[Source]) -> set[str]:
 
 
 def span_bytes(path: str | os.PathLike[str]) -> int:
-    """How many bytes of span files `load_step` will read."""
+    """Return the bytes of span files that `load_step` will read."""
     return sum(file.stat().st_size for file in StepLayout(path).spans.glob("[!.]*.jsonl") if file.is_file())
 
 

@@ -1,4 +1,4 @@
-"""Which span caused which, where a request's name says so and no carrier does."""
+"""Causes of spans by the names of requests, for spans without a carrier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a merged timeline: one for each process, and how what it recorded gets its place in time."""
+"""Rows of a merged timeline: one for each process, with the clock of its recordings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.timeline.names import names_of
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """From top to bottom; others follow by name."""
 MARGIN_NS = 3_600_000_000_000
-"""How far from the step's window a time may be and still be believed: an hour."""
+"""Largest distance from the step's window at which a time is believed: an hour."""
 _SECOND_NS = 1_000_000_000
 """So far behind the window stands what has no place in it, or up to a second more."""
 _BASE_NS = 1000 * _SECOND_NS
@@ -52,7 +52,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     shown: bool = False
     """Whether its metadata has been written."""
     seen_pid: int | None = None
-    """What a trace in it calls its process."""
+    """The pid of its process in a trace."""
 
     @property
     def wanted_pid(self) -> int:
@@ -70,10 +70,10 @@ class Axis(NamedTuple):
     last: int
     """The last position that is believed."""
     behind: int
-    """Where things begin that have no place in the step."""
+    """First position for rows that have no place in the step."""
 
     def shift_of(self, position: int) -> int:
-        """What moves an unaligned process' times, the first of them at `position`, to where they are shown.
+        """Return the shift of an unaligned process' times, the first of them at `position`.
 
         On their own clock if that is anywhere near; else behind the step, where nobody is misled.
         """
@@ -132,7 +132,7 @@ class Rows:
         return self._rows.setdefault((info.role, info.replica, info.rank, info.host, info.pid, reason), row)
 
     def number(self) -> list[Row]:
-        """All rows from top to bottom, named and with their pids."""
+        """Number, name and return all rows from top to bottom."""
         rows = sorted([*self.of_process, *self._rows.values()], key=self._order)
         names = names_of([row.info for row in rows if row.unaligned is None])
         aligned = iter(names)
@@ -189,7 +189,7 @@ def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
 
 
 def offset_at(process: Process, wall_ns: int) -> int:
-    """How far the process' wall clock was ahead of the owner's when it showed `wall_ns`."""
+    """Return the lead of the process' wall clock over the owner's when it showed `wall_ns`."""
     clock = process.clock
     opened_ns = process.opened_ns + clock.offset_ns
     if process.closed_ns is None or clock.offset_ns == clock.closing_offset_ns:
@@ -200,5 +200,5 @@ def offset_at(process: Process, wall_ns: int) -> int:
 
 
 def steady(process: Process) -> bool:
-    """Whether that is one number all the time."""
+    """Return whether that lead is one number all the time."""
     return process.closed_ns is None or process.clock.offset_ns == process.clock.closing_offset_ns

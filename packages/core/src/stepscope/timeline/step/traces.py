@@ -1,4 +1,4 @@
-"""The traces in a step's folder: which files there are, whose they are, and what nobody here reads."""
+"""Traces in a step's folder, their processes, and the files that nothing reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TraceFile(NamedTuple):
         return self.name.split("/")[1] if self.sidecar is None else self.sidecar.artifact.role
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
-        """The process that wrote it, as far as anything says."""
+        """Return the process that wrote it, as far as known."""
         said = fields.distributed
         if self.sidecar is None:
             rank, world_size = (None, None) if said is None else (said.rank, said.world_size)
@@ -67,13 +67,13 @@ class Found(NamedTuple):
     """Artifacts of this run that no timeline is made of, each with its kind."""
     problems: list[FileProblem]
     summaries: list[TraceFile]
-    """What is kept of snapshots of CUDA's allocator."""
+    """Summaries of snapshots of CUDA's allocator."""
 
 
 def find_traces(
     layout: StepLayout, run_id: str | None, readers: Readers, without: Collection[str] = ()
 ) -> Found:
-    """The traces of one run, or of all. A file without a sidecar may be of any run, and counts as of each.
+    """Return the traces of one run, or of all. A file without a sidecar counts for every run.
 
     Args:
         without: Files and folders to leave out, relative to the step's folder.
@@ -106,7 +106,7 @@ def _upwards(path: Path, layout: StepLayout) -> list[Path]:
 
 
 def trace_bytes(layout: StepLayout) -> int:
-    """How many bytes of traces a merge will read."""
+    """Return the bytes of traces that a merge will read."""
     found = find_traces(layout, None, Readers.installed())
     return sum(trace.path.stat().st_size for trace in found.traces)
 

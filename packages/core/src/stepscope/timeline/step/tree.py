@@ -1,4 +1,4 @@
-"""Which span ran below which, across processes."""
+"""Parents of spans, across processes."""
 
 from __future__ import annotations
 
