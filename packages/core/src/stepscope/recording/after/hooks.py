@@ -4,10 +4,12 @@ now; call this when files are there.
 
 from __future__ import annotations
 
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepscope import switch
-from stepscope.recording.spans import slot
+from stepscope.errors import ConfigError
+from stepscope.recording.spans import redaction, slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +61,7 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     """
     if switch.DISABLED:
         return []
-    from stepscope.recording.output import exporter  # loaded already where anything waits
+    from stepscope.recording.output import exporter  # import time: loaded already where anything waits
 
     return exporter.exporter().drain(timeout_s)
 
@@ -75,7 +77,7 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     Raises:
         ConfigError: it cannot be called, or is an `async def`, which nobody would await.
     """
-    from stepscope.recording.after import pipeline
+    from stepscope.recording.after import pipeline  # import time: it reads and writes files
 
     return registered(hook, "on_artifact", pipeline.artifact_hooks)
 
@@ -90,7 +92,7 @@ def on_report(hook: ReportHook) -> ReportHook:
     Raises:
         ConfigError: it cannot be called, or is an `async def`, which nobody would await.
     """
-    from stepscope.recording.after import pipeline
+    from stepscope.recording.after import pipeline  # import time: it reads and writes files
 
     return registered(hook, "on_report", pipeline.report_hooks)
 
@@ -104,8 +106,6 @@ def redact(hook: RedactHook) -> RedactHook:
     Raises:
         ConfigError: it cannot be called, or is an `async def`, which nobody would await.
     """
-    from stepscope.recording.spans import redaction
-
     _refuse_uncallable(hook, "redact")
     redaction.hook = hook
     return hook
@@ -120,9 +120,5 @@ def registered(hook: AnyHook, name: str, hooks: list[Any]) -> AnyHook:
 
 
 def _refuse_uncallable(hook: object, name: str) -> None:
-    from inspect import iscoroutinefunction
-
-    from stepscope.errors import ConfigError
-
     if not callable(hook) or iscoroutinefunction(hook):
         raise ConfigError(f"{name}(hook)", hook, "a function that is not async", "pass a plain function")

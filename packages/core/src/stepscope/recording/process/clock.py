@@ -12,7 +12,7 @@ _HAS_RAW = hasattr(time, "CLOCK_MONOTONIC_RAW")
 
 
 def read_anchor(tries: int = 5) -> ClockAnchor:
-    """All clocks at one moment: the tightest of `tries` readings (a preempted one is wide and loses)."""
+    """Read all clocks at one moment. Return the tightest of `tries` readings: a preempted one is wide."""
     return min((_read_once() for _ in range(tries)), key=lambda anchor: anchor.uncertainty_ns)
 
 
@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> Estimate | None:
-    """Return what the best exchange says of their clock.
+    """Return the offset of their clock by the best exchange.
 
     Half of the time on the way is the most that a path can hide by being slower in one direction (RFC 5905).
     None without exchanges, or if each was spoiled by a clock that was set back meanwhile.

@@ -1,6 +1,6 @@
-"""What a capture needs of asyncio: a private loop for synchronous callers, deadlines, uncancellable work.
+"""Private event loop for synchronous callers, deadlines, and work that is not cancelled.
 
-Imported where it is used: asyncio costs 30 ms that `import stepscope` does not pay.
+Imported inside functions, because asyncio would add 30 ms to `import stepscope`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ _UNDO_S = 5.0
 
 
 def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
-    """Runs `work` on the private loop and waits. The loop's thread is a daemon: atexit may call this too.
+    """Run `work` on the private loop and wait. The loop's thread is a daemon, so atexit may call this too.
 
-    Interrupted (Ctrl-C), `work` is cancelled, and over when this raises: what undoes it must not overtake it.
+    A Ctrl-C cancels `work` and waits for its end before it is raised: no clean-up may overtake `work`.
 
     Args:
-        keep: `work` itself undoes something: interrupted, it is waited for a while, and goes on behind the
-            caller's back if that is not enough.
+        keep: `work` is itself a clean-up. A Ctrl-C does not cancel it, waits a while, and leaves it running.
     """
     loop = _running()
     over = threading.Event()
@@ -52,22 +51,22 @@ def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:
             if future is not None and not keep:
                 future.cancel()
             over.wait(_UNDO_S)
-        for each in (scheduled, work):
-            if each is not None and inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
-                each.close()  # it was not even scheduled
+        for coroutine in (scheduled, work):
+            if coroutine is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # it was not even scheduled
         raise
 
 
 def forget() -> None:
-    """In a forked child: the parent's loop has no thread here."""
+    """Forget the loop in the child of a fork, which does not have its thread."""
     global _loop
     _loop = None
 
 
 async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """`work`'s result, or TimeoutError after `seconds` even if `work` ignores being cancelled.
+    """Return `work`'s result, or raise TimeoutError after `seconds` even if `work` ignores its cancellation.
 
-    (`asyncio.wait_for` waits until it does not.)
+    (`asyncio.wait_for` waits until `work` ends.)
     """
     task = asyncio.ensure_future(work)
     try:
@@ -82,7 +81,7 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledError | None:
-    """Runs `work` to its end though the waiting task is cancelled; returns that cancellation, if one came."""
+    """Run `work` to its end even if the waiting task is cancelled. Return that cancellation, if one came."""
     task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():
@@ -96,10 +95,10 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> asyncio.CancelledErr
 
 
 def cancel_later(cancelled: asyncio.CancelledError) -> None:
-    """The running task was cancelled, and another exception goes up in its place: the task's next wait is
-    cancelled, so that neither is lost. (asyncio's TaskGroup does so from Python 3.13 on.)
+    """Cancel the next wait of the running task, which raises another exception than its cancellation.
 
-    Not where whoever cancelled is left by then, a timeout say. Python 3.10 cannot tell: it is lost there.
+    So neither is lost (asyncio's TaskGroup does the same from Python 3.13 on). Nothing is cancelled if the
+    code that cancelled is left by then, a timeout for example. Python 3.10 cannot tell, and loses it.
     """
     task: Any = asyncio.current_task()
     if not hasattr(task, "uncancel"):

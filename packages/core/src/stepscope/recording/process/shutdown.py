@@ -1,8 +1,7 @@
-"""The end of the process, however it comes: interpreter exit, SIGTERM, a fork's child.
+"""End of the process, by interpreter exit or SIGTERM: everything that is open is closed first.
 
 torch's profiler segfaults when a process exits with a window open, and a killed process leaves nothing
-behind, so what is open is closed first: at exit within the export deadline, on SIGTERM within a few seconds
-(schedulers follow with SIGKILL).
+behind. At exit closing has the export deadline, on SIGTERM a few seconds (schedulers follow with SIGKILL).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
 _is_installed = False
 """Whether `atexit` calls this. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
-"""The SIGTERM handler that stood before ours."""
+"""The SIGTERM handler that was installed before ours."""
 
 
 def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:

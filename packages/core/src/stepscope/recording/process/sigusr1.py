@@ -1,4 +1,4 @@
-"""SIGUSR1: asks the process that it is sent to for its next step.
+"""Handler of SIGUSR1, which asks the receiving process for its next step.
 
 Until a handler stands, the signal ends a process (its default). So it is installed as early as this process
 is known to listen, and in workers too, which open no captures and only come to no harm.
@@ -13,13 +13,13 @@ from types import FrameType
 from stepscope.config import ProfileConfig
 
 _came = 0
-"""How many came. One writer: the handler."""
+"""Number of signals that came. One writer: the handler."""
 _answered = 0
-"""How many of them a step was captured for. One writer: `take`."""
+"""Number of them that a captured step has answered. One writer: `take`."""
 
 
 def handle(config: ProfileConfig) -> None:
-    """Handles SIGUSR1 in this process, if `config` listens for requests and nothing else handles it.
+    """Handle SIGUSR1 in this process, if `config` listens for requests and nothing else handles it.
 
     Does nothing outside the main thread (Python's rule).
     """
@@ -30,12 +30,12 @@ def handle(config: ProfileConfig) -> None:
 
 
 def pending() -> bool:
-    """Whether one came that no step was captured for."""
+    """Return whether a signal came that no captured step has answered."""
     return _came != _answered
 
 
 def take() -> bool:
-    """As `pending`, and all that came are answered by the step that begins now."""
+    """Return `pending()`, and count all signals as answered by the step that begins now."""
     global _answered
     came, before = _came, _answered
     _answered = came
@@ -43,7 +43,7 @@ def take() -> bool:
 
 
 def _handled_from_c() -> bool:
-    """Whether a handler stands that Python does not know of: faulthandler.register, a library's."""
+    """Return whether a handler is installed that Python does not know: faulthandler.register, a library's."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))
