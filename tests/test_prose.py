@@ -1,4 +1,4 @@
-"""First words of docstrings: a subject or a verb, never a question word."""
+"""Prose that is held to rules: the first words of docstrings, and the length of decisions."""
 
 from __future__ import annotations
 
@@ -68,3 +68,8 @@ def test_docstrings_open_with_a_subject_or_a_verb(place: str) -> None:
 def test_docstrings_of_attributes_are_found() -> None:
     source = 'class A:\n    """Class."""\n\n    size: int\n    """How large it is."""\n'
     assert [text for _, text in docstrings(source)] == ["Class.", "How large it is."]
+
+
+def test_decisions_have_at_most_300_words() -> None:
+    lengths = {page.name: len(page.read_text().split()) for page in (ROOT / "docs/decisions").glob("0*.md")}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
