@@ -83,11 +83,11 @@ def _clock(name: str, found: tuple[int, int] | None) -> Row:
         fix = "run it again; if it stays, look at the node's NTP or chrony"
         return Row(subject=name, state="amber", found="its clock was set while it was measured", fix=fix)
     offset_ms, uncertainty_ms = found[0] / 1e6, found[1] / 1e6
-    said = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"
+    text = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"
     if abs(found[0]) > TOLERABLE_NS:
         fix = "chronyc tracking (or timedatectl) on that node; timelines are corrected by this all the same"
-        return Row(subject=name, state="amber", found=said, fix=fix)
-    return Row(subject=name, state="green", found=said)
+        return Row(subject=name, state="amber", found=text, fix=fix)
+    return Row(subject=name, state="green", found=text)
 
 
 def _exchange(probe: Any, timeout_s: float) -> Exchange:

@@ -68,8 +68,8 @@ def patience_s(capture: EngineCapture) -> float:
     (`close` can
     be given a deadline of its own); infinite: to its end.
     """
-    said = waited_s.get()
-    seconds = capture.stop_seconds if said is None else said
+    waited = waited_s.get()
+    seconds = capture.stop_seconds if waited is None else waited
     return math.inf if seconds is None else seconds
 
 
@@ -205,14 +205,14 @@ def load_engine(name: str) -> EngineFactory:
     Raises:
         EngineError: none is registered; names those that are and what to install.
     """
-    found = installed()
-    if name not in found:
+    adapters = installed()
+    if name not in adapters:
         installed.cache_clear()
         raise EngineError(
-            f"no profiler for engine {name!r}; installed: {', '.join(sorted(found)) or 'none'}. "
+            f"no profiler for engine {name!r}; installed: {', '.join(sorted(adapters)) or 'none'}. "
             f"Fix: install the adapter: {ADAPTERS}"
         )
-    return cast(EngineFactory, found[name].load())
+    return cast(EngineFactory, adapters[name].load())
 
 
 def recognise(engine: object, replica: int) -> EngineProfiler:

@@ -72,14 +72,14 @@ def profilers_of(engines: object) -> list[EngineProfiler]:
     """
     items = list(engines) if isinstance(engines, Sequence) and not isinstance(engines, str) else [engines]
     given = [engine for item in items for engine in (_owned(item) if isinstance(item, str) else [item])]
-    found = [_numbered(engine, position, len(given)) for position, engine in enumerate(given)]
-    numbers = [profiler.replica for profiler in found]
+    profilers = [_numbered(engine, position, len(given)) for position, engine in enumerate(given)]
+    numbers = [profiler.replica for profiler in profilers]
     if len(set(numbers)) != len(numbers):
         raise ConfigError(
             "capture(engines=)", numbers, "a replica number of its own for each engine",
             "construct each profiler with replica=0, 1, 2...",
         )  # fmt: skip
-    return found
+    return profilers
 
 
 def _numbered(engine: object, position: int, count: int) -> EngineProfiler:
@@ -133,8 +133,8 @@ def _owned(name: str) -> Sequence[object]:
 
 def warn_of_long_stops(config: ProfileConfig) -> None:
     """Warn once that stops may take long, before any engine is started."""
-    found = config.role(ROLE)
-    bounded = found is not None and found[1].engine.iterations.count is not None
+    match = config.role(ROLE)
+    bounded = match is not None and match[1].engine.iterations.count is not None
     heavy = config.torch.with_stack or config.torch.profile_memory
     if heavy and not bounded and config.budget.fanout_seconds < _LONG_STOP_S:
         failures.warn_once(
@@ -278,12 +278,12 @@ class EngineGroup:
         self._ledger.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
 
     def _enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
-        told = {artifact.path for artifact in self._entered(label)}
+        entered = {artifact.path for artifact in self._entered(label)}
         self._ledger.expect(self._outcome(label, tuple(artifacts), ignored))
         for artifact in artifacts:
             path = self._layout.root / artifact.path
             # Its sidecar may lie on another host's own disk.
-            if artifact.path not in told and sidecar_of(path).exists():
+            if artifact.path not in entered and sidecar_of(path).exists():
                 pipeline.artifact_done(path, None, self._ledger)
 
     def _outcome(self, label: str, artifacts: tuple[Artifact, ...], ignored: dict[str, str]) -> Expectation:
@@ -322,25 +322,30 @@ class EngineGroup:
         Returns:
             Whether all have come, as far as one can tell: some are here, and no more since the last look.
         """
-        mine = self._ledger.part
+        part = self._ledger.part
         came = [
             artifact
-            for each in waiting(self._layout)
-            if (each.run_id, each.process, each.name) == (mine.run_id, mine.process.key, label)
-            for artifact in each.came
+            for late in waiting(self._layout)
+            if (late.run_id, late.process, late.name) == (part.run_id, part.process.key, label)
+            for artifact in late.came
         ]
         before = self._entered(label)
         if came:
             self._enter_late(label, [*before, *came])
-        awaits = any(item.pending is not None for item in mine.expected if item.name == label)
+        awaits = any(item.pending is not None for item in part.expected if item.name == label)
         return bool(before) and not came and not awaits
 
     def _entered(self, label: str) -> list[Artifact]:
-        return [each for item in self._ledger.part.expected if item.name == label for each in item.artifacts]
+        return [
+            artifact
+            for item in self._ledger.part.expected
+            if item.name == label
+            for artifact in item.artifacts
+        ]
 
     def _enter_late(self, label: str, artifacts: Sequence[Artifact]) -> None:
         # Not the profiler's `ignored`: that may be of a later capture.
-        ignored = {k: v for each in artifacts for k, v in each.ignored.items() if k != LATE}
+        ignored = {k: v for artifact in artifacts for k, v in artifact.ignored.items() if k != LATE}
         self._enter(label, artifacts, ignored)
         self._write()
 
@@ -356,17 +361,17 @@ class EngineGroup:
         """Return the files that are not here, and where to look: a host may have a disk of its own at
         that path. None when all are.
         """
-        gone = [each for each in artifacts if not (self._layout.root / each.path).exists()]
-        if not gone:
+        absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
+        if not absent:
             return None
-        hosts = {each.host for each in gone} - {socket.gethostname()}
+        hosts = {artifact.host for artifact in absent} - {socket.gethostname()}
         where = ", ".join(sorted(filter(None, hosts)))
         there = f". They are on {where}, below {self._layout.root} there" if where else ""
-        return f"announced and not on disk: {', '.join(each.path for each in gone)}{there}"
+        return f"announced and not on disk: {', '.join(artifact.path for artifact in absent)}{there}"
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
-        found = self._config.role(ROLE)
-        role = found[1] if found else RoleConfig()
+        match = self._config.role(ROLE)
+        role = match[1] if match else RoleConfig()
         torch, window, replica = self._config.torch, role.engine.iterations, _number(profiler)
         return EngineCapture(
             step=self._step,
@@ -412,10 +417,10 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
     """Return why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n,
     (r+1)*n).
     """
-    found = config.role(ROLE)
-    if found is None:
+    match = config.role(ROLE)
+    if match is None:
         return f"no pattern in roles matches role '{ROLE}'"
-    pattern, ranks = found[0], found[1].ranks
+    pattern, ranks = match[0], match[1].ranks
     number, size = _number(profiler), profiler.world_size
     if ranks == "all":
         return None

@@ -59,16 +59,16 @@ async def give_up() -> None:
     its end by itself still comes to its folder, and `enter_what_came` enters it.
     """
     here = asyncio.get_running_loop()
-    mine = {each for each in tuple(_late) if each.get_loop() is here}
-    for each in tuple(_late):
-        if each in mine:
-            each.cancel()
-        elif each.get_loop().is_closed():
-            _late.discard(each)  # its loop was closed under it: it will never end
+    own = {stop for stop in tuple(_late) if stop.get_loop() is here}
+    for stop in tuple(_late):
+        if stop in own:
+            stop.cancel()
+        elif stop.get_loop().is_closed():
+            _late.discard(stop)  # its loop was closed under it: it will never end
         else:
-            each.get_loop().call_soon_threadsafe(each.cancel)
-    if mine:
-        await asyncio.wait(mine, timeout=_GRACE_S)
+            stop.get_loop().call_soon_threadsafe(stop.cancel)
+    if own:
+        await asyncio.wait(own, timeout=_GRACE_S)
 
 
 async def enter_what_came() -> None:

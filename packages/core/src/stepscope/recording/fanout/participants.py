@@ -110,21 +110,21 @@ class Others:
     def taking_part(self) -> dict[str, str]:
         """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
         part = self._joined()[0].part
-        said = dict.fromkeys((*part.began.values(), *self.apart), "began")
-        said |= {absent.name: absent.reason for absent in part.absent}
+        answers = dict.fromkeys((*part.began.values(), *self.apart), "began")
+        answers |= {absent.name: absent.reason for absent in part.absent}
         for item in part.expected:
             if item.kind == "engine":
-                said[item.name] = "began" if item.pending == "closing" else item.reason or item.state
-        return said
+                answers[item.name] = "began" if item.pending == "closing" else item.reason or item.state
+        return answers
 
     async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
         if self.fleet is not None:
             outcomes = await self.fleet.start(request, deadline_s)
             fetched = request.config.finish.fetches
-            self.apart = [each.name for each in outcomes if each.apart and fetched]
+            self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
             for name in self.apart:
                 ledger.expect(awaited(files_of(name), "fetch", "fetching"))
-            began = {each.process: each.name for each in outcomes if each.process is not None}
+            began = {outcome.process: outcome.name for outcome in outcomes if outcome.process is not None}
             ledger.update(began={key: name for key, name in began.items() if name not in self.apart})
             _enter(ledger, outcomes)
 

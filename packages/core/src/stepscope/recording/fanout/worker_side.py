@@ -180,10 +180,10 @@ def _who(
     replica: int | None = None,
 ) -> tuple[ProcessInfo, tuple[str, ...]]:
     """Return this process and all roles that it does the work of, its own first."""
-    found = decorated_roles(type(instance)) if instance is not None else ()
-    role = role or next(iter(found), "worker")
+    declared = decorated_roles(type(instance)) if instance is not None else ()
+    role = role or next(iter(declared), "worker")
     process = identify(role, position=position, world_size=world_size, actor_id=_actor_id(), replica=replica)
-    return process, (role, *(other for other in found if other != role))
+    return process, (role, *(other for other in declared if other != role))
 
 
 def decorated_roles(cls: type) -> tuple[str, ...]:
