@@ -1,4 +1,4 @@
-"""`stepscope doctor`: what works on this machine, what does not, and the fix."""
+"""`stepscope doctor`: tests of this machine, with a fix for each that fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOKS = {
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope doctor --json` prints."""
+    """Output of `stepscope doctor --json`."""
 
     format: int = 1
     rows: list[Row]
@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """What is installed, what will not work on this machine, and the fix. Exit code 1 if something fails."""
+    """Show what is installed, what will not work here, and the fix. Exit code 1 if something fails."""
     with screen.waiting("looking"):
         rows = list(examine(config, ray))
     if json:
@@ -59,10 +59,10 @@ def _table(rows: list[Row]) -> Table:
     table.add_column(overflow="fold")
     for row in rows:
         word, colour = LOOKS[row.state]
-        said = Text(row.found)
+        description = Text(row.found)
         if row.fix:
-            said.append(f"\nfix: {row.fix}", style=colour)
-        table.add_row(Text(word, style=colour), row.subject, said)
+            description.append(f"\nfix: {row.fix}", style=colour)
+        table.add_row(Text(word, style=colour), row.subject, description)
     return table
 
 

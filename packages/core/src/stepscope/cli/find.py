@@ -16,7 +16,7 @@ _SHOWN = 10
 
 
 def find_run(path: Path) -> dict[int, StepLayout]:
-    """The captured steps of a run, by number.
+    """Return the captured steps of a run, by number.
 
     Raises:
         CommandError: it is no run, or holds no captured step; says what is there.
@@ -32,7 +32,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
 
 
 def find_numbered(path: Path) -> dict[int, StepLayout]:
-    """As `find_run`, and a step's folder is a run of this step alone, whatever it is called.
+    """Return the steps as `find_run`; a step's folder, whatever its name, is a run of that step alone.
 
     Raises:
         CommandError: as `find_run`, or no process of the step left anything that says which it is.
@@ -49,7 +49,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
 
 
 def find_steps(path: Path, step: int | None = None, run: str | None = None) -> list[StepLayout]:
-    """The steps that `path` (a run's folder, or a step's) and the options mean.
+    """Return the steps that `path` (a run's folder, or a step's) and the options name.
 
     Raises:
         CommandError: there is no such step; says what is there.
@@ -86,7 +86,7 @@ def is_step(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunRecord | None:
-    """What a `run.json` says; None when it is none."""
+    """Return the record in a `run.json`; None if it is not one."""
     try:
         return read_record(path, RunRecord)
     except (OSError, RecordError):

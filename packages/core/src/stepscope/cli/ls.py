@@ -65,7 +65,7 @@ def ls(
         bool, typer.Option("--collect", help="With --pending: enter into the manifest what has come.")
     ] = False,
 ) -> None:
-    """The captured steps of a run: state, processes, artifacts, size, and what is missing."""
+    """List the captured steps of a run: state, processes, artifacts, size, and what is missing."""
     if collect and not pending:
         raise CommandError("--collect goes with --pending: stepscope ls RUN --pending --collect")
     if pending:
@@ -83,31 +83,31 @@ def ls(
 
 def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
     layouts = list(find_numbered(run).values())
-    found = [each for layout in layouts for each in waiting(layout)]
+    awaited = [item for layout in layouts for item in waiting(layout)]
     if collect:
-        entered = [each for layout in layouts for each in take_in(layout, waiting(layout))]
-        screen.say(f"entered: {count(sum(len(each.came) for each in entered), 'file')}")
-        found = [each for layout in layouts for each in waiting(layout)]
+        entered = [item for layout in layouts for item in take_in(layout, waiting(layout))]
+        screen.say(f"entered: {count(sum(len(item.came) for item in entered), 'file')}")
+        awaited = [item for layout in layouts for item in waiting(layout)]
     if json:
-        screen.show_json(found)
+        screen.show_json(awaited)
     else:
         columns = (">step", "process", "what", "why", "its process", ">came since")
-        note = "Nothing is waited for." if not found else _how_to(found)
-        screen.show(table(f"{run}: still waited for", columns, map(_waiting_cells, found), note))
-    raise typer.Exit(Exit.INCOMPLETE if found else Exit.OK)
+        note = "Nothing is waited for." if not awaited else _how_to(awaited)
+        screen.show(table(f"{run}: still waited for", columns, map(_waiting_cells, awaited), note))
+    raise typer.Exit(Exit.INCOMPLETE if awaited else Exit.OK)
 
 
-def _how_to(found: Sequence[Waiting]) -> str:
-    said = "A process that runs enters what comes by itself; of one that is gone nothing more comes."
-    if any(each.came and not each.alive for each in found):
-        said += " `--pending --collect` enters the files that came."
-    return said
+def _how_to(awaited: Sequence[Waiting]) -> str:
+    advice = "A process that runs enters what comes by itself; of one that is gone nothing more comes."
+    if any(item.came and not item.alive for item in awaited):
+        advice += " `--pending --collect` enters the files that came."
+    return advice
 
 
-def _waiting_cells(each: Waiting) -> tuple[str, ...]:
-    process = {True: "runs", False: "is gone", None: "on another host"}[each.alive]
-    files = count(len(each.came), "file") if each.came else "-"
-    return str(each.step), each.process, each.name, each.reason, process, files
+def _waiting_cells(item: Waiting) -> tuple[str, ...]:
+    process = {True: "runs", False: "is gone", None: "on another host"}[item.alive]
+    files = count(len(item.came), "file") if item.came else "-"
+    return str(item.step), item.process, item.name, item.reason, process, files
 
 
 def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
@@ -120,8 +120,8 @@ def rows_of(step: int, layout: StepLayout) -> Iterator[StepRow]:
         runs.setdefault(part.run_id, []).append(part)
     if not runs:
         yield _row(layout, step, None, size_bytes, (*broken, "no process left its part of the manifest"))
-    for mine in runs.values():
-        yield _row(layout, step, fold(mine), size_bytes, broken)
+    for parts_of_run in runs.values():
+        yield _row(layout, step, fold(parts_of_run), size_bytes, broken)
 
 
 def _row(
@@ -153,7 +153,7 @@ def _row(
 def _usual_ns(layout: StepLayout, owner: ProcessPart) -> int | None:
     near = uncaptured_near(layout, owner.process, owner.run_id, owner.opened.wall_ns)
     used = comparable(near)
-    return middle(each.dur_ns for each in used) if used else None
+    return middle(step.dur_ns for step in used) if used else None
 
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:

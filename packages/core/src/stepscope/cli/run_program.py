@@ -35,7 +35,7 @@ def run(
         bool, typer.Option("--print-env", help="Print the variables as JSON instead, for a Ray runtime_env.")
     ] = False,
 ) -> None:
-    """Starts a program whose training loop nobody edits, and captures its steps.
+    """Start a program whose training loop nobody edits, and capture its steps.
 
     Every Python process that it starts, and that those start, is instrumented as the configuration's
     `instrument` list and the presets say. The program keeps its exit code.
@@ -70,7 +70,7 @@ def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 def _resolve(
     file: Path | None, presets: list[str], steps: str | None, save_path: Path | None
 ) -> tuple[ProfileConfig, dict[str, str]]:
-    """The configuration as the program will find it, and the variables that make it so."""
+    """Return the configuration as the program will resolve it, and the variables that carry it."""
     variables = {"STEPSCOPE_RUN_ID": os.environ.get("STEPSCOPE_RUN_ID") or os.urandom(4).hex()}
     if file is not None:
         variables["STEPSCOPE_CONFIG"] = str(file.absolute())

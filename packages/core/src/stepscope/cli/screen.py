@@ -26,14 +26,14 @@ _BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 def show(*parts: RenderableType) -> None:
-    """Prints tables and text on stdout, as wide as the terminal is."""
+    """Print tables and text on stdout, as wide as the terminal."""
     console = _console(stderr=False)
     for part in parts:
         console.print(part)
 
 
 def show_json(data: object) -> None:
-    """Prints one JSON document on stdout, with the control characters of its strings as `\\u` escapes."""
+    """Print one JSON document on stdout, with the control characters of its strings as `\\u` escapes."""
     document = msgspec.json.format(msgspec.json.encode(data)).decode()
     sys.stdout.write(_BEYOND_ASCII.sub(_escaped_in_json, document) + "\n")
 
@@ -44,13 +44,13 @@ def _escaped_in_json(match: re.Match[str]) -> str:
 
 
 def say(message: str) -> None:
-    """Prints a line on stderr."""
+    """Print a line on stderr."""
     _console(stderr=True).print(message, soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; call what it gives with every number of bytes done."""
+    """Show a bar on stderr, if that is a terminal. Call the value with every number of bytes done."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -62,7 +62,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Says on stderr, if that is a terminal, that something is being done that may take seconds."""
+    """Show on stderr, if that is a terminal, that work is under way that may take seconds."""
     if not sys.stderr.isatty():
         yield
         return

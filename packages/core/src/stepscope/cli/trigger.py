@@ -35,7 +35,7 @@ POLL_S = 0.2
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope trigger --json` prints."""
+    """Output of `stepscope trigger --json`."""
 
     format: int = 1
     requests: list[Request]
@@ -94,13 +94,13 @@ def trigger(
             save_path=run,
         )
         code, request = _ask(layout, ask, wait, next_run=next_run)
-    found = _status(layout)
-    if any(_came_to_nothing(found, each) for each in found.requests if status or each.id == request):
+    answered = _status(layout)
+    if any(_came_to_nothing(answered, asked) for asked in answered.requests if status or asked.id == request):
         code = Exit.INCOMPLETE
     if json:
-        screen.show_json(found)
+        screen.show_json(answered)
     else:
-        screen.show(*_render(found))
+        screen.show(*_render(answered))
     raise typer.Exit(code)
 
 
@@ -128,16 +128,16 @@ def _ask(
 def _status(layout: RunLayout) -> Status:
     requests = read_requests(layout.control)
     return Status(
-        requests=requests, listening=[answers_by_now(each, requests) for each in read_listening(layout)]
+        requests=requests, listening=[answers_by_now(process, requests) for process in read_listening(layout)]
     )
 
 
-def _came_to_nothing(found: Status, request: Request) -> bool:
-    """Whether somebody refused it or captured it badly, or nobody will capture it any more."""
-    answers = [process.answers[request.id] for process in found.listening if request.id in process.answers]
-    if any(each.state == "refused" or (each.state == "captured" and each.reason) for each in answers):
+def _came_to_nothing(status: Status, request: Request) -> bool:
+    """Return whether it was refused or captured badly, or will not be captured any more."""
+    answers = [process.answers[request.id] for process in status.listening if request.id in process.answers]
+    if any(answer.state == "refused" or (answer.state == "captured" and answer.reason) for answer in answers):
         return True
-    if any(each.state in ("heard", "captured") for each in answers):
+    if any(answer.state in ("heard", "captured") for answer in answers):
         return False
     return bool(answers) or _is_over(request)
 
@@ -165,14 +165,14 @@ def _cancel(layout: RunLayout, asked: str) -> None:
 
 
 def _await_folder(run: Path, seconds: float) -> None:
-    """A run that has just begun may be about to make it."""
+    """Wait for the folder of a run that has just begun."""
     with screen.waiting(f"waiting for {run}"):
         _comes(run.is_dir, seconds)
 
 
 def _wait(layout: RunLayout, request: str, seconds: float) -> bool:
-    """Whether a process answered in time."""
-    return _comes(lambda: any(request in each.answers for each in read_listening(layout)), seconds)
+    """Return whether a process answered in time."""
+    return _comes(lambda: any(request in process.answers for process in read_listening(layout)), seconds)
 
 
 def _comes(holds: Callable[[], bool], seconds: float) -> bool:
@@ -191,37 +191,37 @@ def _unheard(waited_s: float) -> str:
     )
 
 
-def _render(found: Status) -> Sequence[RenderableType]:
-    if not found.requests:
-        return [Text("no requests"), *_who(found.listening)]
+def _render(status: Status) -> Sequence[RenderableType]:
+    if not status.requests:
+        return [Text("no requests"), *_who(status.listening)]
     requests = [
         (request.id, request.steps, _different(request), moment(request.expires_ns))
-        for request in found.requests
+        for request in status.requests
     ]
     parts: list[RenderableType] = [
         table("Requests", ("id", "steps", "different from the configuration", "expires"), requests)
     ]
     answers: list[tuple[str, ...]] = [
         (name, f"{process.host} pid {process.pid}", answer.state, _steps(answer.steps), answer.reason or "")
-        for process in found.listening
+        for process in status.listening
         for name, answer in process.answers.items()
     ]
     answers += [
-        (name, f"  {other}", "captured" if said == "began" else "absent", _steps(answer.steps[-1:]),
-         "" if said == "began" else said)
-        for process in found.listening
+        (name, f"  {worker}", "captured" if outcome == "began" else "absent", _steps(answer.steps[-1:]),
+         "" if outcome == "began" else outcome)
+        for process in status.listening
         for name, answer in process.answers.items()
-        for other, said in answer.others.items()
+        for worker, outcome in answer.others.items()
     ]  # fmt: skip
-    heard = {name for process in found.listening for name in process.answers}
+    heard = {name for process in status.listening for name in process.answers}
     answers += [
         (request.id, "nobody", "expired", "", "no process heard it in time")
-        for request in found.requests
+        for request in status.requests
         if request.id not in heard and _is_over(request)
     ]
     if answers:
         parts.append(table("Answers", ("id", "process", "state", "steps", "reason"), answers))
-    return [*parts, *_who(found.listening)]
+    return [*parts, *_who(status.listening)]
 
 
 def _who(listening: Sequence[Listening]) -> list[RenderableType]:
@@ -238,12 +238,12 @@ def _who(listening: Sequence[Listening]) -> list[RenderableType]:
 
 
 def _different(request: Request) -> str:
-    said = [
+    settings = [
         f"{name} {value}"
         for name in ("tool", "roles", "ranks", "seconds")
         if (value := getattr(request, name)) is not None
     ]
-    return ", ".join(said) or "nothing"
+    return ", ".join(settings) or "nothing"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from stepscope.report.terminal.layout import listing
 
 
 class Validated(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope validate --json` prints."""
+    """Output of `stepscope validate --json`."""
 
     format: int = 1
     config: dict[str, object]
@@ -43,13 +43,13 @@ def validate(
     below: Annotated[int, typer.Option(help="List the selected steps below this one.", min=1)] = 100,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """The configuration as a run here would resolve it and the steps it selects; or what is wrong with it."""
+    """Show the configuration as a run here would resolve it and the steps it selects, or its errors."""
     resolved = resolve(config)
     check_tool(resolved)
     check_recorder(resolved)
     check_finish(resolved)
     check_program(resolved, program or ())
-    found = Validated(
+    validated = Validated(
         config=resolved.to_mapping(),
         environment=sorted(
             n for n in os.environ if n.startswith("STEPSCOPE_") and n not in RESERVED_VARIABLES
@@ -58,20 +58,22 @@ def validate(
         below=below,
     )
     if json:
-        screen.show_json(found)
+        screen.show_json(validated)
     else:
-        _show(found)
+        _show(validated)
 
 
-def _show(found: Validated) -> None:
+def _show(validated: Validated) -> None:
     import yaml
 
-    screen.show(Text(yaml.safe_dump(found.config, sort_keys=False).rstrip()))
-    if found.environment:
-        screen.show(listing("Set by the environment, over the file", found.environment))
-    steps = ", ".join(map(str, found.steps)) or f"none below {found.below}"
+    screen.show(Text(yaml.safe_dump(validated.config, sort_keys=False).rstrip()))
+    if validated.environment:
+        screen.show(listing("Set by the environment, over the file", validated.environment))
+    steps = ", ".join(map(str, validated.steps)) or f"none below {validated.below}"
     screen.show(
-        listing("Selected steps", [f"{steps} (of those below {found.below})" if found.steps else steps])
+        listing(
+            "Selected steps", [f"{steps} (of those below {validated.below})" if validated.steps else steps]
+        )
     )
-    if not found.config["steps"]:
+    if not validated.config["steps"]:
         screen.say("`steps` selects nothing: a run with this configuration records nothing.")

@@ -60,11 +60,11 @@ class DistProfiler:
         self._profile = self._read() if self._enabled else None
 
     def check_enable(self) -> bool:
-        """Whether the configuration enables profiling of this role."""
+        """Return whether the configuration enables profiling of this role."""
         return self._enabled
 
     def check_this_rank(self) -> bool:
-        """Whether a profiler runs on this rank. Spans are recorded on all."""
+        """Return whether a profiler runs on this rank. Spans are recorded on all."""
         decided = None if self._profile is None else self._profile.role(self.role)
         if decided is None or not decided[1].profiler:
             return False
@@ -72,15 +72,15 @@ class DistProfiler:
         return ranks == "all" or (self.rank == 0 if ranks == "first" else self.rank in ranks)
 
     def check_this_step(self) -> bool:
-        """Whether this process is being captured."""
+        """Return whether this process is being captured."""
         return slot.active is not None
 
     def is_discrete_mode(self) -> bool:
-        """Whether each stage has a trace of its own."""
+        """Return whether each stage has a trace of its own."""
         return self._profile is not None and self._profile.mode == "discrete"
 
     def start(self, **kwargs: object) -> None:
-        """Opens the capture of the step `profile_step`, if the role is enabled and none is open here.
+        """Open the capture of the step `profile_step`, if the role is enabled and none is open here.
 
         During a run: what goes wrong is logged, and stands in the manifest where there is one.
         """
@@ -100,7 +100,7 @@ class DistProfiler:
             failures.note("opening a capture for verl", error)
 
     def stop(self, run_command: bool = True) -> None:
-        """Closes the capture that this profiler's `start` opened. `run_command` does nothing."""
+        """Close the capture that this profiler's `start` opened. `run_command` does nothing."""
         global _capture
         opened, self._opened = self._opened, None
         if opened is not None:
@@ -123,7 +123,7 @@ class DistProfiler:
         category: str | None = None,
         **kwargs: object,
     ) -> Callable[[F], F]:
-        """Times a method, sync or async, as a stage of its worker's role.
+        """Time a method, sync or async, as a stage of its worker's role.
 
         The stage is verl's `role` (`actor_update`), else `message`, else the method's name. Color, domain and
         category have no meaning here.
@@ -138,7 +138,7 @@ class DistProfiler:
         return decorate
 
     def _read(self) -> ProfileConfig:
-        """verl's block of one role as this process' configuration; which steps, verl's trainer decides."""
+        """Return verl's block of one role as this process' configuration. verl selects the steps."""
         block = {**_plain(self.config), "enable": True}
         tool = block.get("tool")
         if self.tool_config is not None and tool:
@@ -192,7 +192,7 @@ if TYPE_CHECKING:
 else:
 
     def _register(method):
-        """verl's worker groups call a method on every rank only if verl has marked it."""
+        """Mark a method as verl does: its worker groups call no others on every rank."""
         try:
             from verl.single_controller.base.decorator import Dispatch, register
         except ImportError:  # used without verl, in a trainer of the same shape
@@ -208,12 +208,12 @@ class DistProfilerExtension:
 
     @_register
     def start_profile(self, **kwargs: object) -> None:
-        """Opens the capture on this rank."""
+        """Open the capture on this rank."""
         self.profiler.start(**kwargs)
 
     @_register
     def stop_profile(self, run_command: bool = True) -> None:
-        """Closes it."""
+        """Close the capture."""
         self.profiler.stop(run_command=run_command)
 
     @_register
@@ -227,7 +227,7 @@ def _get(config: object, name: str) -> Any:
 
 
 def _plain(config: object) -> dict[str, Any]:
-    """The fields of a mapping, a dataclass or a `DictConfig`, those in it likewise."""
+    """Return the fields of a mapping, a dataclass or a `DictConfig`, nested ones too."""
     if type(config).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""What can be known about this machine before the run: the folder can be written, the tool is installed."""
+"""Checks of this machine before the run: the folder can be written, the tool is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL_TORCH_NPU = "pip install torch-npu (the one for your torch and CANN), or
 
 
 def check_save_path(config: ProfileConfig, *, on_ray: bool) -> None:
-    """Whether this process can write `save_path`; found out by writing, which leaves no trace.
+    """Make sure that this process can write `save_path`, by writing a file that is removed.
 
     Raises:
         ConfigError: it cannot, or the path is relative and the run is on Ray.
@@ -65,7 +65,7 @@ def _how_to_add(tool: str, installed: Sequence[str]) -> str:
 
 
 def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
-    """Whether no `instrument` entry names the program that `command` starts: it is not imported, but run.
+    """Make sure that no `instrument` entry names the program of `command`: it is run and not imported.
 
     Raises:
         ConfigError: one does.
@@ -82,7 +82,7 @@ def check_program(config: ProfileConfig, command: Sequence[str]) -> None:
 
 
 def check_recorder(config: ProfileConfig) -> None:
-    """Whether what `tool` drives is installed here: nsys, torch_npu. A driver may lack what its workers have.
+    """Make sure that the recorder of `tool` is installed here: nsys, torch_npu. A driver may lack it.
 
     Raises:
         ConfigError: it is not; names what to install.
@@ -99,7 +99,7 @@ def check_recorder(config: ProfileConfig) -> None:
 
 
 def check_finish(config: ProfileConfig) -> None:
-    """Whether what `finish.mirror` and `finish.report_to` need is installed. Loads no store and no writer.
+    """Make sure that packages for `finish.mirror` and `finish.report_to` are installed. Loads none.
 
     Raises:
         ConfigError: it is not; names what to install.
@@ -172,7 +172,7 @@ def _there(module: str) -> bool:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Writes a file in `folder`, or in a passing folder beside the one that would be made for it.
+    """Write a file in `folder`, or in a passing folder beside the one that would be made for it.
 
     `folder` itself is not made: processes that check it at the same time would remove it under one another.
     """
@@ -203,7 +203,7 @@ def _write(folder: str | os.PathLike[str]) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """`path` or the lowest folder above it that is there."""
+    """Return `path` or the lowest folder above it that exists."""
     for candidate in (path, *path.parents):
         try:
             candidate.lstat()

@@ -121,7 +121,7 @@ def own_program(module: str, file: str = "the program") -> ConfigError:
 
 
 def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
-    """Entries as mappings, or as the names of presets; a text has commas, or is JSON of a list.
+    """Return entries from mappings or names of presets. A text has commas, or is JSON of a list.
 
     Raises:
         ConfigError: anything else, a wrong entry, or one that means no call that an earlier one does not.
@@ -151,7 +151,7 @@ def parse_instrument(value: object, field: str) -> tuple[InstrumentConfig, ...]:
 
 
 def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
-    """Whether `earlier` takes all calls that `entry` means."""
+    """Return whether `earlier` takes all calls that `entry` means."""
     if entry == earlier:
         return True
     one, other = (earlier.module, earlier.name), (entry.module, entry.name)

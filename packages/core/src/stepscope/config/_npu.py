@@ -1,4 +1,4 @@
-"""What the Ascend profiler records: the section `npu`."""
+"""The section `npu`: settings of the Ascend profiler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMED_HERE = {
 
 
 def _parse_contents(value: object, field: str) -> tuple[NpuContent, ...]:
-    """An empty list is the default: tools that read it as "no NPU data" leave people with an empty trace."""
+    """Return the contents; [] is the default: tools that record nothing then leave empty files."""
     items = items_of(value)
     if items == []:
         return _DEFAULT_CONTENTS  # type: ignore[return-value]  # two of the literals
@@ -60,7 +60,7 @@ def _parse_domains(value: object, field: str) -> tuple[str, ...]:
 
 
 class NpuConfig(Section, frozen=True, kw_only=True):
-    """What `torch_npu.profiler` records. What is off by default makes the step slower and the data larger."""
+    """Settings of `torch_npu.profiler`. Those that are off by default make steps slower and data larger."""
 
     _at: ClassVar[str] = "npu"
     _parsers: ClassVar[Mapping[str, Parser]] = {

@@ -73,7 +73,7 @@ _DEFAULT_ROLES: Mapping[str, RoleConfig] = {
 
 
 class ProfileConfig(Section, frozen=True, kw_only=True):
-    """How a run is profiled. Checked when it is made; a wrong value is a `ConfigError`.
+    """Configuration of a run. Checked when it is made; a wrong value is a `ConfigError`.
 
     Order of precedence, lowest first, as `resolve` applies it: defaults, the file, `STEPSCOPE_*` variables,
     arguments in Python. A ready `ProfileConfig` is taken exactly as it is: making one reads no file and no
@@ -118,7 +118,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, object]) -> ProfileConfig:
-        """The config of a mapping as YAML has it (and `to_mapping` writes it), over the defaults.
+        """Return the config of a mapping as YAML has it (and `to_mapping` writes it), over the defaults.
 
         Raises:
             ConfigError: names the dotted field, its value, what is allowed and the fix.
@@ -127,7 +127,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ProfileConfig:
-        """The config of a YAML file (JSON is YAML too), over the defaults.
+        """Return the config of a YAML file (JSON is YAML too), over the defaults.
 
         Raises:
             ConfigError: as `from_mapping`; also when the file cannot be read or is not YAML.
@@ -136,7 +136,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ProfileConfig:
-        """What the environment says: the file STEPSCOPE_CONFIG, and `STEPSCOPE_*` over it.
+        """Return the config of the environment: the file STEPSCOPE_CONFIG, and `STEPSCOPE_*` over it.
 
         Raises:
             ConfigError: as `from_file`; also for a `STEPSCOPE_` variable that means nothing.
@@ -145,7 +145,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
 
     @classmethod
     def from_verl(cls, source: object) -> ProfileConfig:
-        """The config that verl's own (v0.5 to v0.9) stands for: `global_profiler` and the roles' `profiler`.
+        """Return the config that equals verl's (v0.5 to v0.9): `global_profiler` and the roles' `profiler`.
 
         A setting that verl reads in a way of its own, or that has no counterpart here, is named by a
         `VerlDifference` warning. docs/verl.md has the table.
@@ -165,18 +165,18 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         return build(cls, settings, "")
 
     def to_mapping(self) -> dict[str, object]:
-        """Everything, defaults included, as plain JSON values; `from_mapping` reads back an equal config."""
+        """Return all fields, defaults included, as JSON values; `from_mapping` reads back an equal config."""
         return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
 
     def selects(self, step: int) -> bool:
-        """Whether `step` is one of the captured steps."""
+        """Return whether `step` is one of the captured steps."""
         for steps in self.steps:  # noqa: SIM110  # every step of a run asks this: no generator
             if step in steps:
                 return True
         return False
 
     def role(self, name: str) -> tuple[str, RoleConfig] | None:
-        """The first pattern in written order that matches `name` (case matters), with its settings."""
+        """Return the first pattern in written order that matches `name` (case matters), with its settings."""
         return next(((at, role) for at, role in self.roles.items() if fnmatchcase(name, at)), None)
 
 
@@ -185,7 +185,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     **python: Unpack[Settings],
 ) -> ProfileConfig:
-    """The run's config: defaults < file (this one, else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
+    """Return the run's config: defaults < file (else STEPSCOPE_CONFIG) < `STEPSCOPE_*` < `python`.
 
     Mappings are merged key by key, everything else is replaced. A role that a higher layer adds goes before
     the first pattern that would hide it. A mapping may take the place of the file. A `ProfileConfig` is

@@ -1,4 +1,4 @@
-"""Who is recorded: role patterns, their ranks, and the options of the engines behind them."""
+"""Selection of processes: role patterns, their ranks, and the options of the engines behind them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
 
 
 def parse_profiler(value: object, field: str) -> bool:
-    """Whether a profiler is to run: `on` or `off`, which YAML reads as true and false.
+    """Return whether a profiler is to run: `on` or `off`, which YAML reads as true and false.
 
     Raises:
         ConfigError: anything else.
@@ -91,7 +91,7 @@ def _short_form(pattern: str, given: object, field: str) -> ConfigError:
 
 
 def hides(earlier: str, later: str) -> bool:
-    """Whether `earlier` matches every name that `later` does, so that `later` is never reached behind it.
+    """Return whether `earlier` matches every name that `later` does, which is then never reached.
 
     True is certain. An `earlier` with `?` or `[...]` is only compared with plain names.
     """
@@ -154,7 +154,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class RoleConfig(Section, frozen=True, kw_only=True):
-    """Where the profiler runs, for the roles that a pattern matches. Spans are recorded in every process."""
+    """Processes with a profiler, among roles that a pattern matches. Spans are recorded in all."""
 
     _at: ClassVar[str] = "roles.<role>"
     _parsers: ClassVar[Mapping[str, Parser]] = {"ranks": parse_ranks, "profiler": parse_profiler}

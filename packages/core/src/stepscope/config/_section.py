@@ -22,14 +22,14 @@ Parser: TypeAlias = Callable[[object, str], object]
 
 
 class Mistakes:
-    """What is wrong in one thing, found to its end and raised as one error."""
+    """Errors of one value, collected to its end and raised as one."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A `ConfigError` in the block ends the block alone."""
+        """Collect a `ConfigError`, which ends the block alone."""
         try:
             yield
         except ConfigError as error:
@@ -42,7 +42,7 @@ class Mistakes:
 
 
 def only(error: ConfigError) -> ConfigError:
-    """The error without the others that came with it."""
+    """Return the error without the others that came with it."""
     return ConfigError(error.field, error.value, error.allowed, error.fix)
 
 
@@ -65,7 +65,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         mistakes.raise_any()
 
     def replace(self: SectionT, **changes: object) -> SectionT:
-        """A copy with other values, which are checked (`msgspec.structs.replace` checks none before 0.21).
+        """Return a copy with other values, which are checked (msgspec's own checks none before 0.21).
 
         Raises:
             ConfigError: as when it is made.
@@ -84,7 +84,7 @@ def kinds(section: type[Section]) -> dict[str, object]:
 
 
 def section_of(kind: object) -> type[Section] | None:
-    """The section that a field of type `kind` holds (`TorchConfig`, `ScheduleConfig | None`), or None."""
+    """Return the section that a field of type `kind` holds (`ScheduleConfig | None`), or None."""
     union = get_origin(kind) in (Union, UnionType)
     for option in get_args(kind) if union else (kind,):
         if isinstance(option, type) and issubclass(option, Section):
@@ -93,7 +93,7 @@ def section_of(kind: object) -> type[Section] | None:
 
 
 def build(section: type[SectionT], data: object, at: str) -> SectionT:
-    """The section made from a mapping that stands at `at` in the configuration (`""` is the top).
+    """Return the section of a mapping that is at `at` in the configuration (`""` is the top).
 
     Raises:
         ConfigError: not a mapping, an unknown key, or a field's value is wrong; of all such fields.
@@ -148,7 +148,7 @@ def convert(kind: object, value: object, field: str, *, from_text: bool = False)
 
 
 def items_of(value: object) -> list[object] | None:
-    """The items of a list, or of a text with commas between them; None for what is neither."""
+    """Return the items of a list, or of a text with commas; None if it is neither."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")] if value.strip() else []
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
@@ -161,7 +161,7 @@ def dotted(at: str, name: object) -> str:
 
 
 def _unknown_key(section: type[Section], key: object, value: object, at: str) -> ConfigError:
-    """The error for a key that `section` lacks; knows near misses here and the same name elsewhere."""
+    """Return the error for a key that `section` lacks, with near misses and the same name elsewhere."""
     known = kinds(section)
     elsewhere = (dotted(other._at, key) for other in Section.__subclasses__() if key in kinds(other))
     near = closest(key, known, cutoff=0.85) or next(elsewhere, None) or closest(key, known)

@@ -1,4 +1,4 @@
-"""What is recorded, how much of it, and when files are written: one struct per section."""
+"""Sections of the configuration: recorders, limits, files, and work after a capture."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
 
 class TorchConfig(Section, frozen=True, kw_only=True):
-    """What `torch.profiler` records. What is off by default makes the step slower and the trace larger."""
+    """Settings of `torch.profiler`. Those that are off by default make steps slower and traces larger."""
 
     _at: ClassVar[str] = "torch"
     _parsers: ClassVar[Mapping[str, Parser]] = {"activities": _parse_activities}
@@ -77,7 +77,7 @@ class TorchConfig(Section, frozen=True, kw_only=True):
 
 
 class CudaMemoryConfig(Section, frozen=True, kw_only=True):
-    """What the history of the CUDA caching allocator holds."""
+    """Settings of the history of the CUDA caching allocator."""
 
     _at: ClassVar[str] = "cuda_memory"
 
@@ -95,7 +95,7 @@ class CudaMemoryConfig(Section, frozen=True, kw_only=True):
 
 
 class NsysConfig(Section, frozen=True, kw_only=True):
-    """How Nsight Systems, which starts the process, is told when to record."""
+    """Settings of Nsight Systems, which starts the process."""
 
     _at: ClassVar[str] = "nsys"
 
@@ -188,7 +188,7 @@ def _parse_names(value: object, field: str) -> tuple[str, ...]:
 
 
 class FinishConfig(Section, frozen=True, kw_only=True):
-    """What is run after each capture, by the process that opened it, once the files are there."""
+    """Work after each capture, by the process that opened it, once the files are there."""
 
     _at: ClassVar[str] = "finish"
     _parsers: ClassVar[Mapping[str, Parser]] = {
@@ -214,5 +214,5 @@ class FinishConfig(Section, frozen=True, kw_only=True):
 
     @property
     def fetches(self) -> bool:
-        """Whether the owner fetches files of hosts that share no folder with it."""
+        """Return whether the owner fetches files of hosts that share no folder with it."""
         return self.gather and self.mirror is None

@@ -23,7 +23,7 @@ RESERVED_VARIABLES = _FINISH | frozenset(
 
 
 def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """`upper` over `lower`: mappings key by key, everything else replaced."""
+    """Return `upper` over `lower`: mappings key by key, everything else replaced."""
     result = dict(lower)
     for key, value in upper.items():
         below = result.get(key)
@@ -37,7 +37,7 @@ def overlay(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[st
 
 
 def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> dict[str, object]:
-    """A role that only `upper` has goes before the first pattern that would hide it, else to the end."""
+    """Merge roles. One that only `upper` has goes before the first pattern that would hide it, else last."""
     known = {pattern: value for pattern, value in upper.items() if pattern in lower}
     items = list(overlay(lower, known).items())
     for pattern, value in upper.items():
@@ -50,7 +50,7 @@ def _overlay_roles(lower: Mapping[str, object], upper: Mapping[str, object]) -> 
 def file_layer(
     root: type[Section], path: str | os.PathLike[str], *, named_by: str = "the configuration file"
 ) -> Mapping[str, object]:
-    """The settings in a YAML file, which are right by themselves.
+    """Return the settings of a YAML file, after checking them by themselves.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a setting is wrong; says which file.
@@ -66,7 +66,7 @@ def file_layer(
 
 
 def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[str, object]:
-    """The settings in `STEPSCOPE_*`: upper case for lower, two underscores for a dot, JSON for a mapping.
+    """Return the settings in `STEPSCOPE_*`: upper case, two underscores for a dot, JSON for a mapping.
 
     Raises:
         ConfigError: a variable names no setting, or its text is none of the setting's values.
@@ -89,7 +89,7 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
 
 
 def _value_of(root: type[Section], path: list[str], variable: str, text: str) -> object:
-    """The value that `text` stands for in the setting at `path`."""
+    """Return the value that `text` stands for in the setting at `path`."""
     *above, name = path
     owner: object = root
     for part in above:
@@ -120,7 +120,7 @@ def _decode(kind: object, text: str, field: str) -> object:
 
 
 def _below(kind: object, part: str) -> object | None:
-    """The type of `part` in something of type `kind`; None when there is no such setting."""
+    """Return the type of `part` in something of type `kind`; None if there is no such setting."""
     section = section_of(kind)
     if section is not None:
         return kinds(section).get(part)

@@ -41,7 +41,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
     @property
     def spelled(self) -> int | str:
-        """As one writes it, and as it is read back: 7, "10:50:10", "every:50"."""
+        """Return the range as it is written and read back: 7, "10:50:10", "every:50"."""
         if self.stop is None:
             return f"every:{self.stride}" if self.start == 0 else f"{self.start}::{self.stride}"
         if self.stride == 1:

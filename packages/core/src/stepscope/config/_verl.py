@@ -37,7 +37,7 @@ _CONTENTS = {"stack": "with_stack", "shapes": "record_shapes", "memory": "profil
 
 
 def read_verl(source: object) -> tuple[dict[str, object], list[str]]:
-    """The settings of `ProfileConfig` that verl's configuration stands for, and what is different.
+    """Return the settings of `ProfileConfig` that equal verl's configuration, and the differences.
 
     Raises:
         ConfigError: this is no configuration of verl's, or it asks for what stepscope does not have.
@@ -101,7 +101,7 @@ class _Reading:
         return settings
 
     def supervised(self, block: Block, interval: Any) -> dict[str, object]:
-        """The settings of verl's SFT trainer: one block on top, and an interval with its end in it."""
+        """Return the settings of verl's SFT trainer: one block on top, and an interval with its end in it."""
         if not isinstance(interval, list | tuple) or len(interval) != 2 or interval[1] < interval[0]:
             fix = "write [start, end], or [-1, -1] for none; verl refuses it too"
             raise ConfigError("trainer.profile_interval", interval, "two step numbers in order", fix)
@@ -131,8 +131,8 @@ class _Reading:
                     f"{_BLOCKS.get(role, 'profiler')}.tool", other, f"{tool!r}, as of the other roles", fix
                 )
         if named and overall.get("tool") not in (None, tool):
-            said = f"global_profiler.tool is {overall['tool']}, and that of the roles is {tool}"
-            self.differ(f"{said}, which holds in verl and here")
+            both = f"global_profiler.tool is {overall['tool']}, and that of the roles is {tool}"
+            self.differ(f"{both}, which holds in verl and here")
         if tool is not None and tool not in _TOOLS:
             fix = "use one of these; stepscope has no counterpart of msprobe's precision debugger"
             raise ConfigError("global_profiler.tool", tool, ", ".join(_TOOLS), fix)
@@ -142,12 +142,14 @@ class _Reading:
 
     def mode(self, tools: Mapping[str, Block], shared: Block) -> str:
         """One mode for the run: that of the training roles, whose `discrete` does the same as ours."""
-        said = {role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()}
-        training = {role: discrete for role, discrete in said.items() if role in _TRAINING}
-        discrete = any(training.values() if training else said.values())
+        discrete_of = {
+            role: bool(tool.get("discrete", shared.get("discrete"))) for role, tool in tools.items()
+        }
+        training = {role: discrete for role, discrete in discrete_of.items() if role in _TRAINING}
+        discrete = any(training.values() if training else discrete_of.values())
         if len(set(training.values())) > 1:
             self.differ(f"discrete differs between roles {training}; there is one mode here: discrete")
-        if said.get("rollout") is False:
+        if discrete_of.get("rollout") is False:
             self.differ(
                 "rollout has discrete: false, with which verl records no rollout and does not say so; "
                 "stepscope records it in both modes"
@@ -167,7 +169,7 @@ class _Reading:
         return settings
 
     def engine(self, options: Block, tool: str | None) -> dict[str, object]:
-        """The options of the rollout's engine."""
+        """Return the options of the rollout's engine."""
         engine: dict[str, object] = {}
         iterations = window(options, self.at("rollout", tool))
         if iterations is not None:
@@ -229,7 +231,7 @@ class _Reading:
             )
 
     def finish(self, overall: Block, tool: str | None, ranks: object) -> dict[str, object]:
-        """verl's command as ours, with verl's variables; it knows nothing of stepscope's."""
+        """Return verl's command as ours, with verl's variables; it knows nothing of stepscope's."""
         self.differ(
             "finish_hook_cmd runs after each captured step here, with that step's folder as "
             "VERL_PROFILE_SAVE_PATH; verl runs it once, after the last, for all of save_path"
@@ -257,13 +259,13 @@ def _save_path(given: object) -> str:
 
 
 def _counts_mini_batches(tools: Mapping[str, Block]) -> bool:
-    """Whether the rollout's block is the actor's, in which `step_start` means mini-batches (v0.6, v0.7.0)."""
+    """Return whether the rollout's block is the actor's, which counts mini-batches (v0.6, v0.7.0)."""
     rollout = tools.get("rollout")
     return rollout is not None and rollout == tools.get("actor") and "contents" not in rollout
 
 
 def _schedule(lead: Block) -> Block:
-    """The schedule over mini-batches; up to v0.7.0 `step_start` and `step_end` bound one in the update."""
+    """Return the schedule over mini-batches; up to v0.7.0 `step_start` and `step_end` bound one."""
     start, end = lead.get("step_start"), lead.get("step_end")
     given: Block = lead.get("schedule") or {}
     if given or "contents" in lead or not isinstance(start, int) or not isinstance(end, int):
@@ -300,7 +302,7 @@ class _Tree:
         self._root: Any = source
 
     def get(self, path: str) -> Any:
-        """What stands at `path` as plain data, everything that it refers to filled in; None: nothing."""
+        """Return the value at `path` as plain data, with references filled in; None if there is none."""
         found = self._root
         for name in path.split("."):
             if not isinstance(found, Mapping) and not _is_omegaconf(found):

@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def in_words(kind: object) -> str:
-    """What a field of type `kind` takes: `a whole number >= 1`, `'continuous' or 'discrete'`..."""
+    """Return the values of a field of type `kind`: `a whole number >= 1`, `'continuous' or 'discrete'`..."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return either([repr(choice) for choice in arguments])
@@ -51,7 +51,7 @@ def closest(word: object, known: Iterable[str], cutoff: float = 0.7) -> str | No
 
 
 def fix_for(kind: object, value: object, *, from_text: bool = False) -> str:
-    """How to write what is not of type `kind` so that it is."""
+    """Return the way to write a value so that it is of type `kind`."""
     choices = [choice for option in (kind, *get_args(kind)) for choice in _choices(option)]
     if choices:
         near = closest(value, choices) if isinstance(value, str) else None

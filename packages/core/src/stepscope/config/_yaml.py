@@ -1,4 +1,4 @@
-"""YAML files as people mean them: `10:50:10` is a text, and a key that stands twice is a mistake."""
+"""YAML files: `10:50:10` is a text, and a key that is written twice is an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), lis
 
 
 def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:
-    """The top-level mapping of a YAML file; an empty file is an empty one. Errors call the file `named_by`.
+    """Return the top-level mapping of a YAML file; {} if it is empty. Errors call the file `named_by`.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds something else.

@@ -33,11 +33,11 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
     from stepscope.config._yaml import load  # import time: yaml costs 20 ms
 
     data = cast("dict[str, Any]", load(FRAMEWORKS / f"{name}.yaml", f"the preset {name!r}"))
-    found = installed(data["distribution"])
+    version = installed(data["distribution"])
     entries = []
     for given in data["instrument"]:
         since = given.get("since")
-        if since is None or found is None or _numbers(found) >= _numbers(str(since)):
+        if since is None or version is None or _numbers(version) >= _numbers(str(since)):
             plain = {key: value for key, value in given.items() if key != "since"}
             entries.append(build(InstrumentConfig, plain, "instrument"))
     return Preset(

@@ -60,11 +60,11 @@ class Store(NamedTuple):
         """
         from fsspec.asyn import AsyncFileSystem  # import time: fsspec is in the extra `mirror`
 
-        before, there = file.lstat(), f"{self.root}/{name}"
+        before, target = file.lstat(), f"{self.root}/{name}"
         if not isinstance(self.files, AsyncFileSystem):  # object stores have no folders: s3fs makes a bucket
-            self.files.makedirs(there.rpartition("/")[0], exist_ok=True)
-        self.files.put_file(str(file), there)
-        size, after = self.files.size(there), file.lstat()
+            self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.files.put_file(str(file), target)
+        size, after = self.files.size(target), file.lstat()
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise OSError("it changed while it was copied")
         if size != after.st_size:
