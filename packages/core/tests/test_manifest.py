@@ -172,6 +172,10 @@ OLD = [
         {"name": "replica 1", "state": "failed", "reason": "it has not run yet"},
         ("engine", "failed", None),
     ),
+    (
+        {"name": "torch trace", "state": "partial", "reason": "not exported yet"},
+        ("trace", "partial", None),
+    ),
     ({"name": "actor rank 7", "state": "skipped", "reason": "no such rank"}, ("selection", "skipped", None)),
 ]
 

@@ -44,7 +44,7 @@ def from_format_1(part: dict[str, Any]) -> dict[str, Any]:
 
 def _typed(item: dict[str, Any]) -> dict[str, Any]:
     kind, reason, state = _kind(item["name"]), item.get("reason") or "", item["state"]
-    pending: Pending | None = _PENDING.get(reason)
+    pending: Pending | None = _PENDING.get(reason) if state == "missing" else None
     # An engine failed with the words of an engine; only a stop past its deadline said that files may come.
     if kind == "engine" and state in ("failed", "partial"):
         pending = "late" if reason.endswith("its files may still come") else None

@@ -39,7 +39,7 @@ def part_files(
         but: The path of a part that is not read, because the caller has it in memory.
         as_written: Keep things that a dead process still owed as pending. Otherwise they are missing.
     """
-    read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json")) if path != but}
+    read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"), key=str) if path != but}
     if not as_written:
         read = {path: _settled(path, part) for path, part in read.items()}
     parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}

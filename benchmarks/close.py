@@ -1,0 +1,61 @@
+"""Time of `close()` beside the parts of other processes of the same step.
+
+python benchmarks/close.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from stepscope import ProfileConfig, capture
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.records import Expectation, ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.output import exporter
+from stepscope.recording.process.run import run_id
+
+OTHERS = (0, 64, 512)
+ROUNDS = 7
+
+
+def close_ms(config: ProfileConfig, step: int, others: int) -> float:
+    cap = capture(step, config=config).open()
+    layout = RunLayout(config.save_path).step(step)
+    (own,) = layout.processes.glob("[!.]*.json")
+    part = msgspec.json.decode(own.read_bytes(), type=ProcessPart)
+    items = (
+        Expectation(name="spans", kind="spans", state="ok"),
+        Expectation(name="torch trace", kind="trace", state="ok"),
+    )
+    for rank in range(others):
+        process = ProcessInfo(role="actor", rank=rank, world_size=others, host="elsewhere", pid=1000 + rank)
+        other = msgspec.structs.replace(
+            part, process=process, owner=False, expected=items, closed=part.opened
+        )
+        layout.part_of(process, run_id()).write_bytes(msgspec.json.encode(other))
+    exporter.exporter().drain(60)
+    began = time.perf_counter()
+    cap.close()
+    return (time.perf_counter() - began) * 1e3
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = ProfileConfig(save_path=str(Path(folder, "run")), steps="every:1", roles={"none": {}})
+        steps = iter(range(10_000))
+        close_ms(config, next(steps), 0)
+        measured: dict[int, list[float]] = {others: [] for others in OTHERS}
+        for _ in range(ROUNDS):
+            for others in OTHERS:
+                measured[others].append(close_ms(config, next(steps), others))
+        for others, times in measured.items():
+            print(f"{others:4d} other parts: close() {statistics.median(times):7.1f} ms (median of {ROUNDS})")
+
+
+if __name__ == "__main__":
+    main()
