@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope import attach, consume, profile_step, redact, span, trajectory
+from stepscope import attach, consume, flush, profile_step, redact, span, trajectory
 from stepscope.config import ProfileConfig
 from stepscope.errors import ConfigError
 from stepscope.files.values import MAX_TEXT, AttrValue
@@ -105,6 +105,7 @@ def test_what_can_hold_prompts_is_readable_by_its_owner_alone(recorded: Recorded
     try:
         with capture(1), span("a", attrs={"question": SECRET}):
             pass
+        flush()  # a file that is being written has another name
     finally:
         os.umask(before)
     files = [path for path in recorded.layout.root.rglob("*") if path.is_file()]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from stepscope import switch
-from stepscope.config import ProfileConfig
+from stepscope.config import ProfileConfig, check_tool
 from stepscope.errors import CaptureError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Request, change_requests, has_ended, read_listening
@@ -61,6 +61,8 @@ def request_capture(
     if seconds is not None:
         settings["budget"] = {"seconds": seconds}
     checked = ProfileConfig.from_mapping(settings)
+    if tool is not None:
+        check_tool(checked)
     chosen = next(iter(checked.roles.values())).ranks
     now_ns = time.time_ns()
     layout = RunLayout(configure.current().save_path if save_path is None else save_path)
