@@ -86,7 +86,10 @@ def write_timeline(plan: Plan, out: TimelineFile, on_read: Callable[[int], None]
 def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
     tracks, written = plan.common.tracks, 0
     for row in plan.rows:
-        for batch in _batches(chain(plan.spans.of(row, tracks), plan.spans.consumed(row, tracks))):
+        drawn = chain(
+            plan.spans.of(row, tracks), plan.spans.consumed(row, tracks), plan.spans.stalls(row, tracks)
+        )
+        for batch in _batches(drawn):
             show(row, tracks, out)
             out.objects(batch)
             written += len(batch)

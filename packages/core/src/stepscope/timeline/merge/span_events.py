@@ -18,6 +18,7 @@ from stepscope.timeline.step.rows import Axis, Row, Rows
 _TOP = -1_000_000
 """Sort index of a row's first track of spans: above threads, whose index is their tid."""
 _TRAJECTORIES = "trajectories"
+STALL = "profiler: engine writes its trace"
 
 
 class Drawn:
@@ -33,6 +34,8 @@ class Drawn:
         self._mine: dict[int, list[int]] = {}
         for index, span in enumerate(timeline.spans):
             self._mine.setdefault(span.process, []).append(index)
+        self._stalled: set[int] = set()
+        """Replicas whose stalls are drawn: each in its first row."""
         self.outside = 0
         """Spans left out because they are not between `from` and `to`."""
 
@@ -63,6 +66,23 @@ class Drawn:
                 "tid": tid, "ts": microseconds(at), "args": _args(span, self._timeline.step),
             }  # fmt: skip
 
+    def stalls(self, row: Row, tracks: Tracks) -> Iterator[Event]:
+        """Yield a span for each time that the row's engine served nothing for its own profiler."""
+        replica = row.info.replica
+        if replica is None or replica in self._stalled or row.unaligned is not None:
+            return
+        if not (self._selection.rank(row.info.rank) and self._selection.role(row.info.role)):
+            return
+        self._stalled.add(replica)
+        for stall in self._timeline.stalls:
+            start, end = stall.start_ns - self._axis.base_ns, stall.end_ns - self._axis.base_ns
+            if stall.replica == replica and self._is_inside(start, end):
+                yield {
+                    "ph": "X", "cat": "stepscope", "name": STALL, "pid": row.pid,
+                    "tid": tracks.own(row, "engine's profiler", _TOP // 2 - 2), "ts": microseconds(start),
+                    "dur": microseconds(end - start), "args": {"role": row.info.role, "replica": replica},
+                }  # fmt: skip
+
     def arrows(self, ids: FlowIds) -> Iterator[Event]:
         """Yield arrows from spans to those that they caused in other processes. Call it after all rows."""
         below = (
@@ -87,7 +107,10 @@ class Drawn:
         span = self._timeline.spans[index]
         if not (self._selection.rank(row.info.rank) and self._selection.role(row.info.role, span.role)):
             return False
-        start, end = self._positions(index)
+        return self._is_inside(*self._positions(index))
+
+    def _is_inside(self, start: int, end: int) -> bool:
+        """Return whether this is in the selected time, and count it if not."""
         cut = self._cut
         if (cut.end is not None and start > cut.end) or (cut.start is not None and end < cut.start):
             self.outside += 1
