@@ -1,4 +1,4 @@
-"""This process' part of the manifest, kept true on disk while a capture runs and after it.
+"""Part of the manifest that belongs to this process, kept true on disk during a capture and after it.
 
 Everything that was promised stands in it from the moment it is promised, as `pending`, so that a process
 that dies leaves the truth behind.
@@ -34,14 +34,14 @@ from stepscope.recording.process import failures
 
 
 class Ledger:
-    """Thread-safe. `write` puts it on disk: at the end of opening, of closing and of each export."""
+    """The part in memory. Thread-safe. `write` puts it on disk after opening, closing and each export."""
 
     def __init__(self, path: Path, part: ProcessPart) -> None:
         self._path = path
         self._part = part
         self._items: dict[str, Expectation] = {}
         self.told = False
-        """Whether what went wrong was logged: what goes wrong later is logged by itself."""
+        """Whether the problems of the capture were logged: later problems are logged one by one."""
         self._pending: Counter[str] = Counter()
         self._cut: dict[str, str] = {}
         """Name -> the budget that kept some of its windows from opening."""
@@ -62,7 +62,7 @@ class Ledger:
         ]
 
     def update(self, **fields: object) -> None:
-        """Replaces fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
+        """Replace fields of the part (`closed`, `spans`, `dropped`, `clocks`, `error`...)."""
         with self._lock:
             self._part = msgspec.structs.replace(self._part, **fields)
 
@@ -71,7 +71,7 @@ class Ledger:
             self.update(absent=self._part.absent + absent)
 
     def add_clocks(self, clocks: tuple[ClockOffset, ...]) -> None:
-        """Offsets measured anew are added: several of one process give its drift."""
+        """Add newly measured offsets: several of one process give its drift."""
         with self._lock:
             self.update(clocks=self._part.clocks + clocks)
 
@@ -88,7 +88,7 @@ class Ledger:
         export_ns: int = 0,
         spans_ns: int = 0,
     ) -> None:
-        """Adds to what profiling itself cost this process."""
+        """Add to the cost of profiling itself in this process."""
         with self._lock:
             cost = self._part.cost
             total = OwnCost(
@@ -101,25 +101,23 @@ class Ledger:
             self.update(cost=total)
 
     def expect(self, item: Expectation) -> None:
-        """Promises something, or replaces what was said of it."""
+        """Promise an item, or replace it."""
         with self._lock:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Says why something is not recorded, unless it is or was (a stage skipped once and recorded another
-        time).
-        """
+        """Record why an item is skipped, unless it is known: a stage may be skipped once and recorded later."""
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
 
     def lack(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Says that something was asked for, and that nobody can give it."""
+        """Record that an item was asked for and that nothing can provide it."""
         with self._lock:
             self.expect(Expectation(name=name, kind=kind, state="missing", reason=reason))
 
     def cut(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Says that a budget kept a window of it from opening: `missing`, or `partial` with artifacts."""
+        """Record that a budget kept a window of an item closed: `missing`, or `partial` with artifacts."""
         with self._lock:
             self._cut.setdefault(name, reason)
             old = self._items.get(name)
@@ -130,7 +128,7 @@ class Ledger:
             self.expect(msgspec.structs.replace(old, truncated=old.truncated or reason))
 
     def fail(self, name: str, reason: str, *, kind: Kind, pending: Pending | None = None) -> None:
-        """Says that something went wrong: `partial` where artifacts of it are there, else `failed`.
+        """Record a failure: the item is `partial` if it has artifacts, else `failed`.
 
         Args:
             pending: The event after which files may come all the same.
@@ -143,7 +141,7 @@ class Ledger:
             self.expect(msgspec.structs.replace(old, state=state, reason=reason, pending=pending))
 
     def export_begins(self, name: str, truncated: str | None, ignored: dict[str, str]) -> None:
-        """An artifact of `name` was recorded and is on its way to the disk."""
+        """Record that an artifact of `name` is on its way to the disk."""
         with self._lock:
             self._pending[name] += 1
             old = self._items.get(name, awaited(name, "trace", "exporting"))
@@ -159,7 +157,7 @@ class Ledger:
             )
 
     def export_ends(self, name: str, artifact: Artifact | None, error: str | None, cost_ns: int) -> None:
-        """It is there, or it is not and this is why."""
+        """Record the outcome of an export: the artifact, or the trouble with it."""
         with self._lock:
             self._pending[name] -= 1
             old = self._items[name]
@@ -174,7 +172,7 @@ class Ledger:
             self.write()
 
     def _settle(self, item: Expectation) -> None:
-        """Its last file is there. What failed before is partial now, whichever came first."""
+        """Settle an item at its last file. One that failed before is partial now, in either order."""
         cut = self._cut.get(item.name) or item.truncated
         if item.state == "pending":
             item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
@@ -183,7 +181,7 @@ class Ledger:
         self.expect(msgspec.structs.replace(item, pending=None))
 
     def manifest(self, step: StepLayout) -> Manifest:
-        """Return what is there at this moment, folded from the parts of all processes of the step."""
+        """Return the manifest of this moment, folded from the parts of all processes of the step."""
         return fold([self.part, *self._others(step)])
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
@@ -211,16 +209,16 @@ class Ledger:
             return manifest
 
     def fold(self, step: StepLayout) -> None:
-        """Writes `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
+        """Write `manifest.json` anew. Several threads do: at a wait, after a command, when late files come.
 
         Raises:
-            OSError: the disk or the folder does not let us.
+            OSError: The file cannot be written.
         """
         with self._folding:
             write_manifest(step, self.manifest(step))
 
     def write(self) -> None:
-        """Puts the part on disk, whole. A disk that refuses is noted by the guard."""
+        """Write the whole part to disk. A disk that refuses is noted as a failure."""
         with self._lock:
             try:
                 write_atomic(self._path, msgspec.json.encode(self.part))
