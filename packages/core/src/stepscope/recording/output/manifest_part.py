@@ -106,7 +106,7 @@ class Ledger:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record why an item is skipped, unless it is known: a stage may be skipped once and recorded later."""
+        """Record why an item is skipped, unless it is known: a stage may be recorded at another time."""
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))
