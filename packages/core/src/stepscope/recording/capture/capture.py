@@ -14,27 +14,23 @@ from stepscope.errors import CaptureError, ConfigError
 from stepscope.files.manifest.records import Ending, OpenedBy
 from stepscope.recording.capture import baseline, configure, omissions
 from stepscope.recording.capture.asked import Asked, Closing
-from stepscope.recording.capture.lifecycle import Lifecycle
+from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
+from stepscope.recording.instrument import no_step
 from stepscope.recording.process import failures, run
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
-from stepscope.recording.session import claims
+from stepscope.recording.session import claims, oom
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from stepscope.recording.capture.lifecycle import Lifecycle
     from stepscope.recording.fanout.arguments import Engines, Workers
-
-_wanted: Callable[[ProfileConfig, int, str, int | None, bool], ProfileConfig | None] | None = None
-"""`on_demand.wanted` once a configuration listens: to import it anew would cost a step as much as to ask it.
-One writer: `_asked_for`.
-"""
 
 
 def opened() -> Capture | None:
@@ -108,15 +104,10 @@ def _asked_for(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
     """Return the configuration with which somebody asked for this step on demand; None when nobody did."""
-    global _wanted
     if switch.DISABLED or not config.control.requests:
         return None
-    if _wanted is None:
-        from stepscope.recording.capture.on_demand import wanted
-
-        _wanted = wanted
     try:
-        return _wanted(config, step, role, rank, alone)
+        return wanted(config, step, role, rank, alone)
     except Exception as error:
         failures.note("looking for requests", error)
         return None
@@ -137,8 +128,6 @@ class Capture:
     ) -> None:
         self.step = step
         if config.cuda_memory.oom_any_step != "off":
-            from stepscope.recording.session import oom  # import time
-
             oom.watch(config, identify(role, rank=rank), run.run_id(), step)
         names_workers = workers is not None
         if workers is not None and omissions.none_meant(workers):
@@ -147,8 +136,6 @@ class Capture:
         self.config = config if asked is None else asked
         self.selected = self.config.selects(step)
         if config.instrument:
-            from stepscope.recording.instrument import no_step  # import time
-
             no_step.reached(config, step, self.selected)
         self._spent_ns = 0
         """Time that making it took."""
@@ -158,6 +145,8 @@ class Capture:
         self._life: Lifecycle | None = None
         """None for a step that is not selected."""
         if self.selected:
+            from stepscope.recording.capture.lifecycle import Lifecycle  # import time: asyncio
+
             on_request = asked is not None
             self._life = Lifecycle(
                 Asked(step, self.config, workers, engines, role, rank, names_workers, on_request, opened_by),

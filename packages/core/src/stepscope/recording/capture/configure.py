@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_finish, check_save_path, check_tool, resolve
 from stepscope.errors import ConfigError
+from stepscope.recording.instrument import configured, no_step
 from stepscope.recording.process import failures, sigusr1
 
 if TYPE_CHECKING:
@@ -94,8 +95,6 @@ def start_up() -> None:
 def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
     """Puts its `instrument` list into effect in this process; `recording.instrumented` says how."""
     if config.instrument or "stepscope.recording.instrument.configured" in sys.modules:
-        from stepscope.recording.instrument import configured, no_step
-
         configured.apply(config, lenient=lenient)
         no_step.watch(config)
 

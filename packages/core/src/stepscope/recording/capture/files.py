@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from stepscope.files.manifest.parts import read_parts
-from stepscope.recording.process import failures
+from stepscope.recording.process import failures, private_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +59,6 @@ class CapturedFiles:
     def drain_workers(self, timeout_s: float) -> None:
         """Wait until the workers have written their files, deferred ones too."""
         if self._others is not None and self._others.fleet is not None:
-            from stepscope.recording.process import private_loop  # import time: asyncio
-
             private_loop.run(self._others.fleet.drain(max(0.0, timeout_s)))
 
     def gather(self, left_s: Callable[[], float]) -> None:
@@ -71,8 +69,6 @@ class CapturedFiles:
         others = self._others
         if others is None or others.fleet is None or not others.apart:
             return
-        from stepscope.recording.process import private_loop  # import time: asyncio
-
         if not self._gathering.acquire(timeout=max(0.0, left_s())):
             return  # the other one is at it, and enters what it fetched
         try:

@@ -7,30 +7,29 @@ stage may be entered twice. Opening that fails or is cancelled is rolled back by
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Literal
 
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
 from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import configure, settling
+from stepscope.recording.capture import configure, on_demand, settling
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.opening import make_session, refusal
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.recording.process import failures, run
+from stepscope.recording.fanout.messages import StartRequest, StopRequest
+from stepscope.recording.fanout.participants import Others
+from stepscope.recording.process import failures, private_loop, run
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import activation
 from stepscope.recording.session.claims import Claim, Taker
 from stepscope.recording.session.session import Session
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
-
-    from stepscope.recording.fanout.participants import Others
-
-# asyncio, and the modules that need it, are imported where they are used: `import stepscope` is kept light.
 
 
 class Lifecycle:
@@ -73,8 +72,6 @@ class Lifecycle:
                 return
             session.open_files()
             if self.others is not None:
-                from stepscope.recording.process import private_loop
-
                 private_loop.run(self._start_others(self.others, session))
             self._begin(session)
             self._end_what_opened_late()
@@ -89,8 +86,6 @@ class Lifecycle:
 
     async def aopen(self, began_ns: int) -> None:
         """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
-        from stepscope.engines.own_thread import own_thread
-
         claim = Claim(self.asked.step, self._taker)
         try:
             session = self._take_process(claim, began_ns)
@@ -143,8 +138,6 @@ class Lifecycle:
             raise CaptureOpenError(refusal(asked.step, other))
         self.claim, self.state = claim, "opening"
         if asked.workers is not None or asked.engines is not None:
-            from stepscope.recording.fanout.participants import Others  # import time: asyncio
-
             self.others = Others(asked.workers, asked.engines)
         configure.check(asked.config, on_ray=self.others is not None and self.others.fleet is not None)
         if asked.config.instrument:
@@ -160,8 +153,6 @@ class Lifecycle:
         return session
 
     async def _start_others(self, others: Others, session: Session) -> None:
-        from stepscope.recording.fanout.messages import StartRequest
-
         request = StartRequest(
             capture_id=session.capture_id,
             run_id=session.run_id,
@@ -176,8 +167,6 @@ class Lifecycle:
             ending = None if part.ended_by is None else Ending(part.ended_by, part.error or "")
             await self._tell_to_stop(others, session, Closing(ending))
         elif self.asked.on_request:
-            from stepscope.recording.capture import on_demand
-
             on_demand.tell_others(session.step, others.taking_part())
 
     def _begin(self, session: Session) -> None:
@@ -222,8 +211,6 @@ class Lifecycle:
         """Close without blocking the event loop. Return the cancellation that came meanwhile."""
         if self.is_left_to_a_task():
             return None
-        from stepscope.recording.process import private_loop
-
         self.leave()
         try:
             return await private_loop.uninterrupted(self._close_in_task(closing))
@@ -231,8 +218,6 @@ class Lifecycle:
             self._hand_back()
 
     async def _close_in_task(self, closing: Closing) -> None:
-        import asyncio
-
         if not self._begin_closing():
             return
         self._task, stopping = asyncio.current_task(), None
@@ -315,8 +300,6 @@ class Lifecycle:
         """Stop the workers and engines, unless they are told already."""
         if self.others is None or self.session is None or self._is_told():
             return
-        from stepscope.recording.process import private_loop
-
         stop = self._tell_to_stop(self.others, self.session, closing)
         try:
             private_loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
@@ -351,10 +334,6 @@ class Lifecycle:
         return self._stop is not None and (self._stop.done() or self._stop.get_loop().is_running())
 
     async def _tell_to_stop(self, others: Others, session: Session, closing: Closing) -> None:
-        import asyncio
-
-        from stepscope.recording.fanout.messages import StopRequest
-
         self._stop = asyncio.current_task()
         request = StopRequest(capture_id=session.capture_id, ending=closing.ending, discard=closing.discard)
         seconds = session.config.budget.fanout_seconds if closing.deadline_s is None else closing.deadline_s

@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from stepscope.config import ProfileConfig, RoleConfig
+from stepscope.config._words import closest
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
+from stepscope.recording.spans import wrapping
 
 WORKERS, PROFILER = "workers", "profiler"
 """Their names in the manifest."""
@@ -121,8 +123,6 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     Args:
         where: Behind "roles", whose they are: `in this capture`.
     """
-    from stepscope.config._words import closest
-
     if patterns == ProfileConfig().roles:
         return {}
     roles = sorted(set(roles))
@@ -156,8 +156,6 @@ def left_out(taking_part: Collection[str]) -> dict[str, int]:
     Args:
         taking_part: Ids of the actors that do.
     """
-    from stepscope.recording.spans import wrapping
-
     if "ray" not in sys.modules or not wrapping.declared_classes:
         return {}
     names = _actors_in_time()

@@ -14,6 +14,8 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, StepscopeError
 from stepscope.recording.capture import configure, omissions
+from stepscope.recording.fanout.messages import PrepareRequest
+from stepscope.recording.fanout.worker_side import prepare_worker
 from stepscope.recording.process import failures, prepared, run, sigusr1
 from stepscope.recording.process.event_loop import in_event_loop
 
@@ -45,10 +47,10 @@ def prepare(
         return
     if in_event_loop():
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
-    from stepscope.recording.process import private_loop
-
     config = configure.current() if config is None else config
     sigusr1.handle(config)  # on this thread: the rest runs on the loop's
+    from stepscope.recording.process import private_loop  # import time: asyncio
+
     private_loop.run(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
 
 
@@ -73,9 +75,6 @@ def _prepared_here(config: ProfileConfig, role: str) -> PrepareAnswer | None:
     """
     if not config.steps and not config.control.requests:
         return None
-    from stepscope.recording.fanout.messages import PrepareRequest
-    from stepscope.recording.fanout.worker_side import prepare_worker
-
     selecting = config if config.steps else config.replace(steps=[0])
     return prepare_worker(PrepareRequest(config=selecting, run_id=run.run_id(), role=role))
 
@@ -94,7 +93,7 @@ async def _prepare(
         omissions.workers_prepared()
     if not config.steps and not config.control.requests:
         return
-    from stepscope.recording.capture.readiness import make_ready
+    from stepscope.recording.capture.readiness import make_ready  # import time: asyncio
 
     if config.steps:
         await make_ready(config, workers, engines, role, alone=alone)
@@ -118,7 +117,7 @@ def before_first_step(config: ProfileConfig, workers: object, role: str) -> None
         with _logged():
             _prepare_alone(config, role)
     else:
-        from stepscope.recording.process import private_loop
+        from stepscope.recording.process import private_loop  # import time: asyncio
 
         private_loop.run(abefore_first_step(config, workers, role))
 
@@ -127,16 +126,13 @@ async def abefore_first_step(config: ProfileConfig, workers: object, role: str) 
     """As `before_first_step`, without blocking the event loop."""
     if not _is_due(config):
         return
-    from stepscope.recording.capture.readiness import make_ready
+    from stepscope.recording.capture.readiness import make_ready  # import time: asyncio
 
     with _logged():
         await make_ready(config, workers, None, role, edited=False)
 
 
 def _prepare_alone(config: ProfileConfig, role: str) -> None:
-    from stepscope.recording.fanout.messages import PrepareRequest
-    from stepscope.recording.fanout.worker_side import prepare_worker
-
     configure.check(config, on_ray=False)
     answer = prepare_worker(PrepareRequest(config=config, run_id=run.run_id(), role=role))
     if answer.problem is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import baseline, omissions, outcome, retention
+from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention
 from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.process import failures, identity
@@ -50,8 +50,6 @@ def discard(asked: Asked, session: Session, reason: str) -> None:
 def tell_asker(asked: Asked, reason: str | None) -> None:
     """Answer a request for the step: the reason why its capture is not whole, if it is not."""
     if asked.on_request:
-        from stepscope.recording.capture import on_demand  # import time: most runs are never asked
-
         on_demand.tell_outcome(asked.step, reason)
 
 

@@ -26,11 +26,12 @@ from stepscope.recording.fanout.messages import (
     StopAnswer,
     StopRequest,
 )
+from stepscope.recording.instrument import configured
 from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
-from stepscope.recording.session import activation
+from stepscope.recording.session import activation, oom
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.selection import decide_process, may_record, missing_ranks
 from stepscope.recording.session.session import Session, library_loaded
@@ -151,8 +152,6 @@ def instrument_worker(config: ProfileConfig, instance: object) -> None:
     """Time the functions that `config.instrument` lists, in the class of `instance` too."""
     if not config.instrument:
         return
-    from stepscope.recording.instrument import configured
-
     configured.apply(config, lenient=True)
     if instance is not None:
         configured.apply_to(instance)
@@ -160,8 +159,6 @@ def instrument_worker(config: ProfileConfig, instance: object) -> None:
 
 def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
     if config.cuda_memory.oom_any_step != "off":
-        from stepscope.recording.session import oom
-
         oom.watch(config, process, run_id, step)
 
 
