@@ -285,7 +285,7 @@ def adapter_in(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> Ent
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("exit 127", "ended with 127: it said nothing"),
+        ("exit 127", "ended with 127: it printed nothing"),
         ("echo cannot open libQt5Core.so >&2; exit 1", "libQt5Core.so"),
         ("echo wrapper; exit 0", "ended with 0: wrapper"),
         ("printf '\\377\\376'; exit 3", "ended with 3"),

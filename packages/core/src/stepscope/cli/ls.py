@@ -187,15 +187,15 @@ def _out_of_memory(shortages: Sequence[OutOfMemory]) -> Iterator[RenderableType]
         yield table("CUDA out of memory", columns, map(_shortage, shortages))
 
 
-def _shortage(found: OutOfMemory) -> tuple[str, ...]:
+def _shortage(shortage: OutOfMemory) -> tuple[str, ...]:
     return (
-        moment(found.at_ns),
-        found.process.key,
-        "-" if found.step is None else str(found.step),
-        str(found.device),
-        size(found.asked_bytes),
-        size(found.free_bytes),
-        found.snapshot or f"none: {found.why_none}",
+        moment(shortage.at_ns),
+        shortage.process.key,
+        "-" if shortage.step is None else str(shortage.step),
+        str(shortage.device),
+        size(shortage.asked_bytes),
+        size(shortage.free_bytes),
+        shortage.snapshot or f"none: {shortage.why_none}",
     )
 
 

@@ -62,7 +62,7 @@ def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
     name = f"node {node['NodeManagerHostname']} {node['NodeManagerAddress']}"
     try:
         versions = ray.get(probe.versions.remote(), timeout=timeout_s)
-        found = estimate_offset([_exchange(probe, timeout_s) for _ in range(EXCHANGES)])
+        estimate = estimate_offset([_exchange(probe, timeout_s) for _ in range(EXCHANGES)])
     except Exception as error:
         reason = str(error).strip().splitlines()
         fix = "`ray status` and the node's logs say more; a worker there could not start"
@@ -75,16 +75,16 @@ def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
     if versions != ours:
         fix = "the same versions on all nodes: captures are sent there by pickle"
         return Row(subject=name, state="red", found=f"{versions}, and {ours} here", fix=fix)
-    return _clock(name, None if found is None else (found.offset_ns, found.within_ns))
+    return _clock(name, None if estimate is None else (estimate.offset_ns, estimate.within_ns))
 
 
-def _clock(name: str, found: tuple[int, int] | None) -> Row:
-    if found is None:
+def _clock(name: str, offset: tuple[int, int] | None) -> Row:
+    if offset is None:
         fix = "run it again; if it stays, look at the node's NTP or chrony"
         return Row(subject=name, state="amber", found="its clock was set while it was measured", fix=fix)
-    offset_ms, uncertainty_ms = found[0] / 1e6, found[1] / 1e6
+    offset_ms, uncertainty_ms = offset[0] / 1e6, offset[1] / 1e6
     text = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"
-    if abs(found[0]) > TOLERABLE_NS:
+    if abs(offset[0]) > TOLERABLE_NS:
         fix = "chronyc tracking (or timedatectl) on that node; timelines are corrected by this all the same"
         return Row(subject=name, state="amber", found=text, fix=fix)
     return Row(subject=name, state="green", found=text)

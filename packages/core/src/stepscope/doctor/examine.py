@@ -23,25 +23,25 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
         config_file: The configuration of the run; None: what STEPSCOPE_CONFIG and the environment say.
         ray_address: Of a cluster whose nodes are to be looked at too; None for none.
     """
-    yield from _said("python", machine.python)
-    yield from _said("stepscope", machine.own_packages)
-    yield from _said("packages", machine.damaged_packages)
+    yield from _check("python", machine.python)
+    yield from _check("stepscope", machine.own_packages)
+    yield from _check("packages", machine.damaged_packages)
     config = _configuration(config_file)
-    yield from _said("configuration", partial(machine.configuration, config))
+    yield from _check("configuration", partial(machine.configuration, config))
     usable = config if isinstance(config, ProfileConfig) else ProfileConfig()
-    yield from _said("save_path", partial(machine.save_path, usable))
-    yield from _said(machine.SHARED_MEMORY, machine.shared_memory)
-    yield from _said("torch", partial(libraries.torch, os.environ))
-    yield from _said("variables", partial(libraries.recorded_from_outside, os.environ))
-    yield from _said("nsys", partial(libraries.nsys, usable.tool))
-    yield from _said("nsys", libraries.nsys_permissions)
-    yield from _said("nvtx", libraries.nvtx)
-    yield from _said("ray", libraries.ray)
-    yield from _said("engines", engines.engines)
+    yield from _check("save_path", partial(machine.save_path, usable))
+    yield from _check(machine.SHARED_MEMORY, machine.shared_memory)
+    yield from _check("torch", partial(libraries.torch, os.environ))
+    yield from _check("variables", partial(libraries.recorded_from_outside, os.environ))
+    yield from _check("nsys", partial(libraries.nsys, usable.tool))
+    yield from _check("nsys", libraries.nsys_permissions)
+    yield from _check("nvtx", libraries.nvtx)
+    yield from _check("ray", libraries.ray)
+    yield from _check("engines", engines.engines)
     for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):
-        yield from _said(point.name, partial(_rows_of, point, usable.tool))
+        yield from _check(point.name, partial(_rows_of, point, usable.tool))
     if ray_address is not None:
-        yield from _said("cluster", partial(cluster.nodes, ray_address))
+        yield from _check("cluster", partial(cluster.nodes, ray_address))
 
 
 def _rows_of(point: EntryPoint, tool: str) -> Iterable[Row]:
@@ -71,11 +71,11 @@ def _configuration(file: Path | None) -> ProfileConfig | ConfigError:
     return config
 
 
-def _said(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Row]:
+def _check(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Row]:
     """Yield the rows, and a red row for an error: one broken library must not hide the others."""
     try:
-        found = rows()
-        yield from (found,) if isinstance(found, Row) else found
+        outcome = rows()
+        yield from (outcome,) if isinstance(outcome, Row) else outcome
     except Exception as error:
-        said = f"looking at it failed: {type(error).__name__}: {error}"
-        yield Row(subject=subject, state="red", found=said, fix="please report it, with this line")
+        failure = f"looking at it failed: {type(error).__name__}: {error}"
+        yield Row(subject=subject, state="red", found=failure, fix="please report it, with this line")

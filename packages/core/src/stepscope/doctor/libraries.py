@@ -109,10 +109,12 @@ def nsys(tool: str) -> Row:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Row(subject="nsys", state=state, found=f"{path}: {error}", fix="run `nsys --version` by hand")
-    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    version = next((line for line in said if re.search(r"version\s+\d{4}\.\d", line)), None)
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    version = next((line for line in lines if re.search(r"version\s+\d{4}\.\d", line)), None)
     if done.returncode or version is None:
-        found = f"{path} --version ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        found = (
+            f"{path} --version ended with {done.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+        )
         fix = "it does not work here: install Nsight Systems again, or take it off PATH"
         return Row(subject="nsys", state=state, found=found, fix=fix)
     return Row(subject="nsys", state="green", found=f"{version.strip()}, {path}")
@@ -178,5 +180,5 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
 
 def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
     """Return the first numbers of a version; () where it begins with none."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")[:parts]) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match[0].split(".")[:parts]) if match else ()

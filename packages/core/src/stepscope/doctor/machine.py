@@ -30,19 +30,21 @@ def python() -> Row:
 
 def own_packages() -> Row:
     """stepscope's distributions: they work together in one version."""
-    found = {name: version for name in OURS if (version := installed(name)) is not None}
-    said = ", ".join(f"{name} {version}" for name, version in found.items()) or "none is installed"
-    said += f"; used from {Path(__file__).parent.parent}"
-    if not found:
+    versions = {name: version for name in OURS if (version := installed(name)) is not None}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none is installed"
+    listed += f"; used from {Path(__file__).parent.parent}"
+    if not versions:
         fix = "pip install stepscope, or `pip install -e packages/core` in a checkout"
-        return Row(subject="stepscope", state="red", found=said, fix=fix)
-    if len(set(found.values())) > 1:
-        names = " ".join(f"{name}=={found.get('stepscope') or max(found.values())}" for name in found)
-        return Row(subject="stepscope", state="red", found=said, fix=f"pip install {names}")
+        return Row(subject="stepscope", state="red", found=listed, fix=fix)
+    if len(set(versions.values())) > 1:
+        names = " ".join(
+            f"{name}=={versions.get('stepscope') or max(versions.values())}" for name in versions
+        )
+        return Row(subject="stepscope", state="red", found=listed, fix=f"pip install {names}")
     if switch.DISABLED:
-        found_off = f"{said}; {switch.VARIABLE} is set, so nothing is recorded"
-        return Row(subject="stepscope", state="amber", found=found_off, fix=f"unset {switch.VARIABLE}")
-    return Row(subject="stepscope", state="green", found=said)
+        disabled = f"{listed}; {switch.VARIABLE} is set, so nothing is recorded"
+        return Row(subject="stepscope", state="amber", found=disabled, fix=f"unset {switch.VARIABLE}")
+    return Row(subject="stepscope", state="green", found=listed)
 
 
 def damaged_packages() -> Iterator[Row]:
@@ -72,7 +74,12 @@ def entry_points(group: str) -> list[metadata.EntryPoint]:
     try:
         return list(metadata.entry_points(group=group))
     except Exception:
-        return [point for each in metadata.distributions() for point in _points(each) if point.group == group]
+        return [
+            point
+            for distribution in metadata.distributions()
+            for point in _points(distribution)
+            if point.group == group
+        ]
 
 
 def _points(distribution: metadata.Distribution) -> list[metadata.EntryPoint]:
@@ -109,8 +116,8 @@ def save_path(config: ProfileConfig) -> Row:
             subject="save_path", state="red", found=f"{config.save_path}: {error.allowed}", fix=error.fix
         )
     folder = Path(config.save_path).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     found = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
     allowed = config.budget.trace_mb << 20
     if free < allowed:

@@ -34,8 +34,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in ("subject", "found", "fix"):
-            said = getattr(self, field)
-            if said is not None:
-                msgspec.structs.force_setattr(self, field, _shown(said))
+            text = getattr(self, field)
+            if text is not None:
+                msgspec.structs.force_setattr(self, field, _shown(text))
         if self.state == "red" and not self.fix:
             raise ValueError(f"the red row {self.subject!r} needs a fix")

@@ -44,10 +44,10 @@ def ask() -> dict[str, Any]:
     if done.returncode:
         words = done.stderr.strip().splitlines()
         raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
-    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
-    if not said:
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
+    if not answers:
         raise ProbeError("it ended well and answered nothing (is sys.stdout replaced in this environment?)")
-    answer: dict[str, Any] = json.loads(said[-1].removeprefix(_MARK))
+    answer: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
     return answer
 
 

@@ -78,11 +78,11 @@ def fleet_of(
     groups: dict[object, object] = {} if workers is None else {None: workers}
     if isinstance(workers, Mapping) and not all(isinstance(key, int) for key in workers):
         groups = dict(workers)
-    found = {role: _handles(group) for role, group in groups.items()}
-    if not any(found.values()) and groups:
+    actors = {role: _handles(group) for role, group in groups.items()}
+    if not any(actors.values()) and groups:
         return None
     members: dict[str, Worker] = {}
-    for role, handles in found.items():
+    for role, handles in actors.items():
         if not handles:
             raise not_workers(groups[role], role)
         for position, handle in enumerate(handles):
@@ -314,19 +314,19 @@ class Worker:
         if self.begun is None or outcome.state != "ok":
             return outcome
         now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
-        found: Estimate | None = Estimate(0, 0, now_ns)
+        estimate: Estimate | None = Estimate(0, 0, now_ns)
         if self.begun.where.machine is None or self.begun.where.machine != boot_id():
             with suppress(asyncio.TimeoutError, EngineError):
                 await asyncio.wait_for(self._exchange(), _CLOCK_S)
-            found = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
+            estimate = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
         self._line.stamps.clear()  # the next comparison is of its own time
-        if found is None:
+        if estimate is None:
             return outcome
         clock = ClockOffset(
             process=self.begun.process.key,
-            offset_ns=found.offset_ns,
-            uncertainty_ns=found.within_ns,
-            at_mono_ns=now_mono_ns + found.at_ns - now_ns,
+            offset_ns=estimate.offset_ns,
+            uncertainty_ns=estimate.within_ns,
+            at_mono_ns=now_mono_ns + estimate.at_ns - now_ns,
         )
         return dataclasses.replace(outcome, clock=clock)
 
@@ -428,8 +428,8 @@ def _handles(group: object) -> list[ActorHandle[Any]] | None:
         group = list(group.values())
     if isinstance(group, str) or not isinstance(group, Sequence):
         lists = (getattr(group, name, None) for name in _LISTS)
-        return next((_handles(each) for each in lists if isinstance(each, Sequence | Mapping)), None)
-    strange = [index for index, each in enumerate(group) if not isinstance(each, ActorHandle)]
+        return next((_handles(member) for member in lists if isinstance(member, Sequence | Mapping)), None)
+    strange = [index for index, member in enumerate(group) if not isinstance(member, ActorHandle)]
     if strange and len(strange) < len(group):
         raise ConfigError(
             f"capture(workers=)[{strange[0]}]",

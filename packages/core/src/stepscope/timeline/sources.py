@@ -58,22 +58,22 @@ def read_sources(
 
 def _number(layout: StepLayout, source: Source, name: str) -> int:
     """Return the number of a capture by the file's name: `..._run`, `..._run-2`."""
-    said = name.removeprefix(layout.part_of(source.info, source.run_id).stem + "-")
-    return int(said) if said != name and said.isdecimal() else 1
+    suffix = name.removeprefix(layout.part_of(source.info, source.run_id).stem + "-")
+    return int(suffix) if suffix != name and suffix.isdecimal() else 1
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
     """Return the process of the files. None: nothing says which one, and when it began."""
     header, end = (file.header, file.end) if file is not None else (None, None)
-    said = header or part
-    if said is None:
+    record = header or part
+    if record is None:
         return None
-    opened = said.anchor if isinstance(said, Header) else said.opened
+    opened = record.anchor if isinstance(record, Header) else record.opened
     closed = end.anchor if end is not None else part.closed if part is not None else None
     if end is not None and part is not None:
         part = _closed(part)
     part = None if part is None else settled(part)
-    return Source(said.run_id, said.step, said.process, opened, closed, part, file)
+    return Source(record.run_id, record.step, record.process, opened, closed, part, file)
 
 
 def _closed(part: ProcessPart) -> ProcessPart:
@@ -98,7 +98,9 @@ def _unknown(item: Expectation) -> Expectation:
 
 def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FileProblem]:
     name = f"{layout.spans.name}/{file.path.name}"
-    found = [FileProblem(file=name, what=what, lines=lines) for what, lines in file.problems.items()]
+    problems = [FileProblem(file=name, what=what, lines=lines) for what, lines in file.problems.items()]
     if not used and file.spans:
-        found.append(FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans)))
-    return found
+        problems.append(
+            FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans))
+        )
+    return problems

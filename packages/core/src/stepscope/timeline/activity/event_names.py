@@ -95,18 +95,18 @@ def _installed() -> tuple[IterationName, ...]:
 
 
 def _of_vllm(name: str) -> Requests | None:
-    found = _VLLM.match(name)
-    if found is None:
+    match = _VLLM.match(name)
+    if match is None:
         return None
-    prefills, tokens, decodes = map(int, found.groups())
+    prefills, tokens, decodes = map(int, match.groups())
     return Requests(prefills, decodes, tokens)
 
 
 def _of_sglang(name: str) -> Requests | None:
-    found = _SGLANG.match(name)
-    if found is None:
+    match = _SGLANG.match(name)
+    if match is None:
         return None
-    mode, size, tokens = found[1], int(found[2]), found[3]
+    mode, size, tokens = match[1], int(match[2]), match[3]
     if mode in _DECODES:
         return Requests(0, size, 0)
     if mode in _PREFILLS:

@@ -119,16 +119,19 @@ class _Unordered:
         self._pack()
         names = list(self._numbers)
         return merge(
-            *(zip(starts, durs, map(names.__getitem__, of), strict=True) for starts, durs, of in self._chunks)
+            *(
+                zip(starts, durs, map(names.__getitem__, numbers), strict=True)
+                for starts, durs, numbers in self._chunks
+            )
         )
 
     def _pack(self) -> None:
-        starts, durs, of = array("d"), array("d"), array("I")
+        starts, durs, numbers = array("d"), array("d"), array("I")
         for start, minus_dur, name in sorted(self._latest):
             starts.append(start)
             durs.append(minus_dur)
-            of.append(self._numbers.setdefault(name, len(self._numbers)))
-        self._chunks.append((starts, durs, of))
+            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+        self._chunks.append((starts, durs, numbers))
         self._latest.clear()
 
 
@@ -180,15 +183,15 @@ class _Reading:
     def parse(self, text: bytes) -> list[_Event]:
         """Raises DecodeError for what is no JSON; events of another shape are counted, and left out."""
         try:
-            found: list[_Event] = _decode(text)
+            events: list[_Event] = _decode(text)
         except msgspec.ValidationError:
-            found = []
+            events = []
             for element in _raw(text):
                 try:
-                    found.append(_decode_one(element))
+                    events.append(_decode_one(element))
                 except msgspec.ValidationError:
                     self.notes.events(ANOTHER_SHAPE)
-        return found
+        return events
 
     def take(self, events: list[_Event]) -> None:
         self.events += len(events)
@@ -289,7 +292,9 @@ class _Reading:
             self._seen(device.first_us, device.last_us)
         on_cpu = sorted(pair for name, pairs in self.collectives.items() if ":" in name for pair in pairs)
         for (kind, number), peak in self.peaks.items():
-            total = [found.total_bytes for found in fields.devices if found.id == number and kind]
+            total = [
+                properties.total_bytes for properties in fields.devices if properties.id == number and kind
+            ]
             peak.capacity_bytes = total[0] if total else None
         return TraceContent(
             base_ns=fields.base_ns,
@@ -298,10 +303,12 @@ class _Reading:
             first_us=self.first if self.first <= self.last else None,
             last_us=self.last if self.first <= self.last else None,
             events=self.events,
-            operators=sorted(self.operators.values(), key=lambda each: (-each.self_us, each.name)),
+            operators=sorted(
+                self.operators.values(), key=lambda operator: (-operator.self_us, operator.name)
+            ),
             operators_us=length(ran),
             waiting_us=length(on_cpu, ran) - length(ran) if on_cpu else 0.0,
-            kernels=sorted(self.kernels.values(), key=lambda each: (-each.total_us, each.name)),
+            kernels=sorted(self.kernels.values(), key=lambda kernel: (-kernel.total_us, kernel.name)),
             devices=devices,
             collectives=[
                 _collective(name, sorted(pairs)) for name, pairs in sorted(self.collectives.items())
@@ -309,7 +316,7 @@ class _Reading:
             iterations=self._iterations(),
             memory=list(self.peaks.values()),
             runtime=not self.others.isdisjoint(_RUNTIME),
-            device_names=[found.name for found in fields.devices if found.name is not None],
+            device_names=[properties.name for properties in fields.devices if properties.name is not None],
             problems=dict(self.notes.counts),
         )
 
@@ -320,8 +327,8 @@ class _Reading:
             return key[0] == "gpu_user_annotation", len(self.iterations[key]), str(key)
 
         best = max(self.iterations, key=worth, default=None)
-        found = [] if best is None else self.iterations[best]
-        return sorted(found, key=lambda iteration: iteration.start_us)
+        iterations = [] if best is None else self.iterations[best]
+        return sorted(iterations, key=lambda iteration: iteration.start_us)
 
 
 def _read(

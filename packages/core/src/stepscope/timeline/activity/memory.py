@@ -34,22 +34,22 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
     """The record; or what is wrong with it, to be said of the file."""
-    said = file.sidecar
+    sidecar = file.sidecar
     keys = [process.info.key for process in timeline.processes]
-    if said is None or said.process not in keys:
+    if sidecar is None or sidecar.process not in keys:
         return FileProblem(file=file.name, what="it is of no process of this step")
     try:
         with gzip.open(file.path) as packed:
             summary = msgspec.json.decode(packed.read(_LARGEST), type=MemorySummary)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, msgspec.DecodeError) as error:
         return FileProblem(file=file.name, what=f"no summary of CUDA memory: {type(error).__name__}: {error}")
-    index = keys.index(said.process)
+    index = keys.index(sidecar.process)
     process = timeline.processes[index]
     return MemoryRecord(
         file=file.name,
         process=index,
-        stage=said.artifact.stage,
-        oom=said.artifact.kind == OOM_SUMMARY,
+        stage=sidecar.artifact.stage,
+        oom=sidecar.artifact.kind == OOM_SUMMARY,
         summary=summary,
         ahead_ns=offset_at(process, process.opened_ns) if process.aligned else 0,
     )

@@ -40,7 +40,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
     todo: SimpleQueue[int] = SimpleQueue()
     for at in sorted(range(len(paths)), key=lambda at: -sizes[at]):
         todo.put(at)
-    found: dict[int, TraceContent] = {}
+    contents: dict[int, TraceContent] = {}
 
     def work(reader: _Reader) -> None:
         with reader:
@@ -49,7 +49,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
                     at = todo.get_nowait()
                 except Empty:
                     return
-                found[at] = reader.read(paths[at])
+                contents[at] = reader.read(paths[at])
                 if on_read is not None:
                     on_read(sizes[at])
 
@@ -62,7 +62,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
             for reader in pool:
                 reader.give_up()
             raise
-    return [found[at] for at in range(len(paths))]
+    return [contents[at] for at in range(len(paths))]
 
 
 def serve() -> None:

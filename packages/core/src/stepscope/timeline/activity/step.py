@@ -73,9 +73,9 @@ def load_traces(
         timeline: Of the same folder: says which processes there are, and places their clocks.
         on_read: Called with a number of bytes each time that many more of the files were read.
     """
-    found = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
-    torch = [trace for trace in found.traces if trace.reader is None]
-    others = [trace.name for trace in found.traces if trace.reader is not None]
+    files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
+    torch = [trace for trace in files.traces if trace.reader is None]
+    others = [trace.name for trace in files.traces if trace.reader is not None]
     contents = read_all([trace.path for trace in torch], on_read)
     rows = Rows(timeline, axis_of(timeline))
     placed = [_row(rows, trace, content) for trace, content in zip(torch, contents, strict=True)]
@@ -85,9 +85,9 @@ def load_traces(
         for trace, content, row in zip(torch, contents, placed, strict=True)
     ]
     order = sorted(range(len(activities)), key=lambda at: (placed[at].pid, activities[at].file))
-    problems = [*found.problems, *_problems(torch, contents)]
+    problems = [*files.problems, *_problems(torch, contents)]
     memory = []
-    for file in found.summaries:
+    for file in files.summaries:
         record = read_memory(file, timeline)
         if isinstance(record, FileProblem):
             problems.append(record)
@@ -95,7 +95,7 @@ def load_traces(
             memory.append(record)
     return Traces(
         activities=tuple(activities[at] for at in order),
-        unread=(*found.unread, *(f"{name}: no torch trace; stepscope merge shows it" for name in others)),
+        unread=(*files.unread, *(f"{name}: no torch trace; stepscope merge shows it" for name in others)),
         problems=tuple(problems),
         memory=tuple(memory),
     )

@@ -108,17 +108,17 @@ def align(
         jumped or reference.jump_ns or all(abs(offset) <= within for _, offset, within in samples)
     ):
         samples = []
-    found = None
+    line = None
     if samples:
         end_ns = max(latest_ns or opened.mono_ns, opened.mono_ns) if closed is None else closed.mono_ns
         extent = opened.wall_ns, knots[-1][1] if len(knots) > 1 else opened.wall_ns + end_ns - opened.mono_ns
-        found = _fit(samples, extent, reference, drift_ns if jumped else 0)
-    offsets_ns = [0 if found is None else found.at(wall_ns) for _, wall_ns in knots]
+        line = _fit(samples, extent, reference, drift_ns if jumped else 0)
+    offsets_ns = [0 if line is None else line.at(wall_ns) for _, wall_ns in knots]
     known_ns = anchored(opened, closed) + reference.uncertainty_ns
-    if found is not None:
-        known_ns += found.within_ns
+    if line is not None:
+        known_ns += line.within_ns
         if len(knots) == 1:  # its positions follow its own pace from its opening on
-            known_ns += abs(found.last_offset_ns - found.first_offset_ns)
+            known_ns += abs(line.last_offset_ns - line.first_offset_ns)
     clock = ProcessClock(
         alignment="measured" if samples else "same host" if same_host else "unaligned",
         offset_ns=offsets_ns[0],
@@ -153,8 +153,10 @@ def _samples(key: str, reference: Reference) -> list[_Sample]:
     place = reference.place
     if place is None:
         return []
-    mine = [offset for offset in reference.offsets if offset.process == key]
-    return sorted((place(one.at_mono_ns), one.offset_ns, one.uncertainty_ns) for one in mine)
+    offsets = [offset for offset in reference.offsets if offset.process == key]
+    return sorted(
+        (place(measured.at_mono_ns), measured.offset_ns, measured.uncertainty_ns) for measured in offsets
+    )
 
 
 def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, jump_ns: int) -> _Offset:
@@ -283,8 +285,8 @@ def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
     place = reference.place
     if place is None:
         return {}
-    mine = (offset for offset in reference.offsets if offset.process == key)
-    return {place(offset.at_mono_ns) + offset.offset_ns: offset for offset in mine}
+    offsets = (offset for offset in reference.offsets if offset.process == key)
+    return {place(offset.at_mono_ns) + offset.offset_ns: offset for offset in offsets}
 
 
 def aged(uncertainty_ns: int, age_ns: int) -> int:

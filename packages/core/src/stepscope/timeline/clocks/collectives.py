@@ -111,7 +111,7 @@ _groups = msgspec.json.Decoder(list[_Group]).decode
 
 def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
     """Of one process of `world`, in the order in which it ran them; from all of its traces."""
-    found: dict[Kind, _Recorded] = {}
+    kinds: dict[Kind, _Recorded] = {}
     count = 0
     for path in traces:
         fields = ChromeTrace(path).fields()
@@ -121,20 +121,20 @@ def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | 
         for event in _events(path, _needles(fields.distributed)):
             kind = _kind(event, world, alone)
             if kind is not None:
-                found.setdefault(kind, _Recorded()).add(event, fields.base_ns, sized=kind.op in _SAME_SIZE)
+                kinds.setdefault(kind, _Recorded()).add(event, fields.base_ns, sized=kind.op in _SAME_SIZE)
                 count += 1
             if count == MOST:
-                return dict.fromkeys(found, Refused(f"more than {MOST:,} in one process"))
-    return {kind: recorded.series() if kind.group else _UNNAMED for kind, recorded in found.items()}
+                return dict.fromkeys(kinds, Refused(f"more than {MOST:,} in one process"))
+    return {kind: recorded.series() if kind.group else _UNNAMED for kind, recorded in kinds.items()}
 
 
 def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series | Refused:
     """Those of several processes of one host, as one."""
     joined: Series | Refused | None = None
     for rank in ranks:
-        mine = rank.get(kind)
-        if mine is not None:
-            joined = mine if joined is None else _both(joined, mine)
+        series = rank.get(kind)
+        if series is not None:
+            joined = series if joined is None else _both(joined, series)
     return Refused("there are none") if joined is None else joined
 
 
@@ -197,15 +197,15 @@ class _Recorded:
 
     def _overlapping(self, order: Sequence[int]) -> set[int]:
         """Places of those that ran at once: which of them came first may look otherwise on another rank."""
-        found: set[int] = set()
+        places: set[int] = set()
         latest = -1
         for place in range(1, len(order)):
             before = order[place - 1]
             if latest < 0 or self._left[before] >= self._left[order[latest]]:
                 latest = place - 1
             if self._entered[order[place]] < self._left[order[latest]]:
-                found |= {latest, place}
-        return found
+                places |= {latest, place}
+        return places
 
 
 def _both(one: Series | Refused, other: Series | Refused) -> Series | Refused:
@@ -221,15 +221,15 @@ def _both(one: Series | Refused, other: Series | Refused) -> Series | Refused:
     return Series(one.numbered, one.count, times)
 
 
-def _needles(said: Distributed | None) -> tuple[bytes, ...]:
+def _needles(distributed: Distributed | None) -> tuple[bytes, ...]:
     """Return the patterns to search for: gloo's events only if gloo is used, since they name no group."""
-    return (_GLOO, _NCCL) if said is not None and b"gloo" in bytes(said.pg_config) else (_NCCL,)
+    return (_GLOO, _NCCL) if distributed is not None and b"gloo" in bytes(distributed.pg_config) else (_NCCL,)
 
 
-def _only_group(said: Distributed | None) -> str:
+def _only_group(distributed: Distributed | None) -> str:
     """The ranks of the one process group that a trace knows of; of groups of one rank there may be more."""
     try:
-        groups = {group.ranks for group in ([] if said is None else _groups(said.pg_config))}
+        groups = {group.ranks for group in ([] if distributed is None else _groups(distributed.pg_config))}
     except msgspec.DecodeError:
         return ""
     several = [ranks for ranks in groups if len(ranks) != 1]
@@ -273,13 +273,13 @@ def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
 
 
 def _hits(text: bytes, needles: Sequence[bytes]) -> list[tuple[int, bytes]]:
-    found = []
+    hits = []
     for needle in needles:
         at = text.find(needle)
         while at >= 0:
-            found.append((at, needle))
+            hits.append((at, needle))
             at = text.find(needle, at + 1)
-    return sorted(found)
+    return sorted(hits)
 
 
 def _start(text: bytes, at: int, needle: bytes) -> int:

@@ -58,10 +58,10 @@ class Band:
 
     def holds(self, first_ns: float, last_ns: float) -> bool:
         """Whether this line is one of them."""
-        mine = self.copy()
-        mine.cut(0, first_ns, first_ns)
-        mine.cut(1, last_ns, last_ns)
-        return bool(mine)
+        band = self.copy()
+        band.cut(0, first_ns, first_ns)
+        band.cut(1, last_ns, last_ns)
+        return bool(band)
 
     def _keep(self, by_first: float, by_last: float, least: float) -> None:
         """Cuts off where `by_first * first + by_last * last + least` is below 0 (Sutherland-Hodgman)."""
@@ -70,12 +70,17 @@ class Band:
         if not above or min(above) >= 0:
             return
         kept: list[_Corner] = []
-        for here, there, high, next_high in zip(
+        for corner, following, high, next_high in zip(
             corners, corners[1:] + corners[:1], above, above[1:] + above[:1], strict=True
         ):
             if high >= 0:
-                kept.append(here)
+                kept.append(corner)
             if (high >= 0) != (next_high >= 0):
                 share = high / (high - next_high)
-                kept.append((here[0] + share * (there[0] - here[0]), here[1] + share * (there[1] - here[1])))
+                kept.append(
+                    (
+                        corner[0] + share * (following[0] - corner[0]),
+                        corner[1] + share * (following[1] - corner[1]),
+                    )
+                )
         self._corners = kept

@@ -32,7 +32,7 @@ _SHIFTS = (1, -1, 2, -2, 3, -3)
 Pairs = Mapping[int, tuple[Times, Times]]
 
 
-class Found(NamedTuple):
+class Lead(NamedTuple):
     """Bounds of one clock against another, by collectives."""
 
     line: Line
@@ -60,9 +60,9 @@ def refine(
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
-    found = _against_each_other(clocks, sources, _traces(sources, layout, earlier_files), notes)
+    leads = _against_each_other(clocks, sources, _traces(sources, layout, earlier_files), notes)
     refined = list(aligned)
-    for clock, known in _against_owner(clocks, found, notes):
+    for clock, known in _against_owner(clocks, leads, notes):
         for index in clock.processes:
             refined[index] = _better(sources[index], aligned[index], known, reference)
     for clock in clocks[1:]:
@@ -77,18 +77,22 @@ def _traces(
 ) -> dict[int, list[Path]]:
     """Of each source, by its index. Traces that no sidecar assigns to one are left out."""
     by_key = {source.info.key: index for index, source in enumerate(sources)}
-    found: dict[int, list[Path]] = {}
+    traces: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):
         try:
-            said = read_record(path, Sidecar)
+            sidecar = read_record(path, Sidecar)
         except (OSError, RecordError):
             continue  # whoever reads the traces names it
-        index = by_key.get(said.process or "")
-        if said.artifact.path in earlier_files:
+        index = by_key.get(sidecar.process or "")
+        if sidecar.artifact.path in earlier_files:
             continue
-        if index is not None and said.run_id == sources[0].run_id and said.artifact.path.endswith(_SUFFIXES):
-            found.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
-    return found
+        if (
+            index is not None
+            and sidecar.run_id == sources[0].run_id
+            and sidecar.artifact.path.endswith(_SUFFIXES)
+        ):
+            traces.setdefault(index, []).append(path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)))
+    return traces
 
 
 def _against_each_other(
@@ -96,25 +100,25 @@ def _against_each_other(
     sources: Sequence[Source],
     traces: Mapping[int, list[Path]],
     notes: Mapping[str, list[str]],
-) -> list[tuple[Clock, Clock, Found]]:
+) -> list[tuple[Clock, Clock, Lead]]:
     """(one, another, what the other is ahead of it). One host's collectives are in memory at a time, and for
     each kind those of the first host that had it."""
     firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
-    found = []
+    leads = []
     for clock in clocks:
         ranks = [_read(sources[index], traces[index]) for index in clock.processes if index in traces]
         pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
         for kind in dict.fromkeys(chain.from_iterable(ranks)):
-            mine = join(kind, ranks)
-            first, theirs = firsts.setdefault(kind, (clock, mine))
+            series = join(kind, ranks)
+            first, theirs = firsts.setdefault(kind, (clock, series))
             if first is not clock:
-                pairs.setdefault(first.host, []).append((first, kind, theirs, mine))
+                pairs.setdefault(first.host, []).append((first, kind, theirs, series))
         for matches in pairs.values():
             first = matches[0][0]
-            known = _Search(first, clock).search([each[1:] for each in matches], notes[clock.host])
+            known = _Search(first, clock).search([pair[1:] for pair in matches], notes[clock.host])
             if known is not None:
-                found.append((first, clock, known))
-    return found
+                leads.append((first, clock, known))
+    return leads
 
 
 def _read(source: Source, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
@@ -135,11 +139,11 @@ class _Search:
 
     def search(
         self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
-    ) -> Found | None:
+    ) -> Lead | None:
         """Kind by kind, the surest ones first. One that fits no line with what is known is left out."""
         bands: list[Band] = []
-        for kind, theirs, mine in sorted(matches, key=_unsure):
-            pairs = match(theirs, mine)
+        for kind, theirs, ours in sorted(matches, key=_unsure):
+            pairs = match(theirs, ours)
             if isinstance(pairs, str):
                 notes.append(_say(kind, pairs))
                 continue
@@ -152,12 +156,12 @@ class _Search:
                 notes.append(
                     _say(kind, "they contradict the clock samples, or each other: not the same ones")
                 )
-            elif self._ambiguous(theirs, mine, bands[tier], self._slacks[tier]):
+            elif self._ambiguous(theirs, ours, bands[tier], self._slacks[tier]):
                 notes.append(_say(kind, "nothing tells which one is which: their windows may differ"))
             else:
                 bands = cut
                 self._matched += len(pairs)
-        return self._found(bands) if self._matched else None
+        return self._lead(bands) if self._matched else None
 
     @property
     def _slacks(self) -> list[int]:
@@ -166,8 +170,8 @@ class _Search:
     def _begin(self, pairs: Pairs) -> list[Band]:
         """One band for each of the wanderings, of lines relative to `_near_ns`."""
         if not self._samples:
-            theirs, mine = next(iter(pairs.values()))
-            self._near_ns = (mine.entered_ns + mine.left_ns - theirs.entered_ns - theirs.left_ns) // 2
+            theirs, ours = next(iter(pairs.values()))
+            self._near_ns = (ours.entered_ns + ours.left_ns - theirs.entered_ns - theirs.left_ns) // 2
         bands = []
         for slack_ns in self._slacks:
             band = Band(REACH_NS, self._lasted_ns * MOST_DRIFT_PPM // 1_000_000)
@@ -179,11 +183,11 @@ class _Search:
     def _cut(self, band: Band, pairs: Pairs, slack_ns: int) -> Band:
         """Return the band cut by the rule that no rank leaves a collective before all have entered it."""
         cut = band.copy()
-        for theirs, mine in pairs.values():
+        for theirs, ours in pairs.values():
             if not cut:
                 break
-            self._bound(cut, mine.entered_ns, mine.entered_ns - theirs.left_ns - slack_ns, None)
-            self._bound(cut, mine.left_ns, None, mine.left_ns - theirs.entered_ns + slack_ns)
+            self._bound(cut, ours.entered_ns, ours.entered_ns - theirs.left_ns - slack_ns, None)
+            self._bound(cut, ours.left_ns, None, ours.left_ns - theirs.entered_ns + slack_ns)
         return cut
 
     def _bound(self, band: Band, at_ns: int, low_ns: int | None, high_ns: int | None) -> None:
@@ -191,30 +195,30 @@ class _Search:
         high = 2.0 * REACH_NS if high_ns is None else high_ns - self._near_ns
         band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
 
-    def _ambiguous(self, theirs: Series | Refused, mine: Series | Refused, band: Band, slack_ns: int) -> bool:
+    def _ambiguous(self, theirs: Series | Refused, ours: Series | Refused, band: Band, slack_ns: int) -> bool:
         """Whether, without numbers, each could as well be the next one, or the one before."""
-        if isinstance(theirs, Refused) or isinstance(mine, Refused) or mine.numbered:
+        if isinstance(theirs, Refused) or isinstance(ours, Refused) or ours.numbered:
             return False
         for shift in _SHIFTS:
-            shifted = match(theirs, mine, shift) if abs(shift) < max(mine.count, 2) else {}
+            shifted = match(theirs, ours, shift) if abs(shift) < max(ours.count, 2) else {}
             if not isinstance(shifted, str) and self._cut(band, shifted, slack_ns):
                 return True
         return False
 
-    def _found(self, bands: Sequence[Band]) -> Found:
+    def _lead(self, bands: Sequence[Band]) -> Lead:
         band, slack_ns = next((b, slack) for b, slack in zip(bands, self._slacks, strict=True) if b)
-        return _found(self._clock, band, self._near_ns, slack_ns, self._matched)
+        return _lead(self._clock, band, self._near_ns, slack_ns, self._matched)
 
 
-def _found(clock: Clock, band: Band, near_ns: int, slack_ns: int, matched: int) -> Found:
+def _lead(clock: Clock, band: Band, near_ns: int, slack_ns: int, matched: int) -> Lead:
     fit = band.fit()
     line = Line(clock.first_ns, clock.last_ns, near_ns + fit.first_ns, near_ns + fit.last_ns)
-    return Found(line, fit.within_ns + slack_ns, matched)
+    return Lead(line, fit.within_ns + slack_ns, matched)
 
 
 def _unsure(match: tuple[Kind, Series | Refused, Series | Refused]) -> tuple[bool, int]:
-    mine = match[2]
-    return (True, 0) if isinstance(mine, Refused) else (not mine.numbered, -mine.count)
+    ours = match[2]
+    return (True, 0) if isinstance(ours, Refused) else (not ours.numbered, -ours.count)
 
 
 def _say(kind: Kind, why: str) -> str:
@@ -235,8 +239,8 @@ def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
 
 
 def _against_owner(
-    clocks: Sequence[Clock], found: Sequence[tuple[Clock, Clock, Found]], notes: Mapping[str, list[str]]
-) -> Iterator[tuple[Clock, Found]]:
+    clocks: Sequence[Clock], leads: Sequence[tuple[Clock, Clock, Lead]], notes: Mapping[str, list[str]]
+) -> Iterator[tuple[Clock, Lead]]:
     """Yield each clock's lead over the owner's: hosts that had collectives together keep together.
 
     Where the owner's host is not among them, all their samples say together where they are.
@@ -244,41 +248,41 @@ def _against_owner(
     left = list(clocks)
     while left:
         root = left[0]  # the owner's first
-        known = _around(root, found)
+        known = _around(root, leads)
         left = [clock for clock in left if clock not in known]
         if len(known) == 1:
             continue
-        base = Found(Line(root.first_ns, root.last_ns, 0, 0), 0, 0) if root.owner else _anchored(root, known)
-        for clock, one in known.items():
+        base = Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0) if root.owner else _anchored(root, known)
+        for clock, own in known.items():
             if isinstance(base, str):
                 notes[clock.host].append(base)
             elif not clock.owner:
-                within_ns = one.within_ns + base.within_ns
-                matched = one.matched or max(each.matched for each in known.values())
-                yield clock, Found(one.line.then(base.line), within_ns, matched)
+                within_ns = own.within_ns + base.within_ns
+                matched = own.matched or max(lead.matched for lead in known.values())
+                yield clock, Lead(own.line.then(base.line), within_ns, matched)
 
 
-def _around(root: Clock, found: Sequence[tuple[Clock, Clock, Found]]) -> dict[Clock, Found]:
+def _around(root: Clock, leads: Sequence[tuple[Clock, Clock, Lead]]) -> dict[Clock, Lead]:
     """Return the lead over the root of each clock linked to it, along the surest path (Dijkstra)."""
-    known: dict[Clock, Found] = {}
-    open_ = {root: Found(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
+    known: dict[Clock, Lead] = {}
+    open_ = {root: Lead(Line(root.first_ns, root.last_ns, 0, 0), 0, 0)}
     while open_:
         near = min(open_, key=lambda clock: open_[clock].within_ns)
         known[near] = open_.pop(near)
-        for one, other, said in found:
+        for one, other, lead in leads:
             if near not in (one, other):
                 continue
             far = other if near is one else one
             if far in known:
                 continue
-            line = said.line if near is one else said.line.inverse(far.first_ns, far.last_ns)
-            within_ns = known[near].within_ns + said.within_ns
+            line = lead.line if near is one else lead.line.inverse(far.first_ns, far.last_ns)
+            within_ns = known[near].within_ns + lead.within_ns
             if far not in open_ or within_ns < open_[far].within_ns:
-                open_[far] = Found(line.then(known[near].line), within_ns, said.matched)
+                open_[far] = Lead(line.then(known[near].line), within_ns, lead.matched)
     return known
 
 
-def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
+def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
     """Return the root's lead over the owner's clock by all samples, or why it is unknown."""
     samples = [
         Sample(wall_ns - line.at(wall_ns), offset_ns - line.at(wall_ns), own_ns + within_ns)
@@ -296,13 +300,13 @@ def _anchored(root: Clock, known: Mapping[Clock, Found]) -> Found | str:
             low_ns, high_ns = offset_ns - within_ns - slack_ns, offset_ns + within_ns + slack_ns
             band.cut((at_ns - root.first_ns) / lasted_ns, low_ns - near_ns, high_ns - near_ns)
         if band:
-            return _found(root, band, near_ns, slack_ns, 0)
+            return _lead(root, band, near_ns, slack_ns, 0)
     return "its host's clock samples contradict those of hosts that it had collectives with"
 
 
-def _better(source: Source, before: Aligned, found: Found, reference: Reference) -> Aligned:
+def _better(source: Source, before: Aligned, lead: Lead, reference: Reference) -> Aligned:
     """By the collectives, unless the samples alone know more and agree."""
-    line, within_ns, matched = found
+    line, within_ns, matched = lead
     offsets = [line.at(wall_ns) for wall_ns in extent(source, before, reference)]
     known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
     was = before.clock

@@ -28,24 +28,26 @@ class FlowIds:
         self.below = 10 ** (self._free - 1)
         self._others: dict[tuple[bytes, object], int] = {}
 
-    def number(self, found: bytes, scope: object = None) -> int:
+    def number(self, written: bytes, scope: object = None) -> int:
         """The new id for one as it stands in JSON. Injective: different ids stay different."""
-        if scope is None and found.isdigit() and int(found) < self.below:
-            return int(b"%b%d" % (self.prefix, int(found)))
+        if scope is None and written.isdigit() and int(written) < self.below:
+            return int(b"%b%d" % (self.prefix, int(written)))
         # Strings, and numbers that are too large: behind the prefix one digit more than all others have.
-        other = self._others.setdefault((found, scope), len(self._others))
+        other = self._others.setdefault((written, scope), len(self._others))
         return int(b"%b%0*d" % (self.prefix, self._free, other))
 
-    def renamed(self, found: msgspec.Raw, scope: object) -> msgspec.Raw:
+    def renamed(self, written: msgspec.Raw, scope: object) -> msgspec.Raw:
         """As JSON of the same type: a number, or a string with a hexadecimal number.
 
         Args:
             scope: Whose the id is where it is local: the event's pid. Only `id2` says that.
         """
-        text = bytes(found)
+        text = bytes(written)
         if text.startswith(b"{"):  # `id2`: {"local": id} or {"global": id}
             ids = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            moved = {kind: hex(self.number(bytes(each), (kind, scope))) for kind, each in ids.items()}
+            moved = {
+                kind: hex(self.number(bytes(written_id), (kind, scope))) for kind, written_id in ids.items()
+            }
             return msgspec.Raw(msgspec.json.encode(moved))
         number = self.number(text)
         return msgspec.Raw(b'"%#x"' % number if text.startswith(b'"') else b"%d" % number)

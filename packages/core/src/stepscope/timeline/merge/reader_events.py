@@ -291,7 +291,7 @@ class _Line:
     def of_instant(self, at: int) -> int:
         """The tid of what happens in a slice: the one that began last, of those that run."""
         running = [(*slices[-1], lane) for lane, slices in enumerate(self._running) if slices]
-        _, _, lane = max((each for each in running if each[0] <= at <= each[1]), default=(0, 0, 0))
+        _, _, lane = max((slice_ for slice_ in running if slice_[0] <= at <= slice_[1]), default=(0, 0, 0))
         return self._tids[self._lane(lane)]
 
     def _lane(self, lane: int) -> int:

@@ -235,7 +235,7 @@ def _runs(array: bytes, elements: list[msgspec.Raw]) -> Iterator[tuple[bool, lis
     except msgspec.ValidationError:
         yield True, elements
         return
-    for apart, run in groupby(zip(phases, elements, strict=True), lambda each: each[0] in _APART):
+    for apart, run in groupby(zip(phases, elements, strict=True), lambda pair: pair[0] in _APART):
         yield apart, [element for _, element in run]
 
 

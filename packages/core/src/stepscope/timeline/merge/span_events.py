@@ -31,9 +31,9 @@ class Drawn:
         self._selection = selection
         self._cut = cut
         self._tids: dict[int, int] = {}
-        self._mine: dict[int, list[int]] = {}
+        self._spans_of: dict[int, list[int]] = {}
         for index, span in enumerate(timeline.spans):
-            self._mine.setdefault(span.process, []).append(index)
+            self._spans_of.setdefault(span.process, []).append(index)
         self._stalled: set[int] = set()
         """Replicas whose stalls are drawn: each in its first row."""
         self.outside = 0
@@ -43,7 +43,7 @@ class Drawn:
         """Yield a row's spans. Draw the rows from top to bottom."""
         if row.process is None:
             return
-        chosen = [index for index in self._mine.get(row.process, ()) if self._chosen(index, row)]
+        chosen = [index for index in self._spans_of.get(row.process, ()) if self._chosen(index, row)]
         for group, members in self._groups(chosen).items():
             lanes = pack(self._intervals(members))
             tids = _tracks(row, group, lanes, tracks)
@@ -174,15 +174,15 @@ def _tracks(row: Row, group: str, lanes: Sequence[int], tracks: Tracks) -> list[
 
 
 def _args(span: Span, step: int) -> Event:
-    said: Event = {"role": span.role}
+    args: Event = {"role": span.role}
     for name in ("trajectory", "turn", "policy_version", "begun_step", "error"):
         if (value := getattr(span, name)) is not None:
-            said[name] = value
+            args[name] = value
     if span.step != step:
-        said["step"] = span.step
+        args["step"] = span.step
     if span.end_ns is None:
-        said["open"] = "it was never seen to end"
-    return {**{name: _plain(value) for name, value in (span.attrs or {}).items()}, **said}
+        args["open"] = "it was never seen to end"
+    return {**{name: _plain(value) for name, value in (span.attrs or {}).items()}, **args}
 
 
 def _plain(value: object) -> object:

@@ -169,17 +169,17 @@ class Template:
         if any(event.id >= 0 for event in events):
             self._id = self._ids_of(array)
         decode = _decoder(
-            threads.pids, threads.tids, (times.first, times.beyond), times.each is not None,
+            threads.pids, threads.tids, (times.first, times.beyond), times.one_by_one is not None,
             (int(self._ids.prefix) * 10, (int(self._ids.prefix) + 1) * self._ids.below),
         )  # fmt: skip
         return _Plan(times, [*self._id, *threads.needles], decode)
 
     def _ids_of(self, array: bytes) -> list[_Needle]:
-        found = _ID.search(array)
-        if found is None:
+        match = _ID.search(array)
+        if match is None:
             return []
-        before = array[max(0, found.start() - 64) : found.start()]
-        written, prefix = before[len(before.rstrip(b", \n")) :] + found[0], self._ids.prefix
+        before = array[max(0, match.start() - 64) : match.start()]
+        written, prefix = before[len(before.rstrip(b", \n")) :] + match[0], self._ids.prefix
         return [_Needle(written, written + prefix, _OF_ID, written.replace(b'"id"', _MARKED_ID) + prefix)]
 
     def _threads(self, events: list[Plain], glue: tuple[bytes, ...]) -> _Threads:
@@ -196,7 +196,7 @@ class Template:
         pids, may_be = {own}, set[int]()
         for number, pid in enumerate((own, *sorted(self._pids))):
             kind, before = _MARKED_PID + number, b"%d" % (_MARKED_TID + number)
-            tids = {tid: new for (of, tid), new in self._tids.items() if of == pid}
+            tids = {tid: new for (file_pid, tid), new in self._tids.items() if file_pid == pid}
             moved = any(tid != new for tid, new in tids.items())
             if pid == own:
                 may_be = {tid for tid, new in tids.items() if tid == new}
@@ -234,7 +234,7 @@ class Template:
                 return moved._replace(first=max(first, moved.first), beyond=min(last, moved.beyond))
         if len(str(earliest)) != len(str(latest)):
             return None
-        return _Times(first, last, each=_EachTime(self._place, colon, len(str(earliest))))
+        return _Times(first, last, one_by_one=_EachTime(self._place, colon, len(str(earliest))))
 
     def _bounds(self) -> tuple[int, int]:
         """Return the first and the last `ts` that are believed and selected, at most 1 us too narrow."""
@@ -287,7 +287,7 @@ class _Times(NamedTuple):
     beyond: int
     needles: tuple[_Needle, ...] = ()
     """Needles for a move by whole seconds: the leading digits are the same in most of a batch."""
-    each: _EachTime | None = None
+    one_by_one: _EachTime | None = None
 
 
 def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | None:
@@ -300,9 +300,9 @@ def _seconds(earliest: int, latest: int, shift: int, start: bytes) -> _Times | N
     alike = len(str(numbers[0])) == len(str(numbers[-1]))
     if len(numbers) > _SECONDS or not alike or numbers[0] == 0 or numbers[0] + shift <= 0:
         return None
-    needles = [_Needle(b"%b%d" % (start, each), b"%b%d" % (start, each + shift)) for each in numbers]
+    needles = [_Needle(b"%b%d" % (start, number), b"%b%d" % (start, number + shift)) for number in numbers]
     # No wider than that: `"ts": 44` is also how 443 seconds begin.
-    first, last = ((each + shift) * _SECOND_US * unit for each in (numbers[0], numbers[-1]))
+    first, last = ((number + shift) * _SECOND_US * unit for number in (numbers[0], numbers[-1]))
     return _Times(first, last + _SECOND_US * unit, tuple(needles))
 
 
@@ -319,16 +319,16 @@ class _Plan(NamedTuple):
         for needle in self.times.needles:
             text, count = _replaced(text, needle.written, needle.final)
             at += count
-        found = list[tuple[_Needle, int]]()
+        replaced = list[tuple[_Needle, int]]()
         counts = dict[int, int]()
         for needle in self.needles:
             text, count = _replaced(text, needle.written, needle.marked)
             if count:
-                found.append((needle, count))
+                replaced.append((needle, count))
                 counts[needle.kind] = counts.get(needle.kind, 0) + count
-        each = self.times.each
-        if each is not None:
-            moved = each.moved(text)
+        one_by_one = self.times.one_by_one
+        if one_by_one is not None:
+            moved = one_by_one.moved(text)
             if moved is None:
                 return None
             text, at = moved
@@ -336,15 +336,15 @@ class _Plan(NamedTuple):
             events = self.decode(text)
         except msgspec.DecodeError:
             return None
-        if (each is not None or self.times.needles) and at != len(events):
+        if (one_by_one is not None or self.times.needles) and at != len(events):
             return None  # there is no event without a time
         if any(count != _marked(kind, events) for kind, count in counts.items()):
             return None
-        if each is not None:
+        if one_by_one is not None:
             text, again = _replaced(text, _MARKED_TIME, b'"ts"')
             if again != at:
                 return None
-        for needle, count in found:
+        for needle, count in replaced:
             text, again = _replaced(text, needle.marked, needle.final)
             if again != count:
                 return None

@@ -80,18 +80,18 @@ class ChromeTrace:
 
     def fields(self) -> TraceFields:
         """Read the fields before the events, or the whole file if the base is not before them."""
-        found: dict[str, msgspec.Raw] = {}
+        raw_fields: dict[str, msgspec.Raw] = {}
         first: list[msgspec.Raw] = []
         silent = ChromeTrace(self.path)  # the reading that counts is the one of the events
-        for batch in silent._scan(found, raw_elements, None, _FIRST_BLOCK):
+        for batch in silent._scan(raw_fields, raw_elements, None, _FIRST_BLOCK):
             first = batch[:1]
-            if "baseTimeNanoseconds" not in found and not silent._behind(found):
-                for _ in silent._scan(found, raw_elements, None):
+            if "baseTimeNanoseconds" not in raw_fields and not silent._behind(raw_fields):
+                for _ in silent._scan(raw_fields, raw_elements, None):
                     pass
             break
-        return _typed(found, first)
+        return _typed(raw_fields, first)
 
-    def _behind(self, found: dict[str, msgspec.Raw]) -> bool:
+    def _behind(self, fields: dict[str, msgspec.Raw]) -> bool:
         """Takes the fields behind the events from the file's end. False: they are not to be seen there."""
         blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
         text = b"".join(blocks)
@@ -101,12 +101,12 @@ class ChromeTrace:
         elements = Elements(Notes(), raw_elements)
         for _ in (*elements.feed(text[start.end() :]), *elements.end()):
             pass
-        trailer, known = elements.trailer, len(found)
+        trailer, known = elements.trailer, len(fields)
         if trailer is None:
             return False
-        self._close(trailer, found)
+        self._close(trailer, fields)
         # What ended there may also have been an object that looks like an event, inside of an event.
-        return len(found) > known or not trailer.strip(_NOTHING)
+        return len(fields) > known or not trailer.strip(_NOTHING)
 
     def texts(
         self, parse: Callable[[bytes], _T], on_read: Callable[[int], None] | None = None
@@ -121,14 +121,14 @@ class ChromeTrace:
         on_read: Callable[[int], None] | None = None,
     ) -> TraceFields:
         """Hands `take` what `parse` made of the events, block by block; returns what stands around them."""
-        found: dict[str, msgspec.Raw] = {}
-        for some in self._scan(found, parse, on_read):
-            take(some)
-        return _typed(found, [])
+        fields: dict[str, msgspec.Raw] = {}
+        for events in self._scan(fields, parse, on_read):
+            take(events)
+        return _typed(fields, [])
 
     def _scan(
         self,
-        found: dict[str, msgspec.Raw],
+        fields: dict[str, msgspec.Raw],
         parse: Callable[[bytes], _T],
         on_read: Callable[[int], None] | None,
         size: int = BLOCK,
@@ -148,7 +148,7 @@ class ChromeTrace:
             if block and len(header) < enough:
                 continue
             enough = min(2 * len(header), LONGEST)  # looked through again when it is twice as long: linear
-            events = _behind_header(header, found)
+            events = _behind_header(header, fields)
             if events is not None:
                 header = None
                 yield from elements.feed(events)
@@ -156,31 +156,31 @@ class ChromeTrace:
                 break
         if header is None:
             yield from elements.end()
-            self._close(elements.trailer, found)
+            self._close(elements.trailer, fields)
         elif header:
             self.notes.file("left out: no trace events in it")
 
-    def _close(self, trailer: bytes | None, found: dict[str, msgspec.Raw]) -> None:
+    def _close(self, trailer: bytes | None, fields: dict[str, msgspec.Raw]) -> None:
         if trailer is None:
             self.notes.file("cut off: its list of events does not end")
         elif trailer.strip(_NOTHING):
-            found.update(_object(b"{" + trailer.lstrip(b" \t\r\n,")))
+            fields.update(_object(b"{" + trailer.lstrip(b" \t\r\n,")))
 
 
 def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
     """Each event of a Chrome trace as JSON, for readers of formats that are nearly one."""
     trace = ChromeTrace(path)
     trace.notes = notes
-    for some in trace.texts(raw_elements):
-        yield from some
+    for events in trace.texts(raw_elements):
+        yield from events
 
 
-def _behind_header(text: bytes, found: dict[str, msgspec.Raw]) -> bytes | None:
+def _behind_header(text: bytes, fields: dict[str, msgspec.Raw]) -> bytes | None:
     """Take the fields before the events into `found`. Return what follows them; None: no events in `text`."""
     at = _array(text)
     if at is None:
         return None
-    found.update(_object(text[: at[0]] + b"}"))
+    fields.update(_object(text[: at[0]] + b"}"))
     return text[at[1] :]
 
 
@@ -212,14 +212,14 @@ def _object(text: bytes) -> dict[str, msgspec.Raw]:
     return {}
 
 
-def _typed(found: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFields:
+def _typed(fields: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFields:
     """Field by field: one of another type than it should be says nothing, and costs no other."""
-    base_ns = _value(found, "baseTimeNanoseconds", int)
+    base_ns = _value(fields, "baseTimeNanoseconds", int)
     return TraceFields(
         base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,
-        distributed=_value(found, "distributedInfo", Distributed),
-        host=_value(found, "host_name", str),
-        devices=_value(found, "deviceProperties", tuple[DeviceProperties, ...]) or (),
+        distributed=_value(fields, "distributedInfo", Distributed),
+        host=_value(fields, "host_name", str),
+        devices=_value(fields, "deviceProperties", tuple[DeviceProperties, ...]) or (),
         pid=_pid(first),
     )
 
@@ -231,8 +231,8 @@ def _pid(events: list[msgspec.Raw]) -> int | None:
         return None
 
 
-def _value(found: dict[str, msgspec.Raw], name: str, kind: type[_T]) -> _T | None:
+def _value(fields: dict[str, msgspec.Raw], name: str, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(found[name], type=kind, strict=False)
+        return msgspec.json.decode(fields[name], type=kind, strict=False)
     except (KeyError, msgspec.DecodeError):
         return None

@@ -26,7 +26,7 @@ class Readers:
     @classmethod
     def installed(cls) -> Readers:
         """Packages' readers first, by name: they know their files better than we do."""
-        found = cls()
+        readers = cls()
         for point in _points(metadata.entry_points, tuple(map(_changed, sys.path))):
             try:
                 reader = cast(Callable[[], Reader], point.load())()
@@ -35,11 +35,11 @@ class Readers:
                     raise TypeError(f"{type(reader).__qualname__} lacks {', '.join(lacking)}")
             except Exception as error:
                 what = f"this reader ({point.value}) cannot be used: {reason(error)}"
-                found.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
+                readers.problems.append(FileProblem(file=f"{GROUP}: {point.name}", what=what))
             else:
-                found._readers.append(reader)
-        found._readers += _own()
-        return found
+                readers._readers.append(reader)
+        readers._readers += _own()
+        return readers
 
     def claim(self, file: FoundFile) -> tuple[Reader, Claim] | tuple[None, None]:
         """Return the reader that knows the file, and its answer."""

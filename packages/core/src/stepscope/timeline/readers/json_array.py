@@ -123,7 +123,7 @@ class Elements(Generic[T]):
     def _recover(self, text: bytes, *, last: bool) -> Iterator[T]:
         """Yield the sound elements of damaged text, at most one batch. The part that may go on is kept."""
         self._rest = b""
-        found: list[bytes] = []
+        sound: list[bytes] = []
         at, credit = 0, _REACH * len(text)
         for bound in [*(match.end() for match in BOUNDARY.finditer(text)), len(text)]:
             if self._astray and bound < len(text):
@@ -132,18 +132,18 @@ class Elements(Generic[T]):
                 continue  # inside an element that goes beyond what looked like an event, or one given up
             part = text[at:bound].strip(_BLANK)
             if part.startswith(b"{") and self._is_sound(part) and _are_objects(part):
-                found.append(part)
+                sound.append(part)
                 at = bound
                 continue
-            at, reached = self._walk(text, at, bound, min(len(text), bound + credit), last, found)
+            at, reached = self._walk(text, at, bound, min(len(text), bound + credit), last, sound)
             credit -= reached - bound
         if self._astray and not last:
             self._rest = text[-_OVERLAP:]
-        if found:
-            yield self._parse(array_of(found))
+        if sound:
+            yield self._parse(array_of(sound))
 
     def _walk(
-        self, text: bytes, at: int, bound: int, limit: int, last: bool, found: list[bytes]
+        self, text: bytes, at: int, bound: int, limit: int, last: bool, sound: list[bytes]
     ) -> tuple[int, int]:
         """Add the sound elements of a part to `found`, by its strings and brackets.
 
@@ -172,7 +172,7 @@ class Elements(Generic[T]):
                 break
             element = self._checked(text[start:end]) if text[start] == _BRACE else b""
             if element:
-                found.append(element)
+                sound.append(element)
             else:
                 self._notes.events(NO_JSON)
                 if end > bound:

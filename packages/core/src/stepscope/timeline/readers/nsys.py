@@ -137,7 +137,7 @@ class _Export:
             self._link,
             self._nvtx,
             self._runtime,
-            *(partial(self._device, each) for each in _DEVICES),
+            *(partial(self._device, device) for device in _DEVICES),
         ]
         for read in reads:
             try:
@@ -160,34 +160,34 @@ class _Export:
 
     def _processes(self) -> set[int]:
         """Serialized ids of the processes that anything is of."""
-        found: set[int] = set()
+        processes: set[int] = set()
         for table in (_RUNTIME, _NVTX, *(device.table for device in _DEVICES)):
             for column in ("globalPid", "globalTid"):
                 if self._has(table, column):
                     query = f"SELECT DISTINCT {column} & {_PROCESS} FROM {table} WHERE {column} IS NOT NULL"
-                    found |= {process for (process,) in self._database.execute(query)}
-        return found
+                    processes |= {process for (process,) in self._database.execute(query)}
+        return processes
 
     def _host(self) -> str | None:
         if not self._has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
             return None
         query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1"
-        found = self._database.execute(query).fetchone()
-        return None if found is None else str(found[0])
+        row = self._database.execute(query).fetchone()
+        return None if row is None else str(row[0])
 
     def _first(self, table: str, column: str) -> object:
         if not self._has(table, column):
             return None
-        found = self._database.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
-        return None if found is None else found[0]
+        row = self._database.execute(f"SELECT {column} FROM {table} LIMIT 1").fetchone()
+        return None if row is None else row[0]
 
     def _string(self, number: int | None) -> str | None:
         """Of `StringIds`. Names are few and come again and again; other texts there may be large."""
         if number not in self._strings:
             if len(self._strings) >= _STRINGS:
                 self._strings.clear()
-            found = self._database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
-            self._strings[number] = None if found is None else str(found[0])
+            row = self._database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
+            self._strings[number] = None if row is None else str(row[0])
         return self._strings[number]
 
     def _link(self) -> Iterator[Event]:
@@ -289,7 +289,7 @@ class _Export:
             self._notes.file(f"left out: {table} has no columns start and end")
             return
         has = self._columns[table]
-        columns = ", ".join([*(f"t.{each}" if each in has else "NULL" for each in wanted), *more])
+        columns = ", ".join([*(f"t.{column}" if column in has else "NULL" for column in wanted), *more])
         query = f"SELECT t.start, t.end, {columns} FROM {table} t {clauses} ORDER BY t.start, t.end DESC"
         for row in self._database.execute(query):
             if type(row[0]) is int:
@@ -342,12 +342,12 @@ class _Export:
 
     @cached_property
     def _thread_names(self) -> dict[int, str]:
-        found = {}
+        names = {}
         if self._has("ThreadNames", "globalTid", "nameId"):
             for thread, name_id in self._database.execute("SELECT globalTid, nameId FROM ThreadNames"):
                 if (name := self._string(name_id)) is not None:
-                    found[thread] = name
-        return {**found, **dict(self._nvtx_texts(_THREAD_NAME, "globalTid"))}
+                    names[thread] = name
+        return {**names, **dict(self._nvtx_texts(_THREAD_NAME, "globalTid"))}
 
     def _nvtx_texts(self, kind: int, column: str) -> Iterator[tuple[int, str]]:
         """The texts of NVTX events that only name something, by what they name."""

@@ -24,7 +24,11 @@ def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
             default=None,
         )
         if before is not None:
-            last = {key: each for key, each in last.items() if each.owner or _took_part(each, owner, before)}
+            last = {
+                key: worker
+                for key, worker in last.items()
+                if worker.owner or _took_part(worker, owner, before)
+            }
     chosen = [source for source in sources if last.get(source.info.key) is source]
     return chosen, [source for source in sources if last.get(source.info.key) is not source]
 

@@ -43,19 +43,19 @@ def load_step(
     sources, problems = read_sources(layout, on_read)
     runs = list(dict.fromkeys(source.run_id for source in sorted(sources, key=lambda s: s.opened.wall_ns)))
     if not runs:
-        found = "; ".join(f"{problem.file}: {problem.what}" for problem in problems[:3])
+        reasons = "; ".join(f"{problem.file}: {problem.what}" for problem in problems[:3])
         raise RecordError(
-            f"{layout.root} holds nothing that a process of a capture left ({found or 'no such files'})"
+            f"{layout.root} holds nothing that a process of a capture left ({reasons or 'no such files'})"
         )
     if run_id is not None and run_id not in runs:
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
     chosen = run_id or runs[-1]
-    mine, earlier = of_the_last([source for source in sources if source.run_id == chosen])
-    files = tuple(sorted(_artifacts(earlier) - _artifacts(mine)))
-    timeline = _assemble(layout, sorted(mine, key=_order), tuple(runs), problems, files)
+    latest, earlier = of_the_last([source for source in sources if source.run_id == chosen])
+    files = tuple(sorted(_artifacts(earlier) - _artifacts(latest)))
+    timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, files)
     if not earlier:
         return timeline
-    captures = max(source.capture for source in mine)
+    captures = max(source.capture for source in latest)
     return msgspec.structs.replace(timeline, captures=captures, earlier_files=files)
 
 
@@ -94,8 +94,8 @@ def _assemble(
     parts = [source.part for source in sources if source.part is not None]
     profiled = profiled_keys(parts)
     processes = tuple(
-        _process(source, name, placed, mine, source.info.key in profiled)
-        for source, name, placed, mine in zip(sources, names, aligned, records, strict=True)
+        _process(source, name, placed, opened, source.info.key in profiled)
+        for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, consumed = _apart(spans)
@@ -171,8 +171,8 @@ def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open
 
 def _records(source: Source) -> list[Open]:
     """In the order of opening: the order of their numbers."""
-    found = {} if source.file is None else source.file.spans
-    return [found[number] for number in sorted(found)]
+    spans = {} if source.file is None else source.file.spans
+    return [spans[number] for number in sorted(spans)]
 
 
 def _dropped(source: Source) -> int | None:
@@ -187,8 +187,8 @@ def _spans(
     parents = iter(parents_of(records, [source.info.key for source in sources], step))
     return [
         _span(record, process, next(parents), place, step)
-        for process, (place, mine) in enumerate(zip(places, records, strict=True))
-        for record in mine
+        for process, (place, opened) in enumerate(zip(places, records, strict=True))
+        for record in opened
     ]
 
 
@@ -231,9 +231,9 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
 
 
 def _begun(record: Open, step: int) -> int | None:
-    said = (record.attrs or {}).get("begun") if record.stage == CONSUME else None
-    if isinstance(said, int) and not isinstance(said, bool):
-        return said
+    begun = (record.attrs or {}).get("begun") if record.stage == CONSUME else None
+    if isinstance(begun, int) and not isinstance(begun, bool):
+        return begun
     return None if record.link is None or record.link.step == step else record.link.step
 
 

@@ -16,11 +16,11 @@ def requests(timeline: Timeline) -> Iterator[tuple[int, int]]:
     The maker is the one process that names the request in a trajectory of its own. Where two processes could
     have made it, or none, nothing is known. That two spans overlap in time is no knowledge either.
     """
-    found: dict[object, list[int]] = {}
+    named: dict[object, list[int]] = {}
     for index, span in enumerate(timeline.spans):
         if span.attrs is not None and (name := span.attrs.get(ATTRIBUTE)) is not None:
-            found.setdefault(name, []).append(index)
-    for members in found.values():
+            named.setdefault(name, []).append(index)
+    for members in named.values():
         yield from _of_one(timeline.spans, members)
 
 

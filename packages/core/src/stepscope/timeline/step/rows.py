@@ -92,13 +92,13 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
     start_ns = timeline.window.start_ns - MARGIN_NS
     end_ns = timeline.window.end_ns + MARGIN_NS
     own_ns = start_ns // _BASE_NS * _BASE_NS
-    there = Counter(
+    candidates = Counter(
         base_ns
         if any(lowest <= start_ns - base_ns and end_ns - base_ns < beyond for lowest, beyond in _EXACT)
         else own_ns
         for base_ns in bases
     )
-    ((base_ns, _),) = there.most_common(1) or [(own_ns, 0)]
+    ((base_ns, _),) = candidates.most_common(1) or [(own_ns, 0)]
     end = timeline.window.end_ns - base_ns
     return Axis(base_ns, first=start_ns - base_ns, last=end + MARGIN_NS, behind=end + _SECOND_NS)
 
@@ -158,8 +158,8 @@ class Rows:
         return row
 
     def _same_process(self, info: ProcessInfo) -> Row | None:
-        mine = (row for row in self.of_process if (row.info.host, row.info.pid) == (info.host, info.pid))
-        return next(mine, None)
+        rows = (row for row in self.of_process if (row.info.host, row.info.pid) == (info.host, info.pid))
+        return next(rows, None)
 
     def _order(self, row: Row) -> tuple[object, ...]:
         info = row.info

@@ -26,8 +26,8 @@ def stalls_of(parts: Iterable[ProcessPart], processes: Sequence[Process]) -> tup
                     engines[artifact.replica][dp] += _placed(artifact, processes)
     return tuple(
         EngineStall(replica=replica, start_ns=start_ns, end_ns=end_ns)
-        for replica, of_engines in sorted(engines.items())
-        for start_ns, end_ns in _common(of_engines)
+        for replica, intervals in sorted(engines.items())
+        for start_ns, end_ns in _common(intervals)
     )
 
 

@@ -45,9 +45,11 @@ class TraceFile(NamedTuple):
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
         """Return the process that wrote it, as far as known."""
-        said = fields.distributed
+        distributed = fields.distributed
         if self.sidecar is None:
-            rank, world_size = (None, None) if said is None else (said.rank, said.world_size)
+            rank, world_size = (
+                (None, None) if distributed is None else (distributed.rank, distributed.world_size)
+            )
             host = fields.host or "host unknown"
             return ProcessInfo(role=self.role, rank=rank, world_size=world_size, host=host, pid=0)
         artifact = self.sidecar.artifact
@@ -61,7 +63,7 @@ class TraceFile(NamedTuple):
         )
 
 
-class Found(NamedTuple):
+class StepFiles(NamedTuple):
     traces: list[TraceFile]
     unread: list[str]
     """Artifacts of this run that no timeline is made of, each with its kind."""
@@ -72,27 +74,27 @@ class Found(NamedTuple):
 
 def find_traces(
     layout: StepLayout, run_id: str | None, readers: Readers, without: Collection[str] = ()
-) -> Found:
+) -> StepFiles:
     """Return the traces of one run, or of all. A file without a sidecar counts for every run.
 
     Args:
         without: Files and folders to leave out, relative to the step's folder.
     """
-    found = Found([], [], [], [])
+    files = StepFiles([], [], [], [])
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
     sidecars = {path: _read(sidecar_of(path)) for path in described}
     for path in sorted({*_files(layout), *(path for path in described if not path.is_dir())}):
         if without and any(
-            each.relative_to(layout.root).as_posix() in without for each in _upwards(path, layout)
+            parent.relative_to(layout.root).as_posix() in without for parent in _upwards(path, layout)
         ):
             continue
-        said = _speaks_for(path, sidecars, layout)
-        if isinstance(said, str):
-            found.problems.append(FileProblem(file=_name(path, layout), what=said))
-        if not isinstance(said, Sidecar) or run_id in (None, said.run_id):
-            _take(layout, path, said, readers, found)
-    found.problems.extend(readers.problems)
-    return found
+        sidecar = _speaks_for(path, sidecars, layout)
+        if isinstance(sidecar, str):
+            files.problems.append(FileProblem(file=_name(path, layout), what=sidecar))
+        if not isinstance(sidecar, Sidecar) or run_id in (None, sidecar.run_id):
+            _take(layout, path, sidecar, readers, files)
+    files.problems.extend(readers.problems)
+    return files
 
 
 def _name(path: Path, layout: StepLayout) -> str:
@@ -107,8 +109,8 @@ def _upwards(path: Path, layout: StepLayout) -> list[Path]:
 
 def trace_bytes(layout: StepLayout) -> int:
     """Return the bytes of traces that a merge will read."""
-    found = find_traces(layout, None, Readers.installed())
-    return sum(trace.path.stat().st_size for trace in found.traces)
+    files = find_traces(layout, None, Readers.installed())
+    return sum(trace.path.stat().st_size for trace in files.traces)
 
 
 def _files(layout: StepLayout) -> Iterator[Path]:
@@ -129,36 +131,38 @@ def _speaks_for(
             return sidecars[about]
     if path.name.endswith(_SUFFIXES):
         return None
-    beside = (said for other, said in sidecars.items() if other.with_suffix("") == path.with_suffix(""))
+    beside = (sidecar for other, sidecar in sidecars.items() if other.with_suffix("") == path.with_suffix(""))
     return next(beside, None)
 
 
-def _take(layout: StepLayout, path: Path, said: Sidecar | str | None, readers: Readers, found: Found) -> None:
+def _take(
+    layout: StepLayout, path: Path, described: Sidecar | str | None, readers: Readers, files: StepFiles
+) -> None:
     name = _name(path, layout)
-    sidecar = said if isinstance(said, Sidecar) else None
+    sidecar = described if isinstance(described, Sidecar) else None
     if not path.is_file():
-        found.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))
+        files.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))
         return
     if sidecar is not None and sidecar.artifact.kind == MERGED:
-        found.unread.append(f"{name}: an engine merged it out of the traces beside it")
+        files.unread.append(f"{name}: an engine merged it out of the traces beside it")
         return
     if sidecar is not None and sidecar.artifact.kind in (SUMMARY, OOM_SUMMARY):
-        found.summaries.append(TraceFile(path, name, sidecar))
+        files.summaries.append(TraceFile(path, name, sidecar))
         return
     if sidecar is not None and sidecar.artifact.kind in _SNAPSHOTS:
-        found.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")
+        files.unread.append(f"{name}: for pytorch.org/memory_viz; the report reads the summary beside it")
         return
     reader, claim = readers.claim(FoundFile(path=path, name=name, sidecar=sidecar))
     if claim is not None and not claim.read:
         if claim.why is not None:
-            found.unread.append(f"{name}: {claim.why}")
+            files.unread.append(f"{name}: {claim.why}")
     elif reader is not None or path.name.endswith(_SUFFIXES):
-        if said is None:
-            found.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
-        found.traces.append(TraceFile(path, name, sidecar, reader))
-    elif said is not None:
+        if described is None:
+            files.problems.append(FileProblem(file=name, what=_NO_SIDECAR))
+        files.traces.append(TraceFile(path, name, sidecar, reader))
+    elif described is not None:
         kind = path.suffix if sidecar is None else sidecar.artifact.kind
-        found.unread.append(f"{name}: nothing here reads {kind}")
+        files.unread.append(f"{name}: nothing here reads {kind}")
 
 
 def _read(path: Path) -> Sidecar | str:
