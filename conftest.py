@@ -6,6 +6,7 @@ import ast
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from importlib import import_module
@@ -58,15 +59,37 @@ PROCESS_STATE = {
     "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),
     "stepscope.recording.instrument.patch": ("refusals",),
     "stepscope.recording.process.failures": ("_noted", "_warned"),
+    "stepscope.recording.process.prepared": ("_process",),
     "stepscope.recording.spans.redaction": ("hook",),
     "stepscope.recording.spans.wrapping": ("declared_roles", "declared_classes"),
 }
 """Variables, by module, that each test finds as the tests before it did."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def state_is_put_back_after_each_file() -> Iterator[None]:
+    """Put `PROCESS_STATE` back after the fixtures of a test file, which change it before its tests begin."""
+    with state_put_back():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def process_state_is_put_back() -> Iterator[None]:
     """Put `PROCESS_STATE` back after each test, and fail a test that leaves something open or changed."""
+    before = surroundings()
+    with state_put_back():
+        yield
+    after = surroundings()
+    if after != before:
+        changes = [
+            f"{name}: {before[name]} -> {after[name]}" for name in after if after[name] != before[name]
+        ]
+        pytest.fail(f"the test changed {'; '.join(changes)}. Fix: undo it in the test")
+
+
+@contextmanager
+def state_put_back() -> Iterator[None]:
+    """Give the variables of `PROCESS_STATE` their values and contents of before."""
     states = [
         (variables, name, variables[name], copy(variables[name]))
         for module, names in PROCESS_STATE.items()
@@ -74,7 +97,6 @@ def process_state_is_put_back() -> Iterator[None]:
         for name in names
         if name in variables
     ]
-    before = surroundings()
     yield
     for variables, name, value, content in states:
         if isinstance(value, list):
@@ -83,12 +105,6 @@ def process_state_is_put_back() -> Iterator[None]:
             value.clear()
             value.update(content)
         variables[name] = value
-    after = surroundings()
-    if after != before:
-        changes = [
-            f"{name}: {before[name]} -> {after[name]}" for name in after if after[name] != before[name]
-        ]
-        pytest.fail(f"the test changed {'; '.join(changes)}. Fix: undo it in the test")
 
 
 def surroundings() -> dict[str, object]:

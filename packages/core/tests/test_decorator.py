@@ -240,7 +240,7 @@ def test_a_recursion_without_an_end_is_the_users_own_error(
     def down() -> None:
         down()
 
-    with capture(1, config=config):
+    with capture(1, workers={}, config=config):
         before = scopes.current.get()
         guard.take()
         with pytest.raises(RecursionError):

@@ -57,7 +57,7 @@ def note(where: str, error: BaseException) -> None:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
         _noted[where] = (first, count + 1)
     if count == 0:
-        cause = "" if isinstance(error, StepscopeError) else " after an internal error"
+        cause = "" if isinstance(error, StepscopeError | OSError) else " after an internal error"
         warn("stepscope: disabled %s%s; training continues: %s", where, cause, first)
     if _raises():
         raise error
