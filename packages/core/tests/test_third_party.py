@@ -77,6 +77,14 @@ def test_an_engine_is_recorded_by_the_installed_adapter(run: Path) -> None:
     assert names == ["toy pass: 3 + 0", *["toy pass: 0 + 3"] * 3]
 
 
+def test_the_installed_adapter_passes_the_conformance_suite(installed: Path, tmp_path: Path) -> None:
+    shutil.copy(SOURCE / "conformance.py", tmp_path / "test_conformance.py")
+    output = python(
+        installed, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)
+    )
+    assert " passed" in output
+
+
 def test_the_versions_of_the_adapters_engine_are_in_the_runs_record(run: Path) -> None:
     assert "msgspec" in json.loads((run / "run.json").read_bytes())["versions"]
 

@@ -64,9 +64,9 @@ waited_s: ContextVar[float | None] = ContextVar("stepscope_waited_s", default=No
 
 
 def patience_s(capture: EngineCapture) -> float:
-    """Return the seconds that the capture waits for the `start` or `stop` in whose context this is called
-    (`close` can
-    be given a deadline of its own); infinite: to its end.
+    """Return how long the capture waits for the current `start` or `stop`, in s; infinite without a deadline.
+
+    `close(deadline_s=)` overrides it.
     """
     waited = waited_s.get()
     seconds = capture.stop_seconds if waited is None else waited

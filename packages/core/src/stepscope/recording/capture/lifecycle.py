@@ -1,6 +1,7 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is a list of stages, with one index. A closer that is interrupted leaves the index where it is, and
+Closing is a list of stages with one index: switch off, close the session, stop the participants, settle the
+manifest, hand the files over. A closer that is interrupted leaves the index where it is, and
 whoever closes next continues there: the same call once more, a signal's handler, the end of the process. Each
 stage may be entered twice. Opening that fails or is cancelled is rolled back by the same stages.
 """
@@ -368,4 +369,7 @@ STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
     Lifecycle.settle_manifest,
     Lifecycle.hand_over,
 )
-"""Of closing, in order."""
+"""Stages of closing, in order. `aclose` begins `stop_participants` before `close_session`, awaits it after.
+
+Traces may still be written in the background when the last stage ends.
+"""

@@ -1,6 +1,7 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
-States: new -> open -> (truncated ->) closed. Opening starts the profiler last, closing stops it first.
+States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (in continuous
+mode), then the span file and the watchdog. Closing ends recording, the profiler, the span file, the part.
 Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
 its reason.
 

@@ -9,9 +9,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepscope.engines import EngineCapture, EngineFactory, EngineProfilerBase, refuse_second_start
+from stepscope.engines import (
+    EngineCapture,
+    EngineFactory,
+    EngineProfilerBase,
+    Iterations,
+    refuse_second_start,
+)
 from stepscope.engines.artifacts import publish
 from stepscope.files.sidecar import Artifact
+
+OPTIONS = ("with_stack", "record_shapes", "profile_memory", "by_stage", "merge")
 
 
 class ToyEngine:
@@ -39,11 +47,16 @@ class ToyProfiler(EngineProfilerBase):
         return 1
 
     def check(self) -> None:
-        pass
+        """Nothing to check: the engine runs in this process."""
 
     async def start(self, capture: EngineCapture) -> None:
         refuse_second_start(self._capture)
         self._capture = capture
+        requested = {name: getattr(capture, name) for name in OPTIONS}
+        self._ignored = {name: "passes are all it records" for name, value in requested.items() if value}
+        if capture.iterations != Iterations():
+            self._ignored["iterations"] = "it records all passes"
+        self._ignored.update(dict.fromkeys(capture.extra, "it has no such option"))
         self.engine.passes.clear()
 
     async def stop(self) -> list[Artifact]:
