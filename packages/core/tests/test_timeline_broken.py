@@ -168,7 +168,7 @@ def test_a_folder_without_anything_of_a_capture_is_an_error(tmp_path: Path, make
     step = tmp_path / "step_000001"
     if make:
         (step / "spans").mkdir(parents=True)
-    with pytest.raises(RecordError, match="holds nothing that a process of a capture left"):
+    with pytest.raises(RecordError, match="holds no records of a captured process"):
         load_step(step)
 
 

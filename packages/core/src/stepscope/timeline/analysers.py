@@ -21,20 +21,20 @@ class Analyser(Protocol):
     """For messages."""
 
     def waiting(self, folder: Path) -> list[Path]:
-        """The recordings below `folder` that are not analysed yet, in order."""
+        """Return the recordings below `folder` that are not analysed yet, in order."""
         ...
 
     def analyse(self, recording: Path, timeout_s: float) -> str:
-        """Analyses one, and says in words what it made.
+        """Analyse one recording and describe the result in words.
 
         Raises:
-            StepscopeError: it failed, or took longer; the recording is as it was.
+            StepscopeError: the analysis failed or took longer. The recording is unchanged.
         """
         ...
 
 
 def installed() -> list[EntryPoint]:
-    """Those that packages bring, by name."""
+    """Return the entry points of all installed analysers, by name."""
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 

@@ -6,14 +6,14 @@ import sys
 
 
 def command_of(code: str) -> list[str] | None:
-    """The command of a child that runs `code`. None: there is no interpreter that could be started.
+    """Return the command of a child that runs `code`. None: no interpreter can be started.
 
-    An embedded one may have no executable. That of a frozen application is the application, which would start
-    anew.
+    An embedded interpreter may have no executable. The executable of a frozen application is the application,
+    which would start again.
     """
     if not sys.executable or hasattr(sys, "frozen"):
         return None
-    # Without what is no text, as a `Path`, which imports ignore. ASCII, for any locale.
+    # Imports ignore entries that are no text, such as a `Path`. ASCII works in any locale.
     path = ascii(list(filter(_is_text, sys.path)))
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
 

@@ -12,7 +12,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a step that a timeline shows: everything by default."""
 
     roles: tuple[str, ...] | None = None
-    """Names or globs. A process of such a role is shown whole; of any other one, its spans of such a role."""
+    """Names or globs. Processes of these roles are shown whole, others only with spans of these roles."""
     ranks: frozenset[int] | None = None
     """Processes without a rank (a driver) are shown whatever the ranks."""
     from_ms: float | None = None
@@ -20,7 +20,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     to_ms: float | None = None
     """Events that begin later are left out."""
     max_mb: float | None = None
-    """Size of the written file, in 10^6 bytes. Spans come first; of the traces each file gets its share."""
+    """Largest size of the written file, in 10^6 bytes. Spans come first; traces share the rest equally."""
 
     def role(self, *roles: str) -> bool:
         """Return whether one of these roles is selected."""
@@ -35,7 +35,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return _at(self.from_ms, opened_ns), _at(self.to_ms, opened_ns)
 
     def words(self) -> dict[str, object]:
-        """Return the fields that narrow it."""
+        """Return the fields that narrow the selection, as JSON values."""
         return {
             name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value is not None
         }

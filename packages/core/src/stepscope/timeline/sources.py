@@ -40,7 +40,7 @@ def read_sources(
 ) -> tuple[list[Source], list[FileProblem]]:
     """Return all processes of every run that left files, and the problems of their files."""
     parts, unreadable = part_files(layout, as_written=True)
-    # A part and a span file of one capture in a process have one name: a file that lost its header is known.
+    # The part and the span file of one capture share a name, which identifies a file that lost its header.
     left = {path.stem: part for path, part in parts.items()}
     files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
     problems = [
@@ -63,7 +63,7 @@ def _number(layout: StepLayout, source: Source, name: str) -> int:
 
 
 def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
-    """Return the process of the files. None: nothing says which one, and when it began."""
+    """Return the process that wrote the files. None: neither file identifies it."""
     header, end = (file.header, file.end) if file is not None else (None, None)
     record = header or part
     if record is None:
@@ -77,8 +77,9 @@ def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
 
 
 def _closed(part: ProcessPart) -> ProcessPart:
-    """Return the part of a process that closed its capture, by its span file: a full disk may have refused
-    the part's last words.
+    """Settle the part of a process whose span file shows that it closed its capture.
+
+    A full disk may have prevented the last update of the part.
     """
     expected = (
         item if item.pending != "closing" else _unknown(item) if item.kind != "spans" else _whole(item)

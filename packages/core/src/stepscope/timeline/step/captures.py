@@ -8,10 +8,10 @@ from stepscope.timeline.sources import Source
 
 
 def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """The sources of the last capture, and those of earlier ones. `sources` are of one run.
+    """Return the sources of the last capture, and those of earlier ones. `sources` are of one run.
 
-    Of each process its last capture counts. A worker of an owner that tried again counts only if it took
-    part again: another host's by the owner's measurement of its clock, else by when it opened.
+    The last capture of each process counts. If the owner tried again, a worker counts only if it took part
+    again. On another host, the owner's measurement of its clock decides that; else its opening time does.
     """
     last: dict[str, Source] = {}
     for source in sorted(sources, key=lambda source: source.capture):
@@ -34,7 +34,7 @@ def of_the_last(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
 
 
 def _took_part(worker: Source, owner: Source, before: Source) -> bool:
-    """Whether in the owner's last capture, and not only in the one before it."""
+    """Return whether the worker took part in the owner's last capture, and not only in the one before."""
     if worker.info.host == owner.info.host:
         ended = before.closed or before.opened
         return worker.opened.wall_ns > ended.wall_ns

@@ -32,12 +32,12 @@ def load_step(
 
     Args:
         path: A step's folder (`.../step_000002`).
-        run_id: Which run, where several wrote into the folder. None: the one that opened it last. Of several
-            captures of the step by one process, the last counts (`Timeline.captures`).
-        on_read: Called with a number of bytes each time that many more of the span files were read.
+        run_id: The run to load, if several wrote into the folder. None: the one that opened it last. If a
+            process captured the step several times, the last capture counts (`Timeline.captures`).
+        on_read: Called with the number of bytes just read of the span files.
 
     Raises:
-        RecordError: no process of a capture left anything, or none of the run that was asked for.
+        RecordError: no process of a capture left a record, or none of the requested run did.
     """
     layout = StepLayout(path)
     sources, problems = read_sources(layout, on_read)
@@ -45,7 +45,7 @@ def load_step(
     if not runs:
         reasons = "; ".join(f"{problem.file}: {problem.what}" for problem in problems[:3])
         raise RecordError(
-            f"{layout.root} holds nothing that a process of a capture left ({reasons or 'no such files'})"
+            f"{layout.root} holds no records of a captured process ({reasons or 'no such files'})"
         )
     if run_id is not None and run_id not in runs:
         raise RecordError(f"{layout.root} holds nothing of run {run_id!r}; it holds: {', '.join(runs)}")
@@ -70,7 +70,10 @@ def span_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def _order(source: Source) -> tuple[bool, bool, str, int, int]:
-    """The owner first: of several (each rank opened its own) one that speaks for others, or rank 0."""
+    """Return the sort key of a source: the owner first, then by role and rank.
+
+    If each rank opened a capture of its own, an owner that recorded other processes comes first, else rank 0.
+    """
     part, info = source.part, source.info
     alone = part is None or not (part.clocks or part.absent)
     rank = -1 if info.rank is None else info.rank
@@ -116,7 +119,7 @@ def _assemble(
 
 
 def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...]) -> list[Aligned]:
-    """Of each source, in order; the first one is the owner, unless the owner left nothing."""
+    """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
         (host, _), *_ = Counter(source.info.host for source in sources).most_common(1)
@@ -143,7 +146,7 @@ def _align_one(source: Source, reference: Reference) -> Aligned:
 
 
 def _lasted_ns(source: Source) -> int:
-    """From its opening to its closing or, where it was not closed, to its last sign of life."""
+    """Return the time from the opening to the closing, or to the latest record if it was not closed."""
     latest_ns = None if source.file is None else source.file.latest_ns
     end_ns = latest_ns if source.closed is None else source.closed.mono_ns
     return 0 if end_ns is None else max(0, end_ns - source.opened.mono_ns)
@@ -170,7 +173,7 @@ def _process(source: Source, name: str, aligned: Aligned, records: Sequence[Open
 
 
 def _records(source: Source) -> list[Open]:
-    """In the order of opening: the order of their numbers."""
+    """Return the records of a source in the order of opening, which is the order of their numbers."""
     spans = {} if source.file is None else source.file.spans
     return [spans[number] for number in sorted(spans)]
 
@@ -193,7 +196,7 @@ def _spans(
 
 
 def _apart(spans: list[Span]) -> tuple[list[Span], tuple[Span, ...]]:
-    """Stretches of time, and what only says that something is consumed. Nothing runs below the latter."""
+    """Separate the calls of `consume` from the other spans. No span runs below such a call."""
     consumed = tuple(span for span in spans if span.stage == CONSUME and span.dur_ns == 0)
     if not consumed:
         return spans, ()

@@ -9,10 +9,10 @@ from stepscope.files.sidecar import Artifact, ProcessInfo
 
 
 def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
-    """`ProcessInfo.key` of each process in which a profiler ran, or whose engine's own did.
+    """Return `ProcessInfo.key` of each process in which a profiler ran, an engine's own included.
 
-    A part says it of its own process. The files of an engine say it of the process that wrote them, or of the
-    replica's process if one of the engine's own wrote them.
+    A part records this for its own process. The files of an engine show it for the process that wrote them.
+    If that is a worker of the engine without a part, they show it for the replica's process.
     """
     artifacts = [artifact for part in parts for item in part.expected for artifact in item.artifacts]
     wrote = {(artifact.host, artifact.pid) for artifact in artifacts if artifact.pid is not None}
@@ -27,13 +27,13 @@ def profiled_keys(parts: Sequence[ProcessPart]) -> frozenset[str]:
 
 
 def _replica(artifact: Artifact, parts: Iterable[ProcessPart]) -> int | None:
-    """The replica that recorded it in a process of which there is no part."""
+    """Return the replica of an artifact, or None if the process that wrote it left a part of its own."""
     known = any((artifact.host, artifact.pid) == (part.process.host, part.process.pid) for part in parts)
     return None if known else artifact.replica
 
 
 def _number(process: ProcessInfo) -> int | None:
-    """The replica that a process is of: as it says, else by its place among the workers given."""
+    """Return the replica of a process: as recorded, or else its position among the given workers."""
     if process.replica is not None or process.role != "rollout" or process.rank_source != "position":
         return process.replica
     return process.rank

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from stepscope.timeline.model import Span, Timeline
 
 ATTRIBUTE = "request_id"
-"""An attribute of spans: what the engine calls the request, on both sides."""
+"""Attribute of spans with the engine's name for the request, set by both sides."""
 
 
 def requests(timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """(cause, effect), as indices of spans: from who made a request to those who served it elsewhere.
+    """Yield pairs of spans by index: the one that made a request, and one that served it elsewhere.
 
-    The maker is the one process that names the request in a trajectory of its own. Where two processes could
-    have made it, or none, nothing is known. That two spans overlap in time is no knowledge either.
+    The maker is the only process that names the request in a trajectory of its own. If no process or several
+    processes do so, nothing is yielded. An overlap in time is no evidence.
     """
     named: dict[object, list[int]] = {}
     for index, span in enumerate(timeline.spans):
@@ -36,7 +36,7 @@ def _of_one(spans: Sequence[Span], members: Sequence[int]) -> Iterator[tuple[int
 
 
 def _is_below(spans: Sequence[Span], index: int) -> bool:
-    """Whether a carrier says what caused it, somewhere else."""
+    """Return whether a carrier already links the span to another process."""
     at: int | None = index
     while at is not None:
         if spans[at].process != spans[index].process:
@@ -46,7 +46,7 @@ def _is_below(spans: Sequence[Span], index: int) -> bool:
 
 
 def _has_cause(spans: Sequence[Span], index: int, members: Sequence[int]) -> bool:
-    """By a carrier, or as a part of another span of the request."""
+    """Return whether a carrier links the span, or another span of the request contains it."""
     above = spans[index].parent
     while above is not None:
         if above in members or spans[above].process != spans[index].process:

@@ -16,12 +16,12 @@ from stepscope.timeline.names import names_of
 ROLES = ("trainer", "driver", "agent_loop", "rollout", "env", "reward", "ref", "actor", "critic")
 """From top to bottom; others follow by name."""
 MARGIN_NS = 3_600_000_000_000
-"""Largest distance from the step's window at which a time is believed: an hour."""
+"""Largest plausible distance of a time from the step's window: an hour."""
 _SECOND_NS = 1_000_000_000
-"""So far behind the window stands what has no place in it, or up to a second more."""
+"""Smallest distance behind the window at which rows without a place in it begin."""
 _BASE_NS = 1000 * _SECOND_NS
-"""A base of ours is a multiple of this: times since 1970 keep their last digits of seconds, so that what is
-replaced is the same in more events."""
+"""Step between our own bases. Times since 1970 then keep their last digits of seconds, so that one
+replacement fits more events."""
 _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
@@ -33,20 +33,20 @@ be a ns late; one that ends with its parent would end behind it, and not be show
 
 
 class Row(msgspec.Struct, kw_only=True, eq=False):
-    """One process, or what of it could not be aligned."""
+    """One process, or the traces of it that could not be aligned."""
 
     info: ProcessInfo
     process: int | None
-    """Index in `Timeline.processes`. None: it left no spans and no part (an engine's worker)."""
+    """Index in `Timeline.processes`. None: it left neither spans nor a part (an engine's worker)."""
     clock: Process | None
     """The process whose clock places its traces. None: there is none."""
     unaligned: str | None = None
-    """Why its times mean nothing against the others'."""
+    """Reason why its times cannot be compared with others. None: they can."""
     shift_ns: int | None = 0
-    """Added to its times. None: not known before its first event, and it is unaligned."""
+    """Added to its times. None: the row is unaligned, and its first event decides."""
     name: str = ""
     pid: int = 0
-    """In the timeline: its process' own where that is free."""
+    """Pid in the timeline: the one of its process if that is free."""
     place: int = 0
     """From 1 at the top."""
     shown: bool = False
@@ -66,16 +66,16 @@ class Axis(NamedTuple):
     base_ns: int
     """At least `MARGIN_NS` before the step: no position is negative, which Perfetto drops."""
     first: int
-    """The first position that is believed."""
+    """First plausible position."""
     last: int
-    """The last position that is believed."""
+    """Last plausible position."""
     behind: int
     """First position for rows that have no place in the step."""
 
     def shift_of(self, position: int) -> int:
         """Return the shift of an unaligned process' times, the first of them at `position`.
 
-        On their own clock if that is anywhere near; else behind the step, where nobody is misled.
+        Times near the step stay as they are. Others move behind the step, where they cannot mislead.
         """
         if self.first <= position <= self.last:
             return 0
@@ -83,11 +83,11 @@ class Axis(NamedTuple):
 
 
 def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
-    """The axis on which most traces stand already, so that their times need no change.
+    """Return the axis that most traces use already, so that their times need no change.
 
     Args:
-        bases: What the traces of the step count from. One at whose distance from the step a viewer cannot
-            show every ns (`_EXACT`) is not taken, nor one behind its beginning: one of ours is instead.
+        bases: Bases of the step's traces. A base is not used if a viewer cannot show every ns at its distance
+            from the step (`_EXACT`), or if it lies behind the step's start. Our own base replaces it.
     """
     start_ns = timeline.window.start_ns - MARGIN_NS
     end_ns = timeline.window.end_ns + MARGIN_NS
@@ -104,7 +104,7 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
 
 
 class Rows:
-    """All rows of one timeline. Ask for what is needed, then `number` them."""
+    """All rows of one timeline. First ask for the rows of all traces, then call `number`."""
 
     def __init__(self, timeline: Timeline, axis: Axis) -> None:
         self._timeline = timeline
@@ -113,11 +113,11 @@ class Rows:
         self._by_key = {row.info.key: row for row in reversed(self.of_process)}
 
     def of_trace(self, info: ProcessInfo, key: str | None, *, unaligned: str | None) -> Row:
-        """The row of a trace that `info` wrote.
+        """Return the row of a trace that `info` wrote.
 
         Args:
-            key: `ProcessInfo.key` of the process of ours that recorded it.
-            unaligned: Why its times cannot be those of its host's wall clock. None: they are.
+            key: `ProcessInfo.key` of the stepscope process that recorded it.
+            unaligned: Reason why its times are not on its host's wall clock. None: they are.
         """
         known = self._by_key.get(key or "") or self._same_process(info)
         if known is not None and unaligned is None:
@@ -183,7 +183,7 @@ def _name(info: ProcessInfo) -> str:
 
 
 def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
-    """Return the process on `host` whose clock is known best."""
+    """Return the aligned process on `host` with the smallest uncertainty."""
     aligned = [process for process in processes if process.info.host == host and process.aligned]
     return min(aligned, key=lambda process: process.clock.uncertainty_ns or 0, default=None)
 

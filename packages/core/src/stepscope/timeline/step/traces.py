@@ -40,11 +40,11 @@ class TraceFile(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Of what was recorded; without a sidecar, the folder that it lies in below `traces`."""
+        """Role of the recorded process. Without a sidecar, the name of the folder below `traces`."""
         return self.name.split("/")[1] if self.sidecar is None else self.sidecar.artifact.role
 
     def whose(self, fields: TraceFields) -> ProcessInfo:
-        """Return the process that wrote it, as far as known."""
+        """Return what is known of the process that wrote it."""
         distributed = fields.distributed
         if self.sidecar is None:
             rank, world_size = (
@@ -66,7 +66,7 @@ class TraceFile(NamedTuple):
 class StepFiles(NamedTuple):
     traces: list[TraceFile]
     unread: list[str]
-    """Artifacts of this run that no timeline is made of, each with its kind."""
+    """Artifacts of this run that a timeline does not show, each with the reason."""
     problems: list[FileProblem]
     summaries: list[TraceFile]
     """Summaries of snapshots of CUDA's allocator."""
@@ -98,12 +98,12 @@ def find_traces(
 
 
 def _name(path: Path, layout: StepLayout) -> str:
-    """Relative to the step's folder. For people and for JSON: what is no UTF-8 in it is replaced."""
+    """Return the name relative to the step's folder. Bytes that are no UTF-8 are replaced, for JSON."""
     return os.fsencode(path.relative_to(layout.root).as_posix()).decode(errors="replace")
 
 
 def _upwards(path: Path, layout: StepLayout) -> list[Path]:
-    """The file, and the folders around it below the step's."""
+    """Return the file and its parent folders below the step's folder."""
     return [path, *(folder for folder in path.parents if layout.root in folder.parents)]
 
 
@@ -123,7 +123,7 @@ def _files(layout: StepLayout) -> Iterator[Path]:
 def _speaks_for(
     path: Path, sidecars: Mapping[Path, Sidecar | str], layout: StepLayout
 ) -> Sidecar | str | None:
-    """The file's own sidecar, else that of a folder around it, else of what it was made from beside it."""
+    """Return the sidecar of the file, of a parent folder, or of the file with the same stem beside it."""
     for about in (path, *path.parents):
         if about == layout.traces:
             break
@@ -141,7 +141,7 @@ def _take(
     name = _name(path, layout)
     sidecar = described if isinstance(described, Sidecar) else None
     if not path.is_file():
-        files.problems.append(FileProblem(file=name, what="missing: only its sidecar is there"))
+        files.problems.append(FileProblem(file=name, what="missing: only its sidecar exists"))
         return
     if sidecar is not None and sidecar.artifact.kind == MERGED:
         files.unread.append(f"{name}: an engine merged it out of the traces beside it")

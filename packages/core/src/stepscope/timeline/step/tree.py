@@ -8,7 +8,7 @@ from stepscope.files.spans import Open
 
 
 def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
-    """For each span its parent's index, both counted through all processes' records; None at the top.
+    """Return the index of each span's parent, counted through the records of all processes. None: no parent.
 
     Args:
         records: Of each process. A record's `parent` is in the same process; its `link` is anywhere.
@@ -43,7 +43,7 @@ def _parent(
 
 
 def cut_cycles(parents: list[int | None]) -> None:
-    """Makes one span of every cycle a top one. We write none; a damaged file may hold some."""
+    """Cut every cycle of parents at one span. Only damaged files hold cycles."""
     done = bytearray(len(parents))
     for start in range(len(parents)):
         path: list[int] = []
