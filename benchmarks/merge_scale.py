@@ -1,4 +1,4 @@
-"""Whether merging costs the same for each byte, and the same memory, whatever the size and number of files.
+"""Cost of merging for each byte, and its memory, compared over sizes and numbers of files.
 
 The traces are made by `_traces.py` from a real torch trace, with igzip (as stepscope compresses its own).
 Each step is merged in a process of its own, behind a step of two small files that is merged twice: CPU time

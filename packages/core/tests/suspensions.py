@@ -27,7 +27,7 @@ class CancelledAt:
 
     @property
     def came(self) -> bool:
-        """Whether there were as many."""
+        """Return whether there were as many."""
         return self.seen >= self.suspension
 
     def run(self, work: Coroutine[Any, Any, T]) -> T | BaseException:

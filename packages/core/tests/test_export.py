@@ -358,7 +358,7 @@ class TestProcess:
             sys.setswitchinterval(interval)
 
     def runs_beside(self, work: Callable[[], object]) -> bool:
-        """Whether the main thread came to run while another one was in `work`."""
+        """Return whether the main thread came to run while another one was in `work`."""
         begun, ended = threading.Event(), threading.Event()
 
         def run() -> None:

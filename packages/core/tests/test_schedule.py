@@ -1,4 +1,4 @@
-"""Whether a process records, and the sentence that says why."""
+"""Decision whether a process records, and the sentence that says why."""
 
 from __future__ import annotations
 

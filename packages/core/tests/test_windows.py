@@ -354,7 +354,7 @@ def test_windows_that_the_trace_budget_kept_shut_are_in_the_manifest_and_logged_
     caplog: pytest.LogCaptureFixture,
     written: bool,
 ) -> None:
-    """Whether the first window's trace is on the disk by then, or on its way."""
+    """The first window's trace is on the disk by then, or on its way."""
     from stepscope.recording.output import exporter
 
     config = configure(

@@ -38,7 +38,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 
 def ends(pid: int, within_s: float) -> bool:
-    """Whether a killed process is gone; where the machine is busy, it still runs for a moment."""
+    """Return whether a killed process is gone; where the machine is busy, it still runs for a moment."""
     state = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

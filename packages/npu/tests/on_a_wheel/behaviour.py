@@ -622,7 +622,7 @@ def test_a_window_of_another_thread_is_on_the_device_of_that_thread(make: Any, c
 
 @pytest.fixture
 def joins() -> bool:
-    """Whether a thread can ask this torch_npu to be recorded too."""
+    """Return whether a thread can ask this torch_npu to be recorded too."""
     from torch_npu.profiler import profile
 
     return hasattr(profile, "enable_profiler_in_child_thread")

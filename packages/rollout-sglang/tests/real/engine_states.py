@@ -40,7 +40,7 @@ VERSION = number(sglang.__version__)
 SLACK_NS = 50_000_000
 """Between the scheduler and whoever gets its tokens."""
 NAMES_STEPS = VERSION >= (0, 5, 11)
-"""Whether traces say `step[EXTEND ...]` and `step[DECODE ...]`."""
+"""True if traces say `step[EXTEND ...]` and `step[DECODE ...]`."""
 
 
 def asked(root: Path, **changes: Any) -> EngineCapture:
@@ -137,7 +137,7 @@ def test_a_count_that_is_not_reached_ends_with_the_capture(engine: Any, tmp_path
 
 
 COUNTS = number(PLUGINS_SINCE) <= VERSION
-"""Whether schedulers load plugins: ours shows their count of passes."""
+"""True if schedulers load plugins: ours shows their count of passes."""
 
 
 @pytest.mark.parametrize("count", [None, 2])

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     record_shapes: bool
     cuda: bool
     start: bool
-    """Whether `start: 0` is written or left to the default."""
+    """True if `start: 0` is written; False if it is left to the default."""
 
 
 ROWS = [Row(a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in product((False, True), repeat=3)]

@@ -159,7 +159,7 @@ def core_of(llm: Any) -> int:
 
 
 def ended(pid: int) -> bool:
-    """Whether that process is gone, or dead and not yet waited for."""
+    """Return whether that process is gone, or dead and not yet waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

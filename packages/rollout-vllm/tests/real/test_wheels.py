@@ -101,7 +101,7 @@ def kinds(version: str) -> list[str]:
 
 
 def names_each(version: str) -> bool:
-    """Whether every start gives its worker's files a name anew."""
+    """Return whether every start gives its worker's files a name anew."""
     own = any(functions(sources(version)["wrapper"], "TorchProfilerWrapper", "set_output_name"))
     return own and "self.profiler.set_output_name(" in sources(version)["worker"]
 

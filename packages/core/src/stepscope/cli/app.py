@@ -50,7 +50,7 @@ app.command()(mirror)
 app.command()(doctor)
 
 _with_traceback = False
-"""Whether errors end the command with a traceback. One writer: `options`."""
+"""True if errors end the command with a traceback. One writer: `options`."""
 
 
 def _show_version(wanted: bool) -> None:

@@ -32,7 +32,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """None: no process left its part."""
     state: State | None
     opened_ns: int | None
-    """When its owner opened the capture, unix ns."""
+    """Time at which its owner opened the capture, unix ns."""
     wall_ns: int | None
     """None: the owner left nothing, or never closed the capture."""
     uncaptured_ns: int | None
@@ -42,7 +42,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """On disk, of all runs in the step's folder."""
     problems: tuple[str, ...]
-    """What is missing, partial, failed or unreadable, with the reason."""
+    """Things that are missing, partial, failed or unreadable, with the reason."""
     error: str | None = None
     """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
     warnings: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ class Pages:
     def __init__(self) -> None:
         self.written: list[Path] = []
         self.failed: list[str] = []
-        """What could not be written, and why."""
+        """Pages that could not be written, each with the reason."""
 
     def add_step(self, layout: StepLayout, timeline: Timeline, report: StepReport) -> None:
         """Write a step's page into its folder."""

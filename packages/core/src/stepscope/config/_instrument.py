@@ -43,9 +43,9 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     name: str | None = None
     """Dotted path of the function in it: `Class.method`."""
     role: str | None = None
-    """Who does the work. With `step`, the role of the process (`trainer` by default)."""
+    """Role that does the work. With `step`, the role of the process (`trainer` by default)."""
     stage: str | None = None
-    """What is done; the function's name by default."""
+    """Name of the work; the function's name by default."""
     attrs: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Attributes of each span."""
     where: dict[str, Scalar] = msgspec.field(default_factory=dict)
@@ -53,7 +53,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     same: dict[str, str] = msgspec.field(default_factory=dict)
     """Only calls in which these are one object: {argument or path: argument or path}."""
     step: StepBoundary | None = None
-    """What the function has to do with the loop's steps: `around`, `begin`, `end` or `next`."""
+    """The function's place in the loop's steps: `around`, `begin`, `end` or `next`."""
     number: str | None = None
     """With `step`: the path to the step's number, `+1` allowed; None counts from 0."""
     workers: dict[str, str] = msgspec.field(default_factory=dict)

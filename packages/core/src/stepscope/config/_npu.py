@@ -70,15 +70,15 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     }
 
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
-    """How much CANN records of the device; `level_none` is markers alone."""
+    """Amount that CANN records of the device; `level_none` is markers alone."""
     contents: tuple[NpuContent, ...] = _DEFAULT_CONTENTS  # type: ignore[assignment]  # two of the literals
-    """What is recorded. An empty list is this default."""
+    """Contents of the recording. An empty list is this default."""
     aic_metrics: AicMetrics | None = None
     """Counters of the AI cores; needs `level1` or `level2`."""
     l2_cache: bool = False
     """Hit rates of the L2 cache."""
     export: Literal["text", "db"] = "text"
-    """What the analysis writes: `trace_view.json` with CSV tables, or one SQLite file."""
+    """Output of the analysis: `trace_view.json` with CSV tables, or one SQLite file."""
     analysis: bool = False
     """Analyse each recording right after its window, in a process of its own."""
     markers: bool = True
@@ -90,7 +90,7 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     data_simplification: bool = True
     """Delete intermediate files after the analysis."""
     schedule: ScheduleConfig | None = None
-    """Which mini-batches of a window are recorded; None records all of it."""
+    """Mini-batches of a window that are recorded; None records all of it."""
     extra: dict[str, ExtraValue] = msgspec.field(default_factory=dict)
     """Further arguments of `torch_npu.profiler._ExperimentalConfig`, passed through after a check that the
     installed one has them: `gc_detect_threshold`, `host_sys`, `sys_io`..."""

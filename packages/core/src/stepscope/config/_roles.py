@@ -144,7 +144,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "roles.<role>.engine"
 
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
-    """Which engine iterations are recorded."""
+    """Engine iterations that are recorded."""
     by_stage: bool = False
     """Prefill and decode in traces of their own."""
     merge: bool = False

@@ -73,7 +73,7 @@ class TorchConfig(Section, frozen=True, kw_only=True):
     all_threads: bool = False
     """Record threads other than the one that starts the window (costs more per operator)."""
     schedule: ScheduleConfig | None = None
-    """Which mini-batches of a window are recorded; None records all of it."""
+    """Mini-batches of a window that are recorded; None records all of it."""
 
 
 class CudaMemoryConfig(Section, frozen=True, kw_only=True):
@@ -100,11 +100,11 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "nsys"
 
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
-    """What it traces. Without `nvtx` there are no markers of spans."""
+    """APIs that it traces. Without `nvtx` there are no markers of spans."""
     output: str | None = None
     """Its `--output`; None: read off the command line of the nsys above the process."""
     report_seconds: Seconds = 120
-    """How long a window's report may take to be whole."""
+    """Longest wait for a window's report to be whole."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
     """Further options of `nsys profile`, by their long names, for what `runtime_env` and `command` start."""
 
@@ -119,7 +119,7 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     trace_mb: AtLeastOne = 2048
     """MB of traces that one process writes in one capture; beyond it no further window opens."""
     export_seconds: Seconds = 600
-    """How long waiting for files may take when someone asks for them."""
+    """Longest wait for files when someone asks for them."""
     fanout_seconds: Seconds = 30
     """Deadline of one start or stop on one worker or replica."""
     spans: AtLeastOne = 1_000_000
@@ -142,11 +142,11 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     requests: bool = True
     """Listen for them: look at `control.json` in `save_path` when a step begins."""
     poll_seconds: Seconds = 2
-    """How often a thread looks in between, to answer who asked before the next step begins."""
+    """Time between two looks of a thread, which answers requests before the next step begins."""
 
 
 class ExportConfig(Section, frozen=True, kw_only=True):
-    """When and how traces become files."""
+    """Time and format of the export of traces to files."""
 
     _at: ClassVar[str] = "export"
 
@@ -200,17 +200,17 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     command: str | None = None
     """For the shell, with STEPSCOPE_STEP_PATH and others in its environment."""
     report_to: tuple[str, ...] = ()
-    """Who gets the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed writer."""
+    """Writers of the step's figures: `tensorboard`, `wandb`, `mlflow`, `otel`, or another installed one."""
     mirror: str | None = None
     """A URL of a store that fsspec knows, for a copy of the run."""
     gather: bool = True
-    """Whether what Ray workers recorded on hosts that do not share `save_path` is fetched, over Ray. Not with
+    """Fetch over Ray the recordings of Ray workers on hosts that do not share `save_path`. Not with
     `mirror`.
     """
     timeout_s: Seconds = 600
     """Each of these is killed after that, with its children."""
     ranks: Ranks = "first"
-    """Which ranks run them where each opens captures of its own, without workers."""
+    """Ranks that run them where each rank opens captures of its own, without workers."""
 
     @property
     def fetches(self) -> bool:

@@ -15,7 +15,7 @@ from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
-"""What `finish.command` finds in its environment, besides others that have a meaning anyway."""
+"""Variables that `finish.command` finds in its environment, besides others that have a meaning anyway."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )

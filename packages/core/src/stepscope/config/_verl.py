@@ -32,7 +32,7 @@ _FINISH_VARIABLES = {
     "PID": "$STEPSCOPE_PID",
     "ROLE": "$STEPSCOPE_ROLE",
 }
-"""What verl's `finish_hook_cmd` reads, after VERL_PROFILE_ -> what says it here."""
+"""Variables that verl's `finish_hook_cmd` reads, after VERL_PROFILE_ -> the same value here."""
 _CONTENTS = {"stack": "with_stack", "shapes": "record_shapes", "memory": "profile_memory"}
 
 

@@ -17,7 +17,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     distribution: str
-    """What is installed, and has a version."""
+    """The package that is installed, and has a version."""
     tested: str
     """The versions, or the commit, whose names were looked up."""
     entries: tuple[InstrumentConfig, ...]

@@ -34,7 +34,7 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     drift_ns: int = 0
     """Gain of its wall clock on its monotonic clock while the capture was open."""
     jumped: bool = False
-    """Whether the wall clock was set during the capture. Positions then follow the monotonic clock."""
+    """True if the wall clock was set during the capture. Positions then follow the monotonic clock."""
     drift_ppm: float | None = None
     """Drift against the owner's clock, already subtracted. None: unknown, or the same clock."""
     matched: int = 0
@@ -63,7 +63,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     cost: OwnCost | None
     """None: its part of the manifest is missing."""
     profiled: bool = False
-    """Whether a profiler recorded it, including an engine's own, which makes it slower than its peers."""
+    """True if a profiler recorded it, including an engine's own, which makes it slower than its peers."""
 
     @property
     def aligned(self) -> bool:
@@ -71,7 +71,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_replica(self) -> bool:
-        """Whether it is, or belongs to, an inference replica.
+        """True if it is, or belongs to, an inference replica.
 
         The role of its spans does not decide this: an agent loop also records its wait for a replica as
         `rollout`.
@@ -104,7 +104,7 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     attrs: dict[str, AttrValue] | None = None
     error: str | None = None
     waits: bool = False
-    """Whether it only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
+    """True if it only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):

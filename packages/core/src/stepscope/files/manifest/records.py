@@ -161,7 +161,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     profiled: bool = False
     """True if a profiler ran in this process, which slows it. An engine's own profiler does not count."""
     prepared: bool = False
-    """Whether `prepare` ran in this process before the capture."""
+    """True if `prepare` ran in this process before the capture."""
     roles: tuple[str, ...] = ()
     """All roles with work in this process: its own, and those of its decorated methods and spans."""
     expected: tuple[Expectation, ...] = ()

@@ -1,5 +1,5 @@
-"""What a training loop may tell stepscope: a mini-batch is done; this trajectory is trained on; write files
-now; call this when files are there.
+"""Calls by which a training loop tells stepscope: a mini-batch is done; this trajectory is trained on;
+write files now; call this when files are there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is done once files are there: hooks in Python; `finish.command`, figures for curves, and the mirror,
-which are programs of their own.
+"""Work after a capture, once its files are written: hooks in Python; and `finish.command`, figures for
+curves, and the mirror, which are programs of their own.
 
 Hooks and programs have a thread each, so neither holds up training, an export, or the other. Both threads
 are started when a capture opens: at exit Python 3.12 starts no more.
@@ -128,7 +128,7 @@ def withdraw(session: Session, reason: str) -> None:
 
 
 def wanted(session: Session) -> bool:
-    """Whether anything is to be done after the capture."""
+    """Return whether anything is to be done after the capture."""
     return bool(capture_hooks or _promised(session))
 
 
@@ -178,12 +178,12 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 
 def mirrors(session: Session) -> bool:
-    """Whether this process copies the step: another rank that does knows when it may go."""
+    """Return whether this process copies the step: another rank that does knows when it may go."""
     return session.ledger.state(MIRROR) not in (None, "skipped")
 
 
 def is_mirrored(session: Session, step: StepLayout) -> bool:
-    """Whether nothing of a step would be lost with its folder; True where no mirror is wanted."""
+    """Return whether nothing of a step would be lost with its folder; True where no mirror is wanted."""
     url = session.config.finish.mirror
     try:
         return url is None or is_whole(step, url)

@@ -1,4 +1,4 @@
-"""What programs of their own do after one capture: the user's command, figures for curves, the mirror.
+"""Work of separate programs after one capture: the user's command, figures for curves, the mirror.
 
 Programs, because what they do takes long, imports much and may crash: none of it in the training's process.
 """
@@ -64,7 +64,7 @@ class Chore(NamedTuple):
 
 
 class Chores:
-    """What programs of their own do after one capture: the user's command, the figures, the mirror."""
+    """Work of separate programs after one capture: the user's command, the figures, the mirror."""
 
     def __init__(
         self, session: Session, result: ClosedCapture | None, tell: Callable[[StepScalars], None]

@@ -1,1 +1,1 @@
-"""What the driver calls: captures, their preparation, configuration and results."""
+"""Functions and classes for the driver: captures, their preparation, configuration and results."""

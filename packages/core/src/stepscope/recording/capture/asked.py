@@ -18,9 +18,9 @@ class Asked(NamedTuple):
     role: str
     rank: int | None
     names_workers: bool
-    """Whether `workers` was passed, if only to say that there are none."""
+    """True if `workers` was passed, if only to say that there are none."""
     on_request: bool
-    """Whether somebody asked for the step while the run went on."""
+    """True if somebody asked for the step while the run went on."""
     opened_by: OpenedBy
 
 

@@ -1,4 +1,4 @@
-"""How long the steps take that nobody captures: what a captured one is compared with.
+"""Durations of the steps that nobody captures: a captured one is compared with them.
 
 A step that is not selected costs two clock readings and an entry in memory. Entries become lines of a file
 only near a captured step, on the exporter's thread: the last `KEPT` before it when it closes, and the next
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stepscope.recording.session.session import Session
 
 KEPT = 32
-"""How many steps before and after a captured one are kept."""
+"""Number of steps that are kept before a captured one, and after it."""
 _WRITE_AT = (4, 16, KEPT)
 """After how many of those behind it they are written: a killed process loses few, and few pay for it."""
 
@@ -47,10 +47,10 @@ class _Loop:
         self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
         """Those that are in no file."""
         self._begun = False
-        """Whether a step of it is over, captured or not."""
+        """True if a step of the loop is over, captured or not."""
         self._file: Path | None = None
         self._since = KEPT
-        """How many came after the last capture; counted up to `KEPT`."""
+        """Number of steps after the last capture; counted up to `KEPT`."""
 
     def add(self, step: int, dur_ns: int) -> None:
         first, start_ns, warm_up = self._since == 0, time.time_ns() - dur_ns, not self._begun

@@ -155,7 +155,7 @@ class Capture:
 
     @property
     def result(self) -> CaptureResult:
-        """What became of it; once it is open, or for a step that is not selected at any time."""
+        """The capture's result; once it is open, or for a step that is not selected at any time."""
         result = None if self._life is None else self._life.result
         return CaptureResult(self.step) if result is None else result
 

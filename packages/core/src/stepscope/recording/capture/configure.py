@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stepscope.config import Settings
 
 _configured: ProfileConfig | None = None
-"""What `configure` set, or what the environment says once it was asked. One writer: this module."""
+"""Configuration that `configure` set, or that was read from the environment. One writer: this module."""
 _checked: dict[tuple[int, bool], ProfileConfig] = {}
 """By identity. The configurations are kept: an identity is reused once its object is gone."""
 
@@ -68,7 +68,7 @@ def _unchecked(
 
 
 def current() -> ProfileConfig:
-    """What `configure` set; else what STEPSCOPE_CONFIG and the environment say, resolved once."""
+    """Return what `configure` set; else what STEPSCOPE_CONFIG and the environment say, resolved once."""
     global _configured
     if switch.DISABLED:
         return ProfileConfig() if _configured is None else _configured

@@ -1,4 +1,4 @@
-"""What a capture lacks and its user should hear of: workers it was not given, roles that nobody has."""
+"""Things that a capture lacks and its user should know: workers it was not given, roles that nobody has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKERS, PROFILER = "workers", "profiler"
 """Their names in the manifest."""
 
 _prepared = False
-"""Whether `prepare` was given workers in this process. One writer: `workers_prepared`."""
+"""True if `prepare` was given workers in this process. One writer: `workers_prepared`."""
 _ASK_S = 1.0
 """The longest time for which closing a capture waits for Ray's list of actors."""
 _asking: threading.Thread | None = None
@@ -27,7 +27,7 @@ _asking: threading.Thread | None = None
 
 
 def none_meant(group: object) -> bool:
-    """Whether `workers={}` or `workers=[]` was written: there are to be none."""
+    """Return whether `workers={}` or `workers=[]` was written: there are to be none."""
     return isinstance(group, Mapping | Sequence) and not isinstance(group, str) and not group
 
 

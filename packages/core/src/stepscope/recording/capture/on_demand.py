@@ -154,7 +154,7 @@ class Listener:
         self._stop.set()
 
     def _nothing_asked(self) -> bool:
-        """What a step pays: no file now, none at the last look, no signal. Each is one reading: no lock."""
+        """Return whether there is no request: no file now or at the last look, no signal. Takes no lock."""
         if self._requests or self._seen is not None or sigusr1.pending():
             return False
         return not os.access(self._control, os.F_OK)
@@ -178,7 +178,7 @@ class Listener:
         return chosen
 
     def _is_for(self, request: Request, step: int, alone: bool) -> bool:
-        """Whether `step` is one that `request` asks for; says so when it is too late for all of them."""
+        """Return whether `request` asks for `step`; answer it if all of its steps are in the past."""
         answer = self._said.answers[request.id]
         if step in answer.steps:
             return False
@@ -275,7 +275,7 @@ def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
 
 
 def listens_here(save_path: str) -> bool:
-    """Whether this process listens at the run in that folder."""
+    """Return whether this process listens at the run in that folder."""
     return _listener is not None and _listener.listens_for(save_path)
 
 
@@ -314,7 +314,7 @@ def _stamp(path: str) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=MAX_REQUESTS)
 def _ranges(steps: str) -> tuple[StepRange, ...]:
-    """What a request asks for; read once, since one for a far step stands at every step until then."""
+    """Return the steps of a request; read once, since one for a far step stands at every step until then."""
     return ProfileConfig.from_mapping({"steps": steps}).steps
 
 

@@ -23,7 +23,7 @@ from stepscope.recording.process.private_loop import within
 from stepscope.recording.spans import wrapping
 
 STARTING_S = 300.0
-"""How long a worker or an engine may take to answer before the run: it may still be loading its model."""
+"""Longest wait for the answer of a worker or an engine before the run: it may still be loading its model."""
 
 
 async def make_ready(

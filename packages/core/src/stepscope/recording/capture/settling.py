@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepscope.recording.fanout.participants import Others
 
 _is_torch_explained = False
-"""Whether this process has explained the lines that torch prints. One writer: `_about_torch`."""
+"""True if this process has explained the lines that torch prints. One writer: `_about_torch`."""
 
 
 def settle(asked: Asked, session: Session, others: Others | None) -> Manifest:

@@ -67,7 +67,7 @@ class Condition(NamedTuple):
 
     @property
     def any_call(self) -> bool:
-        """Whether every call meets it."""
+        """True if every call meets it."""
         return not (self.where or self.same)
 
     def holds(self, arguments: Arguments, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

@@ -27,7 +27,7 @@ _config: ProfileConfig | None = None
 _steps: list[int] = []
 """The lowest and the latest step that began in this process. One writer: `reached`."""
 _selected = False
-"""Whether one of them was selected. One writer: `reached`."""
+"""True if one of them was selected. One writer: `reached`."""
 
 
 def watch(config: ProfileConfig) -> None:

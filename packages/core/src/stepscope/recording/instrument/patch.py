@@ -68,7 +68,7 @@ class Instrument:
 
     @property
     def installed(self) -> bool:
-        """Whether the function is replaced: not before its module is imported, and not after `remove`."""
+        """True if the function is replaced: not before its module is imported, and not after `remove`."""
         return bool(self._patched)
 
     def remove(self) -> None:

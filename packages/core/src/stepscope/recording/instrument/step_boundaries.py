@@ -54,7 +54,7 @@ class Boundary(NamedTuple):
     """{role: path to its Ray actors}."""
     condition: Condition
     counts: bool = True
-    """Whether each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
+    """True if each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
 
 
 class Step:

@@ -41,7 +41,7 @@ class Ledger:
         self._part = part
         self._items: dict[str, Expectation] = {}
         self.told = False
-        """Whether the problems of the capture were logged: later problems are logged one by one."""
+        """True if the problems of the capture were logged: later problems are logged one by one."""
         self._pending: Counter[str] = Counter()
         self._cut: dict[str, str] = {}
         """Name -> the budget that kept some of its windows from opening."""

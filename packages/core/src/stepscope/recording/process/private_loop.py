@@ -20,7 +20,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 """Runs on a thread of its own. Writers: `run`, and `forget` in a forked child."""
 _lock = threading.Lock()
 _UNDO_S = 5.0
-"""How long an interrupted caller waits for its work to be cancelled, or to end."""
+"""Longest wait of an interrupted caller for its work to be cancelled, or to end."""
 
 
 def run(work: Coroutine[Any, Any, T], *, keep: bool = False) -> T:

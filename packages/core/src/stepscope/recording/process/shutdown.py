@@ -22,7 +22,7 @@ SIGTERM_S = 5.0
 _closers: dict[str, tuple[int, Callable[[Ending, float], None]]] = {}
 """Name -> (order, function that closes). One writer: `on_exit`."""
 _is_installed = False
-"""Whether `atexit` calls this. One writer: `install`."""
+"""True if `atexit` calls this. One writer: `install`."""
 _before: Callable[[int, FrameType | None], object] | int | None = None
 """The SIGTERM handler that was installed before ours."""
 

@@ -15,7 +15,7 @@ from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
 
 activations = 0
-"""How many sessions recorded this process so far. One writer: `activate`."""
+"""Number of sessions that recorded this process so far. One writer: `activate`."""
 
 
 def activate(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""What is kept when CUDA runs out of memory outside a `cuda_memory` window (`cuda_memory.oom_any_step`).
+"""Record kept when CUDA runs out of memory outside a `cuda_memory` window (`cuda_memory.oom_any_step`).
 
 It is written there and then, in the thread that asked for memory: what comes next is the error, and with it
 perhaps the end of the process.

@@ -355,7 +355,7 @@ class MarkedSpan(PlacedSpan):
         self._windows = windows
         self._is_async = is_async
         self._opens = opens
-        """Whether this span is a stage that gets a window of its own (discrete mode)."""
+        """True if this span is a stage that gets a window of its own (discrete mode)."""
 
     def __enter__(self) -> Self:
         if self.token is not None or self.end_ns is not None:

@@ -1,4 +1,4 @@
-"""Whether the profiler records a process at a step, and why. Pure: the same arguments, the same decision."""
+"""Decision whether the profiler records a process at a step, and why. Pure: it depends on arguments alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.files.sidecar import ProcessInfo
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process does at a step."""
+    """Decision of what a process records at a step."""
 
     record: bool
     """The profiler (`tool`) records this process."""
@@ -24,7 +24,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 def decide(
     config: ProfileConfig, *, step: int, role: str, rank: int | None, world_size: int | None = None
 ) -> Decision:
-    """Whether the profiler records the process with `role` and `rank` (None: unknown) at `step`.
+    """Decide whether the profiler records the process with `role` and `rank` (None: unknown) at `step`.
 
     `first` asks for rank 0. A process whose rank is unknown cannot be told from the first one and records; in
     a world of one its rank is 0.

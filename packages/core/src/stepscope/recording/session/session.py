@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
 _LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
-"""What a process must have imported for a tool to find anything in it."""
+"""Library that a process must have imported for a tool to record anything in it."""
 
 
 def library_loaded(tool: str) -> bool:
-    """Whether this process has imported what `tool` records. True as well with torch, where torch_npu is not
-    there to import: the backend says so.
+    """Return whether this process has imported what `tool` records. True as well with torch, if torch_npu is
+    not installed: the backend says so.
     """
     if tool not in _LIBRARY or _LIBRARY[tool] in sys.modules:
         return True
@@ -138,9 +138,9 @@ class Session:
         self._discard: str | None = None
         """Why the recordings of a session that is closed are unwanted."""
         self._ended: ClockAnchor | None = None
-        """When recording ended: at close, or earlier when it was truncated."""
+        """Time at which recording ended: at close, or earlier if it was truncated."""
         self._closing: ClockAnchor | None = None
-        """When closing began."""
+        """Time at which closing began."""
         self._handed_back = threading.Event()
         self._closed = False
         self._lock = threading.RLock()  # a signal may close the session while it is being closed
@@ -371,7 +371,7 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Whether recording is over: closed, or truncated."""
+        """True if recording is over: closed, or truncated."""
         return self._ended is not None
 
     # What the recorded code calls, besides `log.new` and `log.begin`.

@@ -176,12 +176,12 @@ class SpanLog:
 
     @property
     def is_closing(self) -> bool:
-        """Whether it writes its last spans, or has written them."""
+        """True if it writes its last spans, or has written them."""
         return self._stop.is_set()
 
     @property
     def began(self) -> bool:
-        """Whether the file has its header."""
+        """True if the file has its header."""
         return self._size > 0
 
     def close(self, anchor: ClockAnchor, timeout_s: float = 5.0) -> None:

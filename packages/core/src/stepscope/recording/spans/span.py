@@ -36,7 +36,7 @@ class SpanSink(Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """Whether it writes its last spans, or has written them."""
+        """True if it writes its last spans, or has written them."""
         ...
 
 

@@ -25,7 +25,7 @@ class Listing(msgspec.Struct, frozen=True, tag="list"):
     title: str
     lines: tuple[str, ...]
     bad: bool = False
-    """Whether the lines name trouble: a page shows them in red."""
+    """True if the lines name trouble: a page shows them in red."""
 
 
 class Paragraph(msgspec.Struct, frozen=True, tag="text"):

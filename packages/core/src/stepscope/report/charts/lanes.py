@@ -27,7 +27,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     """It was never seen to end."""
     marks: tuple[Mark, ...]
-    """What it did or waited for, one stage at a time, the most specific one."""
+    """Its work and its waits, one stage at a time, the most specific one."""
 
 
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Lanes(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[tuple[Flight, ...], ...]
     """Fewer than `needed` where not all are drawn."""
     in_flight: tuple[float, ...]
-    """How many ran, on average, in each of `SAMPLES` equal parts of the window."""
+    """Number of requests that ran, on average, in each of `SAMPLES` equal parts of the window."""
     marks: int
     shortest_ns: int
     """Neighbours shorter than this are drawn as one."""

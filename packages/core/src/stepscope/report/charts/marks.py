@@ -21,13 +21,13 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     start_ns: int
     end_ns: int
     spans: int = 1
-    """How many calls (in `runs`: stretches) it stands for."""
+    """Number of calls (in `runs`: stretches) that it stands for."""
     at_once: int = 1
-    """How many of them ran at once, at most."""
+    """Number of them that ran at once, at most."""
     open: bool = False
     """One of them never ended; it is drawn up to the process' last sign of life."""
     failed: int = 0
-    """How many of them an exception left."""
+    """Number of them that an exception left."""
     gaps_ns: int = 0
     """Time inside it in which none of them ran."""
 

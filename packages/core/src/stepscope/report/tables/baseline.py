@@ -33,11 +33,11 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """By nearest rank: some step's own time."""
     max_ns: int
     longer: int
-    """How many of them took longer than the captured one."""
+    """Number of them that took longer than the captured one."""
     next_ns: int | None
-    """What the first one after this capture took. None: it is not known, or was captured."""
+    """Time of the first one after this capture. None: it is not known, or was captured."""
     excess_ns: int | None
-    """How much longer the captured one took than their median: the profiler inside the step, and chance.
+    """Time of the captured one beyond their median: the profiler inside the step, and chance.
     None: its capture ended before the step did."""
     cost_ns: int | None
     """The same with opening and closing the capture: an estimate of all that it cost."""

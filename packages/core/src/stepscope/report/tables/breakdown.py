@@ -16,7 +16,7 @@ from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
 STALLED: Label = ("profiler", "engine trace")
-"""What engines do when they serve nothing for their own profiler."""
+"""Label of engines that serve nothing because of their own profiler."""
 WINDOWS: Label = ("profiler", "windows of stages")
 """Profilers that were started and stopped around stages (discrete mode)."""
 _ANY = -1

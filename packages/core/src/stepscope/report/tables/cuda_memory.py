@@ -45,7 +45,7 @@ class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     """The most that the allocator held of the device."""
     at_ns: int | None
-    """When the most was allocated, after the capture opened. None: not known."""
+    """Time of the peak, after the capture opened. None: not known."""
     before_bytes: int
     """Of the most: allocated before the recording (weights, optimizer state)."""
     cut: bool

@@ -41,7 +41,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     device: str
     recorded_ns: int
-    """How long the process' traces were open."""
+    """Time for which the process' traces were open."""
     span_ns: int
     """From the first to the last thing it did, of each trace."""
     busy_ns: int
@@ -71,7 +71,7 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     capacity_bytes: int | None
     at_ns: int | None
-    """When the most was allocated, after the capture opened. None: the trace is unaligned."""
+    """Time of the peak, after the capture opened. None: the trace is unaligned."""
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     recorded_ns: int
     operators_ns: int
-    """When an operator ran on any thread."""
+    """Time in which an operator ran on any thread."""
     unaligned: str | None
 
 

@@ -103,7 +103,7 @@ class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
     opened_by: OpenedBy = "program"
     """As `Health.opened_by`."""
     given: bool = False
-    """Whether engines were given to the capture: none of their traces names iterations."""
+    """True if engines were given to the capture: none of their traces names iterations."""
 
 
 def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:

@@ -52,7 +52,7 @@ class OtherStep(msgspec.Struct, frozen=True, kw_only=True):
     total_ns: int
     policy_versions: tuple[int, ...]
     under_way: int = 0
-    """How many of them went on when their process closed the capture, as work for a later step may."""
+    """Number of them that went on when their process closed the capture, as work for a later step may."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +73,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     called in this step, or called in a process outside the capture.
     """
     opened_by: OpenedBy = "program"
-    """Whether the program's own code opened the capture: advice names what its reader can change."""
+    """Opener of the capture, by default the program's own code: advice names what its reader can change."""
     user_error: str | None
     """The user's exception that ended the capture. It alone leaves nothing incomplete."""
     captures: int = 1
-    """How many times the step was captured in one process. This is of the last."""
+    """Number of captures of the step in one process. This is of the last."""
     broken: tuple[FileProblem, ...]
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""

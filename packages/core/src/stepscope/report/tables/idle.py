@@ -162,7 +162,7 @@ class _Shift:
         self._workers = self._workers_now = 0
         """Leaves that work and are not the owner's; of these, those for this step."""
         self._waited: dict[str, Counter[_Awaited]] = {role: Counter() for role in self._roles}
-        """How long each label has been what a role's idle processes wait for, since the window's start."""
+        """Time for which a role's idle processes waited for each label, since the window's start."""
         self._chosen: dict[frozenset[_Work], dict[str, _Awaited]] = {}
         self._since: dict[int, Counter[_Awaited]] = {}
         """By idle process: `_waited` of its role when it became idle."""

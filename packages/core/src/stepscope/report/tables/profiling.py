@@ -17,23 +17,23 @@ class Profiling(msgspec.Struct, frozen=True, kw_only=True):
     """The profilers of one step, and the devices that their traces show."""
 
     ran: bool = False
-    """Whether any did, an engine's own included."""
+    """True if any did, an engine's own included."""
     several: tuple[str, ...] = ()
     """Roles of which two or more processes were recorded."""
     by_torch: bool = False
-    """Whether torch.profiler recorded a process, which `torch.schedule` can shorten."""
+    """True if torch.profiler recorded a process, which `torch.schedule` can shorten."""
     heavy: tuple[str, ...] = ()
     """Options that make recordings large and were on: `stacks`, `shapes`, `memory`."""
     engines: bool = False
-    """Whether engines were recorded by their own profilers."""
+    """True if engines were recorded by their own profilers."""
     given: bool = False
-    """Whether engines were given to the capture, recorded or not."""
+    """True if engines were given to the capture, recorded or not."""
     gpu: bool = False
-    """Whether a trace shows a GPU. False without traces."""
+    """True if a trace shows a GPU. False without traces."""
     npu: bool = False
-    """Whether a trace shows an Ascend NPU."""
+    """True if a trace shows an Ascend NPU."""
     prepared: bool = False
-    """Whether the owner called `prepare` before the capture, so that its one-off cost was paid."""
+    """True if the owner called `prepare` before the capture, so that its one-off cost was paid."""
     met: frozenset[str] = frozenset()
     """Names of the processes that the owner had an answer from: they are among its workers."""
 

@@ -107,16 +107,16 @@ class TraceContent(msgspec.Struct, kw_only=True):
     events: int
     operators: list[Operator]
     operators_us: float
-    """When at least one operator ran on any thread."""
+    """Time in which at least one operator ran on any thread."""
     waiting_us: float
-    """When a collective went on that runs on the CPU and no operator did."""
+    """Time in which a collective on the CPU went on and no operator ran."""
     kernels: list[Kernel]
     devices: list[Device]
     collectives: list[Collective]
     iterations: list[Iteration]
     memory: list[Peak]
     runtime: bool
-    """Whether calls into CUDA, HIP or the like were recorded."""
+    """True if calls into CUDA, HIP or the like were recorded."""
     device_names: list[str]
     """Devices of the host, as the trace lists them."""
     problems: dict[str, int | None]

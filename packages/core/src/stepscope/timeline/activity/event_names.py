@@ -115,5 +115,5 @@ def _of_sglang(name: str) -> Requests | None:
 
 
 def is_collective(name: str) -> bool:
-    """Whether an annotation is a collective on the CPU: `gloo:all_reduce`, from its start to its end."""
+    """Return whether an annotation is a collective on the CPU: `gloo:all_reduce`, start to end."""
     return _COLLECTIVE.match(name) is not None

@@ -1,4 +1,4 @@
-"""When anything of a kind ran: intervals that come in any order become those that do not overlap."""
+"""Intervals in which anything of a kind ran: given in any order, they are merged until none overlap."""
 
 from __future__ import annotations
 

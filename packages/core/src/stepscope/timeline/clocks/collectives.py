@@ -60,9 +60,9 @@ class Times(NamedTuple):
     """One collective on one host, unix ns of its wall clock."""
 
     entered_ns: int
-    """When the last of its ranks did."""
+    """Time at which the last of its ranks entered."""
     left_ns: int
-    """When the first of its ranks did."""
+    """Time at which the first of its ranks left."""
     size: int
     """A number that is equal for equal sizes. 0: not said."""
 

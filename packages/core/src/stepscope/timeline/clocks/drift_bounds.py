@@ -33,7 +33,7 @@ class Band:
         self._keep(-1, 1, change_ns)
 
     def __bool__(self) -> bool:
-        """Whether any line is left."""
+        """Return whether any line is left."""
         return bool(self._corners)
 
     def copy(self) -> Band:
@@ -57,7 +57,7 @@ class Band:
         )
 
     def holds(self, first_ns: float, last_ns: float) -> bool:
-        """Whether this line is one of them."""
+        """Return whether this line is one of those left."""
         band = self.copy()
         band.cut(0, first_ns, first_ns)
         band.cut(1, last_ns, last_ns)

@@ -196,7 +196,7 @@ class _Search:
         band.cut((at_ns - self._clock.first_ns) / self._lasted_ns, low, high)
 
     def _ambiguous(self, theirs: Series | Refused, ours: Series | Refused, band: Band, slack_ns: int) -> bool:
-        """Whether, without numbers, each could as well be the next one, or the one before."""
+        """Return whether series without numbers match as well when shifted by one."""
         if isinstance(theirs, Refused) or isinstance(ours, Refused) or ours.numbered:
             return False
         for shift in _SHIFTS:

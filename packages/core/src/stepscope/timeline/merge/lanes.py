@@ -41,7 +41,7 @@ def pack(intervals: Sequence[Interval]) -> list[int]:
 
 
 def _fits(index: int, intervals: Sequence[Interval], stack: list[int]) -> bool:
-    """Whether the innermost interval that runs in its parent's lane is the parent, and until it has ended."""
+    """Return whether an interval fits in its parent's lane: the parent is innermost and ends no earlier."""
     start_ns, end_ns, parent = intervals[index]
     while stack and intervals[stack[-1]].end_ns <= start_ns:
         stack.pop()

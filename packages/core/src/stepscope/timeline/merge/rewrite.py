@@ -61,7 +61,7 @@ class Rewriter:
         self._metadata_before: dict[bytes, bytes | None] = {}
         """Written metadata, by their source."""
         self._repeating = False
-        """Whether there was nothing but metadata and counters in the last array."""
+        """True if the last array had nothing but metadata and counters."""
         self.written = 0
         """Events."""
         self.outside = 0
@@ -204,7 +204,7 @@ class Rewriter:
 
 
 def _ends_apart(array: bytes) -> bool:
-    """Whether its last event looks like one that does not go the fast way: then all of them do not."""
+    """Return whether the last event of an array looks unfit for the fast way: then none of them takes it."""
     return _APART_PHASE.match(array, array.rfind(b'"ph"')) is not None
 
 

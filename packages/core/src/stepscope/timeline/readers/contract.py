@@ -170,7 +170,7 @@ class Reader(Protocol):
     """For messages."""
 
     def claims(self, file: FoundFile) -> Claim | None:
-        """Whether it reads this file, by its sidecar's kind, its name, or its first bytes. None: not its own.
+        """Return a claim on a file by its sidecar's kind, its name, or its first bytes. None: not its own.
 
         Asked about every file: cheap, and indifferent to what is in it.
         """

@@ -76,11 +76,11 @@ class Elements(Generic[T]):
         self._barren = 0
         """Bytes since the last event."""
         self._astray = False
-        """Whether the text goes on inside an element that was given up."""
+        """True if the text goes on inside an element that was given up."""
 
     @property
     def given_up(self) -> bool:
-        """Whether too much text held no event, and the rest is not looked at."""
+        """True if too much text held no event, and the rest is not looked at."""
         return self.trailer is None and self._barren > BARREN
 
     def feed(self, block: bytes) -> Iterator[T]:

@@ -127,7 +127,7 @@ class _Export:
                 raise RecordError("it holds no export of nsys (no StringIds)")
             failing.pop_all()
         self._linked = False
-        """Whether the temporary tables say which call launched what."""
+        """True if the temporary tables say which call launched what."""
 
     def close(self) -> None:
         self._database.close()

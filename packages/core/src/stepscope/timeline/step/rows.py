@@ -50,7 +50,7 @@ class Row(msgspec.Struct, kw_only=True, eq=False):
     place: int = 0
     """From 1 at the top."""
     shown: bool = False
-    """Whether its metadata has been written."""
+    """True if its metadata has been written."""
     seen_pid: int | None = None
     """The pid of its process in a trace."""
 
