@@ -1,4 +1,4 @@
-"""Typed records of what a torch trace holds. Times are us on the trace's own clock."""
+"""Typed records of the content of a torch trace. Times are us on the trace's own clock."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Requests(msgspec.Struct, frozen=True):
     """The requests of one engine iteration, as its annotation names them."""
 
     prefills: int
-    """Requests whose prompt was read in it."""
+    """Requests whose prompt was processed in the iteration."""
     decodes: int
-    """Requests that got a token in it."""
+    """Requests that received a token in the iteration."""
     prefill_tokens: int | None = None
     mixed: bool = False
-    """`prefills` counts requests of both kinds: the engine does not say how many are of each."""
+    """Whether `prefills` counts requests of both kinds, because the engine does not separate them."""
 
 
 class Iteration(msgspec.Struct, gc=False):
@@ -43,9 +43,9 @@ class Operator(msgspec.Struct):
     total_us: float = 0.0
     max_us: float = 0.0
     below_us: float = 0.0
-    """Of the total, in operators below it."""
+    """Part of the total that was spent in operators below it."""
     outer: bool = False
-    """No operator of a library: what `record_function` or a decorator marks."""
+    """Whether it is a mark of `record_function` or a decorator, and no operator of a library."""
 
     @property
     def self_us(self) -> float:
@@ -63,7 +63,7 @@ class Kernel(msgspec.Struct):
 
 
 class Device(msgspec.Struct):
-    """Activity of one device, all streams together: no instant counts twice. On the trace's own clock."""
+    """Activity of one device over all its streams. No instant counts twice."""
 
     name: str
     first_us: float
@@ -72,7 +72,7 @@ class Device(msgspec.Struct):
     compute_us: float
     communication_us: float
     alone_us: float
-    """Of the communication, what no computation hides."""
+    """Communication time that no computation overlaps."""
     memory_us: float
 
 
@@ -84,7 +84,7 @@ class Peak(msgspec.Struct):
     allocated_at_us: float
     reserved_bytes: int
     capacity_bytes: int | None
-    """Of the device. None: the trace does not say."""
+    """Memory of the device. None: the trace does not state it."""
 
 
 class Collective(msgspec.Struct):

@@ -26,11 +26,11 @@ _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
 _VLLM = re.compile(
     r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)(?:sk\d+sqsq\d+sqsk\d+)?\)_generation_(\d+)\((?:sq)?\d+"
 )
-"""`execute_context_2(512)_generation_6(6)`, or with `detailed_trace_annotation` more in the brackets."""
+"""`execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation` the brackets hold more."""
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
 _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})
 _PREFILLS = frozenset({"EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"})
-"""Of SGLang's forward modes. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
+"""Forward modes of SGLang. Passes of a draft model (`DRAFT`) generate nothing by themselves."""
 
 
 def work_of(cat: str, name: str) -> Work:

@@ -13,7 +13,7 @@ CHUNK = 1 << 15
 
 
 class Stretches:
-    """Ascending intervals of which none touches another, in 16 bytes each."""
+    """Ascending intervals that do not touch, in 16 bytes each."""
 
     __slots__ = ("_flat",)
 
@@ -31,17 +31,17 @@ class Stretches:
 
     @property
     def first(self) -> float:
-        """The earliest start. There is one unless it is empty."""
+        """Return the earliest start. There must be an interval."""
         return self._flat[0]
 
     @property
     def last(self) -> float:
-        """The latest end."""
+        """Return the latest end. There must be an interval."""
         return self._flat[-1]
 
 
 class Cover:
-    """Adds up intervals in 16 bytes each; those that touch the latest one, in none."""
+    """Collector of intervals, in 16 bytes each. One that touches the latest interval takes no memory."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
@@ -75,7 +75,7 @@ class Cover:
 
 
 def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
-    """Intervals in the order of their starts, with those that touch made one."""
+    """Yield the intervals in the order of their starts, joined where they touch."""
     rest = iter(ascending)
     for first in rest:
         start, end = first
@@ -92,7 +92,7 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def length(*covers: Iterable[Pair]) -> float:
-    """Return how long at least one of several covers is covered. Each is in the order of its starts."""
+    """Return the length of the union of several covers, each in the order of its starts."""
     return sum(end - start for start, end in united(merge(*covers)))
 
 

@@ -1,7 +1,7 @@
 """Operators, kernels, devices, engine iterations and memory of one torch trace, read in one pass.
 
-Typed decoding that skips `args` makes it fast, and one block of the file at a time keeps it small: beside
-that stay a record for each name, and 16 bytes for each stretch of device or operator time.
+It is fast because typed decoding skips `args`. Memory holds one block of the file, a record for each name,
+and 16 bytes for each interval of device or operator time.
 Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 """
 
@@ -40,7 +40,7 @@ _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtim
 _ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation", "User", "python_user_annotation"})
 
 _BESIDE = 0.002
-"""us by which an operator may seem to begin before its neighbour ends: `ts` and `dur` are rounded each."""
+"""Overlap in us that two neighbouring operators may show, because `ts` and `dur` are both rounded."""
 ANOTHER_SHAPE = "events that are not as Kineto writes them"
 OF_NO_TIME = "events of impossible duration"
 
@@ -48,19 +48,19 @@ OF_NO_TIME = "events of impossible duration"
 def read_trace(path: Path, on_read: Callable[[int], None] | None = None) -> TraceContent:
     """Read the trace in `path`. A missing or damaged file raises no exception; see `problems`."""
     content, unordered = _read(path, frozenset(), on_read)
-    # Kineto writes a thread's operators in the order of their starts. Threads where it is not so are sorted.
+    # Kineto writes a thread's operators in the order of their starts. Other threads are sorted.
     return _read(path, unordered, None)[0] if unordered else content
 
 
 def nothing_read(why: str) -> TraceContent:
-    """The content of a file that could not be read."""
+    """Return the content of a file that could not be read."""
     trace = ChromeTrace(Path())
     trace.notes.file(why)
     return _Reading(trace, frozenset()).finish(TraceFields(base_ns=None, distributed=None, host=None))
 
 
 _FARTHEST_US = 4e15
-"""Of times and durations that are believed: 1970 to 2096, for traces that count from there."""
+"""Largest plausible time or duration: the year 2096, for traces that count from 1970."""
 _Us: TypeAlias = Annotated[float, msgspec.Meta(ge=-_FARTHEST_US, le=_FARTHEST_US)]
 
 
@@ -93,7 +93,7 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
 _Event: TypeAlias = _Complete | _Instant
 _skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
 _union: Any = reduce(or_, _skipped, _Complete | _Instant)
-"""A type made at run time: events of other phases become structs without a field."""
+"""Type of an event, made at run time: events of other phases become structs without a field."""
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -102,7 +102,7 @@ _Thread: TypeAlias = tuple[int | str, int | str]
 
 
 class _Unordered:
-    """Operators that come in any order and go in that of their starts, in 20 bytes each."""
+    """Operators that are added in any order and returned by their starts, in 20 bytes each."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[float, float, str]] = []
@@ -115,7 +115,7 @@ class _Unordered:
             self._pack()
 
     def __iter__(self) -> Iterator[tuple[float, float, str]]:
-        """Yield (start, -duration, name): of two that begin at once, the longer one comes first."""
+        """Yield (start, -duration, name). Of two with the same start, the longer one comes first."""
         self._pack()
         names = list(self._numbers)
         return merge(
@@ -136,7 +136,7 @@ class _Unordered:
 
 
 class _Nesting:
-    """The operators of one thread that have begun and, as far as one knows, not ended."""
+    """Operators of one thread that have begun and are not known to have ended."""
 
     __slots__ = ("last", "later", "open")
 
@@ -144,7 +144,7 @@ class _Nesting:
         self.last = float("-inf")
         self.open: list[tuple[float, Operator]] = []
         self.later: _Unordered | None = None
-        """All of them, where they must be sorted first."""
+        """All operators of the thread, if they must be sorted first."""
 
 
 def _covers() -> dict[Work, Cover]:
@@ -152,7 +152,7 @@ def _covers() -> dict[Work, Cover]:
 
 
 class _Reading:
-    """The state of one pass over one file."""
+    """State of one pass over one file."""
 
     def __init__(self, trace: ChromeTrace, sort: frozenset[_Thread]) -> None:
         self.notes = trace.notes
@@ -167,7 +167,7 @@ class _Reading:
         self.peaks: dict[tuple[int, int], Peak] = {}
         self.first, self.last = float("inf"), float("-inf")
         self.others: set[str] = set()
-        """Categories that nothing was taken from."""
+        """Categories of events that were not used."""
         self._threads: dict[_Thread, _Nesting] = defaultdict(_Nesting)
         for thread in sort:
             self._threads[thread].later = _Unordered()
@@ -181,7 +181,11 @@ class _Reading:
         }
 
     def parse(self, text: bytes) -> list[_Event]:
-        """Raises DecodeError for what is no JSON; events of another shape are counted, and left out."""
+        """Return the events of an array. Events of another shape are counted and left out.
+
+        Raises:
+            DecodeError: the array is no JSON.
+        """
         try:
             events: list[_Event] = _decode(text)
         except msgspec.ValidationError:
@@ -321,7 +325,7 @@ class _Reading:
         )
 
     def _iterations(self) -> list[Iteration]:
-        """Those of one track: on the device if they are there, where they last as long as they take."""
+        """Return the iterations of one track, on the device if possible, where their durations are real."""
 
         def worth(key: tuple[str, int | str, int | str]) -> tuple[bool, int, str]:
             return key[0] == "gpu_user_annotation", len(self.iterations[key]), str(key)

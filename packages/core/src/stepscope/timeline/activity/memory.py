@@ -13,27 +13,27 @@ from stepscope.timeline.step.rows import offset_at
 from stepscope.timeline.step.traces import TraceFile
 
 _LARGEST = 64 << 20
-"""Bytes of a summary that are read: a few hundred kB are usual."""
+"""Largest number of bytes that are read of a summary. A few hundred kB are usual."""
 
 
 class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One snapshot's summary, and whose it is."""
+    """Summary of one snapshot, with its process."""
 
     file: str
     """Relative to the step's folder."""
     process: int
     """Index in `Timeline.processes`."""
     stage: str | None
-    """None: of the whole capture."""
+    """None: the snapshot is of the whole capture."""
     oom: bool
-    """Taken when CUDA was out of memory."""
+    """Whether it was taken because CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
-    """Lead over the owner's of the process' wall clock, which the summary's times are on."""
+    """Lead of the process' wall clock, which the summary uses, over the owner's."""
 
 
 def read_memory(file: TraceFile, timeline: Timeline) -> MemoryRecord | FileProblem:
-    """The record; or what is wrong with it, to be said of the file."""
+    """Return the record of a summary, or the problem of its file."""
     sidecar = file.sidecar
     keys = [process.info.key for process in timeline.processes]
     if sidecar is None or sidecar.process not in keys:

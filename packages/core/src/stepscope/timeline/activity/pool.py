@@ -1,7 +1,7 @@
-"""Reads several traces, on several cores where that pays.
+"""Reading of several traces, on several cores if they are large.
 
-The readers are plain `python -c` children that get a path a line and answer a line of JSON. Not of
-`multiprocessing`: a fork would copy the caller's threads, and a spawn would run the caller's script again.
+The readers are plain `python -c` children. Each takes one path per line and answers with one line of JSON.
+`multiprocessing` is not used: a fork would copy the caller's threads, and a spawn would run its script again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepscope.timeline.activity.kernels import nothing_read, read_trace
 from stepscope.timeline.children import command_of
 
 SMALL = 4 << 20
-"""Bytes of files, as they lie on disk, below which another process costs more than it gives: 0.1 s."""
+"""Total size of files on disk below which a child costs more time than it saves: it starts in 0.1 s."""
 READERS = 8
 _CHILD = "from stepscope.timeline.activity.pool import serve; serve()"
 
@@ -36,7 +36,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
     command = command_of(_CHILD)
     if readers < 2 or sum(sizes) < SMALL or command is None:
         return [read_trace(path, on_read) for path in paths]
-    # The largest first, so that no reader is left with one when the others are done.
+    # The largest file goes first, so that it does not run alone at the end.
     todo: SimpleQueue[int] = SimpleQueue()
     for at in sorted(range(len(paths)), key=lambda at: -sizes[at]):
         todo.put(at)
@@ -58,7 +58,7 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
         try:
             for done in [threads.submit(work, reader) for reader in pool]:
                 done.result()
-        except BaseException:  # Ctrl-C as well: nobody waits for the rest of a large file
+        except BaseException:  # Ctrl-C too: the user does not wait for the rest of a large file
             for reader in pool:
                 reader.give_up()
             raise
@@ -66,15 +66,15 @@ def read_all(paths: Sequence[Path], on_read: Callable[[int], None] | None = None
 
 
 def serve() -> None:
-    """The life of a reader: paths come in, a JSON line each, and contents go out, a JSON line each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, and it ends with that
+    """Run a reader: take paths from stdin and write contents to stdout, one JSON line each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then ends this process
     for line in sys.stdin:
         sys.stdout.buffer.write(msgspec.json.encode(read_trace(Path(json.loads(line)))) + b"\n")
         sys.stdout.buffer.flush()
 
 
 class _Reader:
-    """One child; a new one where the last one died."""
+    """One child process, replaced by a new one if it died."""
 
     def __init__(self, command: list[str]) -> None:
         self.over = False
@@ -89,7 +89,7 @@ class _Reader:
             self._end(self._child)
 
     def give_up(self) -> None:
-        """Ends what is being read, from another thread."""
+        """Kill the child while another thread waits for its answer."""
         self.over = True
         child = self._child
         if child is not None:
@@ -98,7 +98,7 @@ class _Reader:
     def read(self, path: Path) -> TraceContent:
         try:
             child = self._child or self._start()
-        except OSError:  # no process more
+        except OSError:  # no further process can be started
             return read_trace(path)
         if child.stdin is None or child.stdout is None:
             return nothing_read("its reader has no pipes")
@@ -118,7 +118,7 @@ class _Reader:
         return self._child
 
     def _end(self, child: subprocess.Popen[bytes]) -> None:
-        """The end of its input is the end of it."""
+        """Close the pipes of the child, which ends it, and wait for it."""
         self._child = None
         for pipe in (child.stdin, child.stdout):
             with suppress(BrokenPipeError):  # it died with a path unread

@@ -1,4 +1,4 @@
-"""From a step's folder to what its torch traces say, each placed on the clock of the capture's owner."""
+"""Contents of a step's torch traces, each placed on the clock of the capture's owner."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from stepscope.timeline.step.traces import TraceFile, find_traces
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """One trace: whose it is, what it says, and where in the step that was."""
+    """One trace: its process, its content and its place in the step."""
 
     file: str
     """Relative to the step's folder."""
     name: str
-    """Of the process, as in the timeline where it left spans: `actor 0`, `rollout replica 1`."""
+    """Name of the process, the same as in the timeline if it left spans: `actor 0`, `rollout replica 1`."""
     info: ProcessInfo
     process: int | None
     """Index in `Timeline.processes`. None: it left no spans (an engine's worker)."""
     stage: str | None
-    """None: of the whole capture."""
+    """None: the trace is of the whole capture."""
     replica: int | None = None
-    """Of the inference replica that was recorded. `info` may be a process that says none."""
+    """Number of the recorded inference replica. `info` may have none."""
     topology: Mapping[str, int] | None = None
     """Place in the parallel layout of the replica: `{"tp": 1, "dp": 0}`. None: the sidecar does not say."""
     unaligned: str | None
-    """Why its times cannot be placed in the step. None: they can."""
+    """Reason why its times cannot be placed in the step. None: they can."""
     shift_ns: int
     """Unix ns on the owner's clock = us of the trace * 1000 + `shift_ns`."""
     content: TraceContent
     options: Mapping[str, str | int | float | bool | None]
-    """Its recording's options, by its sidecar."""
+    """Options of the recording, from the sidecar."""
     ignored: Mapping[str, str]
     """Options that were not honoured: {option: reason}."""
     versions: Mapping[str, str]
 
     def unix_ns(self, us: float) -> int:
-        """A time of the trace on the owner's clock. Means nothing where `unaligned` says so."""
+        """Return a time of the trace on the owner's clock. It is meaningless if `unaligned` is set."""
         return round(us * 1000) + self.shift_ns
 
 
@@ -57,7 +57,7 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
     activities: tuple[TraceActivity, ...]
     """By process, in the timeline's order of rows."""
     unread: tuple[str, ...]
-    """Files that are no torch traces, each with what is to be said of it."""
+    """Files that are no torch traces, each with the reason why it is not read."""
     problems: tuple[FileProblem, ...]
     memory: tuple[MemoryRecord, ...] = ()
     """Summaries of snapshots of CUDA's allocator."""
@@ -66,12 +66,12 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
 def load_traces(
     path: str | os.PathLike[str], timeline: Timeline, *, on_read: Callable[[int], None] | None = None
 ) -> Traces:
-    """Reads the torch traces of a step, many on several cores; memory does not grow with their size.
+    """Read the torch traces of a step, large ones on several cores. Memory does not grow with their size.
 
     Args:
         path: The step's folder.
-        timeline: Of the same folder: says which processes there are, and places their clocks.
-        on_read: Called with a number of bytes each time that many more of the files were read.
+        timeline: Timeline of the same folder, with its processes and their clocks.
+        on_read: Called with the number of bytes just read of the files.
     """
     files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
     torch = [trace for trace in files.traces if trace.reader is None]

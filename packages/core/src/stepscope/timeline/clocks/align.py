@@ -1,7 +1,7 @@
-"""From one process' monotonic clock to the wall clock of the capture's owner.
+"""Placement of one process' monotonic times on the wall clock of the capture's owner.
 
-A bound holds what the samples leave open: every steady drift up to `DRIFT_PPM` that fits them, and every step
-of a wall clock that the anchors at its opening and closing show.
+An uncertainty covers everything that the samples allow: each steady drift up to `DRIFT_PPM` that fits them,
+and each jump of a wall clock that the anchors at its opening and closing show.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from stepscope.timeline.model import ProcessClock
 
 _JUMP_NS = 1_000_000
 _JUMP_PPM = 1000
-"""A wall clock that gains more than both on the monotonic one was set: kernels slew by at most 500 ppm."""
+"""A wall clock that gains more than both limits was set: kernels slew clocks by at most 500 ppm."""
 WANDER_PPM = (0, 1, 15)
-"""Deviations from a steady drift, relative to the step's length; the first that fits counts. Up to PHI of
-RFC 5905.
-"""
+"""Deviations from a steady drift, tried in turn, relative to the step's length: up to PHI of RFC 5905."""
 REACH_NS = 3_600_000_000_000
 """Largest error of a sample, or of the first collective."""
 _MOST_SAMPLES = 8
-"""The outermost samples of a clock that was set: each may be from before the step, or from after it."""
+"""Number of outermost samples used of a clock that was set. Each may be from before or after the jump."""
 
 
 class Placement:
-    """Monotonic ns of one process -> unix ns. Linear between two knots, at the clock's own pace beyond."""
+    """Mapping from monotonic ns to unix ns: linear between two knots, at the clock's own pace elsewhere."""
 
     def __init__(self, knots: Sequence[tuple[int, int]]) -> None:
         self._first, self._last = knots[0], knots[-1]
@@ -54,9 +52,9 @@ class Reference(NamedTuple):
     offsets: Sequence[ClockOffset]
     first_ns: int = 0
     last_ns: int = 0
-    """From when until when the owner's capture was open. 0: not known."""
+    """Start and end of the owner's capture. 0: unknown."""
     jump_ns: int = 0
-    """By how much the owner's wall clock was set meanwhile, between these two."""
+    """Jump of the owner's wall clock between these two."""
 
 
 class Aligned(NamedTuple):
@@ -65,7 +63,7 @@ class Aligned(NamedTuple):
 
 
 def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
-    """The owner's own placement: by its anchors."""
+    """Return the owner's placement, by its own anchors."""
     knots, drift_ns, jumped = _knots(opened, closed)
     uncertainty_ns = anchored(opened, closed)
     clock = ProcessClock(alignment="owner", uncertainty_ns=uncertainty_ns, drift_ns=drift_ns, jumped=jumped)
@@ -73,10 +71,10 @@ def align_owner(opened: ClockAnchor, closed: ClockAnchor | None) -> Aligned:
 
 
 def anchored(opened: ClockAnchor, closed: ClockAnchor | None) -> int:
-    """Return how far apart, in ns, a process' monotonic clock and its wall clock may place one moment.
+    """Return the largest distance, in ns, between the places of one moment by a process' two clocks.
 
-    Kernels slew both alike: what one gains on the other was a step, at a moment that nothing tells. Traces
-    are timed by the wall clock and spans by the monotonic one, so it may show in either.
+    Kernels slew both clocks alike, so a gain of one on the other is a jump at an unknown moment. It affects
+    traces, which use the wall clock, as well as spans, which use the monotonic clock.
     """
     if closed is None:
         return opened.uncertainty_ns
@@ -92,14 +90,14 @@ def align(
     reference: Reference,
     latest_ns: int | None = None,
 ) -> Aligned:
-    """Another process' placement: by its anchors and by what the owner measured of its clock.
+    """Return the placement of another process, by its anchors and the owner's samples of its clock.
 
-    On the owner's host the offset is 0: a measured one is the noise of the exchange, unless it rules 0 out
-    (two machines of one name). On another host the offset follows the middle of all straight lines that fit
-    the samples.
+    On the owner's host the offset is 0, because a measured offset is only noise. If the samples exclude 0,
+    two machines share one name, and the samples count. On another host the offset follows the middle of all
+    straight lines that fit the samples.
 
     Args:
-        latest_ns: Its last sign of life, on its monotonic clock.
+        latest_ns: Latest time of the process on its monotonic clock.
     """
     knots, drift_ns, jumped = _knots(opened, closed)
     samples = _samples(key, reference)
@@ -132,7 +130,7 @@ def align(
 
 
 class _Offset(NamedTuple):
-    """The lead of a clock: steadily changing between two times that it shows, right within a bound."""
+    """Lead of a clock: it changes steadily between two times of that clock, and is true within a bound."""
 
     first_ns: int
     last_ns: int
@@ -146,7 +144,7 @@ class _Offset(NamedTuple):
 
 
 _Sample = tuple[int, int, int]
-"""(when on the owner's clock, how far the other was ahead, within what), ns."""
+"""(time on the owner's clock, lead of the other clock, uncertainty), ns."""
 
 
 def _samples(key: str, reference: Reference) -> list[_Sample]:
@@ -160,11 +158,11 @@ def _samples(key: str, reference: Reference) -> list[_Sample]:
 
 
 def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, jump_ns: int) -> _Offset:
-    """The offset during the process' life and the owner's capture.
+    """Return the offset during the process' life and the owner's capture.
 
     Args:
-        extent: The process' life, as its clock would have shown without a step.
-        jump_ns: That step.
+        extent: First and last time of the process, as its clock would have shown them without a jump.
+        jump_ns: Jump of the process' clock.
     """
     if jump_ns or reference.jump_ns:
         samples = samples[: _MOST_SAMPLES // 2] + samples[max(_MOST_SAMPLES // 2, len(samples) - 4) :]
@@ -177,7 +175,7 @@ def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, 
     last_ns = max(last_ns, first_ns + 1)
     cases = list(_without_steps(samples, reference, jump_ns))
     fits = [fit for case in cases if (fit := _steady(case, first_ns, last_ns)) is not None]
-    if not fits:  # they contradict each other: anything between them
+    if not fits:  # the samples contradict each other, so any value between them is possible
         offsets = [(offset - within, offset + within) for case in cases for _, offset, within in case]
         fits = [(*bounds, DRIFT_PPM * (last_ns - first_ns) // 1_000_000) for bounds in offsets]
     ends = []
@@ -189,7 +187,7 @@ def _fit(samples: list[_Sample], extent: tuple[int, int], reference: Reference, 
 
 
 def _without_steps(samples: list[_Sample], reference: Reference, jump_ns: int) -> Iterator[list[_Sample]]:
-    """The samples as they would have been without steps: one case for each place that a step may have had."""
+    """Yield the samples as they would be without jumps: one case for each possible place of a jump."""
     many = len(samples)
     own = range(many + 1) if jump_ns else (many,)
     owners = range(many + 1) if reference.jump_ns else (many,)
@@ -216,7 +214,7 @@ def _without_steps(samples: list[_Sample], reference: Reference, jump_ns: int) -
 
 
 def _steady(samples: list[_Sample], first_ns: int, last_ns: int) -> tuple[int, int, int] | None:
-    """(offset at the first time, at the last, within what) by the samples; None: no steady drift fits."""
+    """Return (offset at the first time, at the last, uncertainty). None: no steady drift fits the samples."""
     lasted_ns, near_ns = last_ns - first_ns, samples[0][1]
     for ppm in WANDER_PPM:
         slack_ns = lasted_ns * ppm // 1_000_000
@@ -243,7 +241,7 @@ def align_at(
     known_ns: int,
     matched: int,
 ) -> Aligned:
-    """A placement by what `matched` collectives say: the offsets at both ends, right within +- `known_ns`."""
+    """Return a placement with offsets from `matched` collectives, true within +- `known_ns`."""
     knots, drift_ns, jumped = _knots(opened, closed)
     clock = ProcessClock(
         alignment="collectives",
@@ -268,7 +266,7 @@ def _moved(knots: Sequence[tuple[int, int]], offsets_ns: Sequence[int]) -> Place
 
 
 def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[int, int]], int, bool]:
-    """(knots on the process' own wall clock, its drift, whether it was set meanwhile)."""
+    """Return (knots on the process' own wall clock, its drift, whether it was set meanwhile)."""
     knots = [(opened.mono_ns, opened.wall_ns)]
     if closed is None or closed.mono_ns <= opened.mono_ns:
         return knots, 0, False
@@ -281,7 +279,7 @@ def _knots(opened: ClockAnchor, closed: ClockAnchor | None) -> tuple[list[tuple[
 
 
 def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
-    """Return the samples of a process' clock, by the time that it showed."""
+    """Return the samples of a process' clock, by the time on that clock."""
     place = reference.place
     if place is None:
         return {}
@@ -290,5 +288,5 @@ def sampled(key: str, reference: Reference) -> dict[int, ClockOffset]:
 
 
 def aged(uncertainty_ns: int, age_ns: int) -> int:
-    """The uncertainty of an offset that long before, or after, it was measured."""
+    """Return the uncertainty of an offset `age_ns` before or after its measurement."""
     return uncertainty_ns + abs(age_ns) * DRIFT_PPM // 1_000_000

@@ -1,8 +1,8 @@
-"""Collectives in the traces of torch: when a process entered and left each, by process group and kind.
+"""Collectives in the traces of torch: the times at which a process entered and left each of them.
 
-Only those count that no rank leaves before all have entered: a broadcast's root may leave at once. On GPUs
-the kernels of NCCL and RCCL are read, whose arguments name group and kind (and, of newer torch, a number); of
-gloo its own events, which name no group.
+Only collectives count that no rank leaves before all have entered. A broadcast does not: its root may leave
+at once. On GPUs the kernels of NCCL and RCCL are read. Their arguments name the group and the kind and, in
+newer torch, a number. The events of gloo name no group.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stepscope.timeline.readers.chrome import ChromeTrace, Distributed
 from stepscope.timeline.readers.json_array import TOKEN
 
 MOST = 1 << 18
-"""Collectives of one process that are looked at."""
+"""Largest number of collectives that are read of one process."""
 _KEPT = 4096
-"""Of one kind on one host. Of more, every second run of `_RUN` is kept, or every fourth and so on."""
+"""Largest number kept of one kind on one host. Of more, every second, fourth, ... run of `_RUN` is kept."""
 _RUN = 64
 _GLOO = b'"gloo:'
 _NCCL = b'"Collective name"'
 _LONGEST = 1 << 20
-"""Bytes of an event beyond which it is none of those."""
+"""Largest size in bytes of an event that can be a collective."""
 _NAMED = re.compile(rb'"name":\s*\Z')
 _KERNEL = re.compile(rb'"cat":\s*"kernel"')
 _ALL_WAIT = frozenset(
@@ -43,7 +43,7 @@ _ALL_WAIT = frozenset(
 _SAME_SIZE = frozenset(
     ("gloo:all_reduce", "allreduce", "allreduce_coalesced", "_allgather_base", "_reduce_scatter_base")
 )
-"""Of these every rank's part has one size."""
+"""Collectives in which the parts of all ranks have the same size."""
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     world: str
     """World of the group: every torch world has a group called "0"."""
     group: str
-    """Its name and its ranks, as the traces say them. Empty: they do not say."""
+    """Name and ranks of the group, as in the traces. Empty: the traces do not name it."""
     op: str
 
 
@@ -64,20 +64,20 @@ class Times(NamedTuple):
     left_ns: int
     """Time at which the first of its ranks left."""
     size: int
-    """A number that is equal for equal sizes. 0: not said."""
+    """Hash of the size: equal sizes give equal numbers. 0: unknown."""
 
 
 class Series(msgspec.Struct):
     """The collectives of one kind on one host."""
 
     numbered: bool
-    """By torch, so that partial series can be matched. Otherwise the keys of `times` count them."""
+    """Whether torch numbered them, so that partial series match. Else the keys of `times` are counts."""
     count: int
     times: dict[int, Times]
 
 
 class Refused(NamedTuple):
-    """Why the collectives of a kind cannot be told from one another."""
+    """Reason why the collectives of a kind cannot be matched."""
 
     why: str
 
@@ -110,7 +110,7 @@ _groups = msgspec.json.Decoder(list[_Group]).decode
 
 
 def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
-    """Of one process of `world`, in the order in which it ran them; from all of its traces."""
+    """Return the collectives in all traces of one process of `world`, in the order in which they ran."""
     kinds: dict[Kind, _Recorded] = {}
     count = 0
     for path in traces:
@@ -129,7 +129,7 @@ def read_collectives(world: str, traces: Sequence[Path]) -> dict[Kind, Series | 
 
 
 def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series | Refused:
-    """Those of several processes of one host, as one."""
+    """Join the collectives of several processes of one host."""
     joined: Series | Refused | None = None
     for rank in ranks:
         series = rank.get(kind)
@@ -141,10 +141,10 @@ def join(kind: Kind, ranks: Iterable[Mapping[Kind, Series | Refused]]) -> Series
 def match(
     one: Series | Refused, other: Series | Refused, shift: int = 0
 ) -> dict[int, tuple[Times, Times]] | str:
-    """Pairs of the same collective; or why they cannot be told.
+    """Return the times of each collective on both sides, or the reason why they cannot be matched.
 
     Args:
-        shift: How many positions further the other one's stand, as if its first ones were missing.
+        shift: Positions by which the other series is moved, as if its first collectives were missing.
     """
     if isinstance(one, Refused):
         return one.why
@@ -165,7 +165,7 @@ def match(
 
 
 class _Recorded:
-    """One process' collectives of one kind, as they come."""
+    """Collectives of one kind in one process, in the order of the file."""
 
     def __init__(self) -> None:
         self._entered, self._left, self._sizes, self._numbers = (array("q") for _ in range(4))
@@ -196,7 +196,7 @@ class _Recorded:
         return Series(numbered, len(order), times)
 
     def _overlapping(self, order: Sequence[int]) -> set[int]:
-        """Places of those that ran at once: which of them came first may look otherwise on another rank."""
+        """Return the places of collectives that overlap. Another rank may have run them in another order."""
         places: set[int] = set()
         latest = -1
         for place in range(1, len(order)):
@@ -227,7 +227,7 @@ def _needles(distributed: Distributed | None) -> tuple[bytes, ...]:
 
 
 def _only_group(distributed: Distributed | None) -> str:
-    """The ranks of the one process group that a trace knows of; of groups of one rank there may be more."""
+    """Return the ranks of the only process group with several ranks, or "" if there is not exactly one."""
     try:
         groups = {group.ranks for group in ([] if distributed is None else _groups(distributed.pg_config))}
     except msgspec.DecodeError:
@@ -237,7 +237,7 @@ def _only_group(distributed: Distributed | None) -> str:
 
 
 def _kind(event: _Event, world: str, alone: str) -> Kind | None:
-    """None: not one in which all wait for all."""
+    """Return the kind of an event. None: it is no collective in which all ranks wait for all."""
     if event.name.startswith("gloo:"):
         return Kind(world, alone, event.name) if event.name in _ALL_WAIT else None
     op = _text(event.args.op)
@@ -250,7 +250,7 @@ def _text(raw: msgspec.Raw) -> str:
 
 
 def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
-    """The events in which one of these stands. Bytes of others are not even looked at."""
+    """Yield the events that contain one of the needles. Other events are not parsed."""
     text = b""
     for block in read_blocks(path, Notes()):
         text += block
@@ -267,7 +267,7 @@ def _events(path: Path, needles: Sequence[bytes]) -> Iterator[_Event]:
             if event is not None:
                 yield event
         else:
-            # What goes on in the next block began at the last brace or, if that opens arguments, before it.
+            # An event that continues in the next block began at the last brace, or at the one before it.
             start = max(done, text.rfind(b"{", 0, max(0, text.rfind(b"{"))))
         text = text[start:] if len(text) - start < _LONGEST else b""
 
@@ -292,7 +292,7 @@ def _start(text: bytes, at: int, needle: bytes) -> int:
 
 
 def _end(text: bytes, start: int) -> int | None:
-    """Behind the object that begins at `start`; None: it does not end in `text`."""
+    """Return the end of the object that begins at `start`. None: it does not end in `text`."""
     depth = 0
     for token in TOKEN.finditer(text, start, start + _LONGEST):
         mark = text[token.start()]

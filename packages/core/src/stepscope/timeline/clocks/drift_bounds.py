@@ -1,4 +1,4 @@
-"""All straight lines that fit what is known of the offset between two clocks: it changes steadily."""
+"""Set of all straight lines that fit the known bounds of the offset between two clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Corner = tuple[float, float]
 
 
 class Fit(NamedTuple):
-    """The middle of a band, ns, at its two ends; the true line is within +- `within_ns` of it, all along."""
+    """Middle of a band, ns, at its two ends. The true line is always within +- `within_ns` of it."""
 
     first_ns: int
     last_ns: int
@@ -25,7 +25,7 @@ class Band:
     """
 
     def __init__(self, reach_ns: float, change_ns: float) -> None:
-        """Of lines that stay within `reach_ns` of 0 and change by at most `change_ns` from 0 to 1."""
+        """Start with all lines within `reach_ns` of 0 that change by at most `change_ns` from 0 to 1."""
         self._corners: list[_Corner] = [
             (-reach_ns, -reach_ns), (reach_ns, -reach_ns), (reach_ns, reach_ns), (-reach_ns, reach_ns),
         ]  # fmt: skip
@@ -42,12 +42,12 @@ class Band:
         return made
 
     def cut(self, at: float, low_ns: float, high_ns: float) -> None:
-        """Leaves the lines whose value at `at` is between the two."""
+        """Keep the lines whose value at `at` is between the two bounds."""
         self._keep(1 - at, at, _ROUNDING_NS - low_ns)
         self._keep(at - 1, -at, _ROUNDING_NS + high_ns)
 
     def fit(self) -> Fit:
-        """For a band that is not empty."""
+        """Return the middle line. The band must not be empty."""
         firsts, lasts = zip(*self._corners, strict=True)
         halves = [(max(values) - min(values)) / 2 for values in (firsts, lasts)]
         return Fit(
@@ -64,7 +64,7 @@ class Band:
         return bool(band)
 
     def _keep(self, by_first: float, by_last: float, least: float) -> None:
-        """Cuts off where `by_first * first + by_last * last + least` is below 0 (Sutherland-Hodgman)."""
+        """Keep lines with `by_first * first + by_last * last + least` of at least 0 (Sutherland-Hodgman)."""
         corners = self._corners
         above = [by_first * first + by_last * last + least for first, last in corners]
         if not above or min(above) >= 0:

@@ -1,4 +1,4 @@
-"""The wall clocks of a step's hosts: which processes have which, and what samples say of each."""
+"""Wall clocks of a step's hosts, with their processes and samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_DRIFT_PPM = 500
 
 
 class Line(NamedTuple):
-    """Lead of a wall clock over another: steadily changing between two times that it shows."""
+    """Lead of a wall clock over another: it changes steadily between two times of that clock."""
 
     first_ns: int
     last_ns: int
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Lead of a clock over the owner's when it showed `wall_ns`, right within +- `within_ns`."""
+    """Lead of a clock over the owner's when it showed `wall_ns`, true within +- `within_ns`."""
 
     wall_ns: int
     offset_ns: int
@@ -62,22 +62,23 @@ class Clock(msgspec.Struct, eq=False):
     owner: bool
     """Reference of the other hosts; it needs no samples."""
     processes: list[int]
-    """Indices of the sources that have it."""
+    """Indices of the sources on this host."""
     first_ns: int
     last_ns: int
-    """From when until when they lived, as it showed."""
+    """First and last time of these sources, on this clock."""
     samples: list[Sample]
 
     def guess(self, wall_ns: int) -> Sample | None:
-        """By the sample that knows most about this time. None: there is none."""
+        """Return the offset at this time by the sample that is most exact there. None: no sample."""
         known = ((aged(s.within_ns, wall_ns - s.wall_ns), s) for s in self.samples)
         best = min(known, default=None)
         return None if best is None else Sample(wall_ns, best[1].offset_ns, best[0])
 
 
 def clocks_of(sources: Sequence[Source], aligned: Sequence[Aligned], reference: Reference) -> Iterator[Clock]:
-    """The reference's first, then by host. None for a host whose processes' samples contradict each other, or
-    whose clock was set meanwhile.
+    """Yield the clock of the reference's host, then the others by host.
+
+    A host is left out if the samples of its processes contradict each other, or if its clock was set.
     """
     hosts: dict[str, list[int]] = {reference.host: []}
     for index in sorted(range(len(sources)), key=lambda index: sources[index].info.host):

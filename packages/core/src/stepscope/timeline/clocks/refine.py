@@ -1,9 +1,10 @@
-"""Aligns clocks of different hosts more exactly than the capture's samples do: by what must have come first.
+"""Alignment of clocks of different hosts by collectives, which is more exact than the capture's samples.
 
-No rank leaves an all-reduce before the last one has entered it. So each one that two hosts took part in
-bounds from both sides by how much the clock of one can be ahead; all of them and the clock samples together
-bound it more. The offset is taken to change steadily during the step (two crystals that differ), which is the
-line that `Band` looks for; if no line fits, clocks may wander from one as far as `WANDER_PPM` allows.
+No rank leaves an all-reduce before the last one has entered it. Each all-reduce of two hosts therefore
+bounds the lead of one clock over the other from both sides. All of them, with the clock samples, narrow these
+bounds.
+The offset is assumed to change steadily during the step, because the two crystals differ. `Band` finds the
+lines that fit. If no line fits, clocks may deviate from a line as far as `WANDER_PPM` allows.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")
 _SHIFTS = (1, -1, 2, -2, 3, -3)
-"""By how much the windows of two ranks might differ, without that their numbers of collectives do."""
+"""Positions by which the windows of two ranks may differ although they hold equal numbers of collectives."""
 
 Pairs = Mapping[int, tuple[Times, Times]]
 
 
 class Lead(NamedTuple):
-    """Bounds of one clock against another, by collectives."""
+    """Lead of one clock over another, by collectives."""
 
     line: Line
     within_ns: int
@@ -48,13 +49,12 @@ def refine(
     layout: StepLayout,
     earlier_files: Collection[str] = (),
 ) -> list[Aligned]:
-    """The same placements, better ones for processes of hosts whose traces hold collectives with others.
+    """Return the placements, improved for hosts whose traces hold collectives with other hosts.
 
-    Where all is of one host nothing is read. What is read is searched for collectives, not parsed.
+    If all processes are on one host, no trace is read. Traces are searched for collectives, not parsed.
 
     Args:
-        earlier_files: Artifacts of earlier captures of the step, relative to its folder: their collectives
-            are not this one's.
+        earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
     """
     clocks = list(clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
@@ -75,14 +75,14 @@ def refine(
 def _traces(
     sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
 ) -> dict[int, list[Path]]:
-    """Of each source, by its index. Traces that no sidecar assigns to one are left out."""
+    """Return the traces of each source, by its index. Traces without such a sidecar are left out."""
     by_key = {source.info.key: index for index, source in enumerate(sources)}
     traces: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):
         try:
             sidecar = read_record(path, Sidecar)
         except (OSError, RecordError):
-            continue  # whoever reads the traces names it
+            continue  # the reader of the traces reports it
         index = by_key.get(sidecar.process or "")
         if sidecar.artifact.path in earlier_files:
             continue
@@ -101,8 +101,10 @@ def _against_each_other(
     traces: Mapping[int, list[Path]],
     notes: Mapping[str, list[str]],
 ) -> list[tuple[Clock, Clock, Lead]]:
-    """(one, another, what the other is ahead of it). One host's collectives are in memory at a time, and for
-    each kind those of the first host that had it."""
+    """Return triples of two clocks and the lead of the second over the first.
+
+    Memory holds the collectives of one host at a time and, for each kind, those of the first host with it.
+    """
     firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
     leads = []
     for clock in clocks:
@@ -127,7 +129,7 @@ def _read(source: Source, traces: Sequence[Path]) -> dict[Kind, Series | Refused
 
 
 class _Search:
-    """For the line that one clock is ahead of another by."""
+    """Search for the lead of one clock over another."""
 
     def __init__(self, first: Clock, clock: Clock) -> None:
         self._clock = clock
@@ -140,7 +142,7 @@ class _Search:
     def search(
         self, matches: Sequence[tuple[Kind, Series | Refused, Series | Refused]], notes: list[str]
     ) -> Lead | None:
-        """Kind by kind, the surest ones first. One that fits no line with what is known is left out."""
+        """Cut the bands kind by kind, the surest first. A kind that contradicts the others is left out."""
         bands: list[Band] = []
         for kind, theirs, ours in sorted(matches, key=_unsure):
             pairs = match(theirs, ours)
@@ -168,7 +170,7 @@ class _Search:
         return [self._lasted_ns * ppm // 1_000_000 for ppm in WANDER_PPM]
 
     def _begin(self, pairs: Pairs) -> list[Band]:
-        """One band for each of the wanderings, of lines relative to `_near_ns`."""
+        """Return one band for each value of `WANDER_PPM`, of lines relative to `_near_ns`."""
         if not self._samples:
             theirs, ours = next(iter(pairs.values()))
             self._near_ns = (ours.entered_ns + ours.left_ns - theirs.entered_ns - theirs.left_ns) // 2
@@ -241,9 +243,9 @@ def _differences(first: Clock, clock: Clock) -> Iterator[Sample]:
 def _against_owner(
     clocks: Sequence[Clock], leads: Sequence[tuple[Clock, Clock, Lead]], notes: Mapping[str, list[str]]
 ) -> Iterator[tuple[Clock, Lead]]:
-    """Yield each clock's lead over the owner's: hosts that had collectives together keep together.
+    """Yield each clock's lead over the owner's. Hosts with common collectives are placed as one group.
 
-    Where the owner's host is not among them, all their samples say together where they are.
+    If the owner's host is not in the group, all samples of the group together place it.
     """
     left = list(clocks)
     while left:
@@ -305,13 +307,13 @@ def _anchored(root: Clock, known: Mapping[Clock, Lead]) -> Lead | str:
 
 
 def _better(source: Source, before: Aligned, lead: Lead, reference: Reference) -> Aligned:
-    """By the collectives, unless the samples alone know more and agree."""
+    """Return the placement by collectives, unless that by samples is more exact and agrees with it."""
     line, within_ns, matched = lead
     offsets = [line.at(wall_ns) for wall_ns in extent(source, before, reference)]
     known_ns = anchored(source.opened, source.closed) + reference.uncertainty_ns + within_ns
     was = before.clock
     if source.closed is None:
-        known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own pace from its opening on
+        known_ns += abs(offsets[1] - offsets[0])  # its positions follow its own clock from the opening on
     if was.uncertainty_ns is not None and was.uncertainty_ns <= known_ns:
         apart = (was.offset_ns - offsets[0], was.closing_offset_ns - offsets[1])
         if max(map(abs, apart)) <= known_ns:
