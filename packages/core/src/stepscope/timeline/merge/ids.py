@@ -20,16 +20,16 @@ class FlowIds:
     """The flow, async and object ids of one file."""
 
     def __init__(self, file: int, files: int) -> None:
-        """`file`: its number, up to `files`; 0 is for our own arrows."""
+        """`file`: number of the file, up to `files`. 0 is for stepscope's own arrows."""
         lowest = 10 ** len(str(files))  # so that all prefixes have as many digits, the first of them a 1
         self.prefix = b"%d" % (lowest + file)
-        """In front of an id with at most so many digits as `below` says."""
+        """Prefix of an id that is less than `below`."""
         self._free = _DIGITS - len(self.prefix)
         self.below = 10 ** (self._free - 1)
         self._others: dict[tuple[bytes, object], int] = {}
 
     def number(self, written: bytes, scope: object = None) -> int:
-        """The new id for one as it stands in JSON. Injective: different ids stay different."""
+        """Return the new id for one as written in JSON. Different ids stay different."""
         if scope is None and written.isdigit() and int(written) < self.below:
             return int(b"%b%d" % (self.prefix, int(written)))
         # Strings, and numbers that are too large: behind the prefix one digit more than all others have.
@@ -37,10 +37,10 @@ class FlowIds:
         return int(b"%b%0*d" % (self.prefix, self._free, other))
 
     def renamed(self, written: msgspec.Raw, scope: object) -> msgspec.Raw:
-        """As JSON of the same type: a number, or a string with a hexadecimal number.
+        """Return the new id as JSON of the same type: a number, or a string with a hexadecimal number.
 
         Args:
-            scope: Whose the id is where it is local: the event's pid. Only `id2` says that.
+            scope: Pid of the event, which owns a local id. Only `id2` has local ids.
         """
         text = bytes(written)
         if text.startswith(b"{"):  # `id2`: {"local": id} or {"global": id}

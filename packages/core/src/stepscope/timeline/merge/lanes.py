@@ -1,4 +1,4 @@
-"""Packs intervals into lanes in which everything nests: what a viewer draws as one track needs that."""
+"""Packing of intervals into lanes in which they nest, because a viewer draws each lane as one track."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class Interval(NamedTuple):
     start_ns: int
     end_ns: int
     parent: int | None
-    """Index of the interval that it belongs inside, if any."""
+    """Index of the interval that contains it, if any."""
 
 
 def pack(intervals: Sequence[Interval]) -> list[int]:
-    """The lane of each interval, counted from 0.
+    """Return the lane of each interval, counted from 0.
 
-    In a lane, two intervals are one inside the other or apart. An interval stands in its parent's lane where
-    it fits: within the parent, and beside its siblings. All others (tops, children that outlive their parent,
-    concurrent siblings) get a lane in which nothing runs as they start, the lowest one. If all children fit,
-    the tops thus take as many lanes as ever overlap, and no more.
+    Two intervals in a lane are nested or disjoint. An interval gets its parent's lane if it fits there:
+    within the parent and beside its siblings. All others get the lowest lane in which nothing runs at their
+    start: intervals without a parent, children that outlive their parent, and concurrent siblings. If all
+    children fit, there are as many lanes as intervals without a parent that overlap at one time.
     """
     lanes = [-1] * len(intervals)
     stacks: list[list[int]] = []

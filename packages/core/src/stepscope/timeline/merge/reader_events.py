@@ -33,7 +33,7 @@ from stepscope.timeline.step.rows import Axis, Row, Rows
 
 NOT_WRITTEN = "events that JSON cannot hold"
 _BATCH = 2000
-"""Events that are handed on together."""
+"""Number of events that are passed on together."""
 _PHASES: Mapping[Literal["start", "step", "end"], str] = {"start": "s", "step": "t", "end": "f"}
 _encode = msgspec.json.Encoder().encode
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class Recorded:
     """A file, its reader, and the rows of its tracks. A reader that raises leaves no rows and a note."""
 
     def __init__(self, reader: Reader, file: FoundFile, role: str) -> None:
-        """Args: role: of the processes that recorded the file."""
+        """Args: role: Role of the processes that recorded the file."""
         self.reader = reader
         self.file = file
         self.notes = Notes()
@@ -51,7 +51,7 @@ class Recorded:
         self.rows: dict[int | None, Row] = {}
         """By `Track.pid`."""
         self.wall: Callable[[int], int] | None = None
-        """From the file's times to unix ns of its host. None: they are that already, or cannot be."""
+        """Function from the file's times to unix ns of its host. None: not needed, or not possible."""
         self._origin = self._tried(self._read_origin)
 
     def place(self, rows: Rows) -> None:
@@ -100,7 +100,7 @@ def _process_of(origin: Origin, sidecar: Sidecar | None, role: str) -> ProcessIn
 
 
 def _to_wall(origin: Origin, sidecar: Sidecar | None) -> tuple[Callable[[int], int] | None, str | None]:
-    """(what turns the file's times into unix ns of its host, why that is impossible)."""
+    """Return (function from the file's times to unix ns of its host, reason why there is none)."""
     if origin.clock == "realtime":
         return None, None
     if origin.clock == "unknown":
@@ -130,7 +130,7 @@ class Drawing:
         axis: Axis,
         cut: Cut,
     ) -> None:
-        """`shown`: those of `recorded.rows` that are wanted."""
+        """`shown`: the selected rows of `recorded.rows`."""
         self._recorded = recorded
         self._rows = shown
         self._places = {pid: Place(row, 0, axis) for pid, row in shown.items()}
@@ -143,7 +143,7 @@ class Drawing:
         self.events: dict[int, int] = {}
         """Number of drawn events, by their row's pid."""
         self.outside = 0
-        """Left out because they are not between `from` and `to`."""
+        """Number of events left out because they are not between `from` and `to`."""
 
     @property
     def written(self) -> int:
@@ -151,11 +151,11 @@ class Drawing:
 
     @property
     def touched(self) -> list[Row]:
-        """The rows that anything was drawn in."""
+        """Rows with at least one drawn event."""
         return [row for row in self._rows.values() if row.pid in self.events]
 
     def texts(self) -> Iterator[bytes]:
-        """Some events at a time, to stand between brackets. A reader that raises ends it, with a note."""
+        """Yield some events at a time, without brackets. A reader that raises ends it, with a note."""
         with closing(self._drawn()) as drawing:
             while self._more(drawing):
                 yield self._taken()
@@ -181,7 +181,7 @@ class Drawing:
         return b",\n".join(taken)
 
     def _drawn(self) -> Generator[None, None, None]:
-        """Stops each time that enough is pending."""
+        """Draw the events, and yield when enough of them are pending."""
         recorded = self._recorded
         with closing(recorded.reader.open(recorded.file, self.notes)) as recording:
             for event in recording.events():
@@ -201,7 +201,7 @@ class Drawing:
                 f"track {track.name!r} is of process {track.pid}, which is not in Origin.processes"
             )
         elif track.pid not in self._rows:
-            self._lines[track.track] = None  # a role or rank that nobody asked for
+            self._lines[track.track] = None  # its role or rank is not selected
         else:
             row, owner = self._rows[track.pid], self._recorded.reader.name
             self._lines[track.track] = _Line(track, row, self._places[track.pid], self._tracks, owner)
@@ -214,7 +214,7 @@ class Drawing:
         wall = self._recorded.wall
         first = line.row.shift_ns is None
         position = line.place.at(start_ns if wall is None else wall(start_ns))
-        if first:  # what shows this row somewhere moves all that is in the file: it has one clock
+        if first:  # the shift applies to all rows of the file, which has one clock
             for row in self._recorded.rows.values():
                 row.shift_ns = line.row.shift_ns if row.shift_ns is None else row.shift_ns
         if position is None:
@@ -258,7 +258,7 @@ class Drawing:
 
 
 class _Line:
-    """A reader's track in a row: one track of ours, or as many as its slices need where they overlap."""
+    """Track of a reader in a row: one track of the timeline, or several if its slices overlap."""
 
     def __init__(self, track: Track, row: Row, place: Place, tracks: Tracks, owner: str) -> None:
         self.row = row
@@ -269,7 +269,7 @@ class _Line:
         self._name = track.name
         self._tids: list[int] = []
         self._running: list[list[tuple[int, int]]] = []
-        """Start and end of the slices that are open in each lane, where they overlap."""
+        """Start and end of the open slices in each lane, if slices may overlap."""
 
     def rename(self, name: str) -> None:
         for lane in range(len(self._tids)):
@@ -277,7 +277,7 @@ class _Line:
         self._name = name
 
     def of_slice(self, start: int, end: int) -> int:
-        """The tid of a slice from `start` to `end`: of the first lane in which it nests."""
+        """Return the tid of a slice from `start` to `end`: the first lane in which it nests."""
         if not self._track.overlapping:
             return self._tids[self._lane(0)]
         for running in self._running:
@@ -289,7 +289,7 @@ class _Line:
         return self._tids[lane]
 
     def of_instant(self, at: int) -> int:
-        """The tid of what happens in a slice: the one that began last, of those that run."""
+        """Return the tid of an event in a slice: the running slice that began last."""
         running = [(*slices[-1], lane) for lane, slices in enumerate(self._running) if slices]
         _, _, lane = max((slice_ for slice_ in running if slice_[0] <= at <= slice_[1]), default=(0, 0, 0))
         return self._tids[self._lane(lane)]

@@ -1,4 +1,4 @@
-"""Foreign events, as bytes, with new pids, tids, ids and times; every other byte of their values as it was.
+"""Rewriting of foreign events as bytes, with new pids, tids, ids and times; other values stay the same.
 
 Two ways lead to the same result. A batch of plain events goes the fast way (`Template`). The thorough way
 decodes each event into its fields. It takes any order, layout and type of ids, and costs ten times as much.
@@ -25,11 +25,11 @@ NO_TIME = "events without a time"
 NOT_THEN = "events whose time is not near the step"
 
 _FEW = 24
-"""Events that are not worth another attempt at the fast way."""
+"""Number of events below which another attempt at the fast way does not pay."""
 _REPEATED = 1000
-"""Metadata that are remembered: some writers give them again with every event of a device."""
+"""Number of metadata events that are cached: some writers repeat them with every event of a device."""
 _CYCLE = 512
-"""Bytes that show a repetition if they come again: one turn is decoded, and the others compared."""
+"""Bytes that show a repetition if they recur: one turn is decoded, and the others are compared."""
 _APART = ("M", "C")
 _APART_PHASE = re.compile(r'"ph"\s*:\s*"[{}]"'.format("".join(_APART)).encode())
 _LASTS = (b'"B"', b'"E"', b'"b"', b'"e"')
@@ -83,7 +83,7 @@ class Rewriter:
         return text
 
     def _repeated(self, array: bytes) -> tuple[bytes, int] | None:
-        """As `Template.rewritten`, of metadata that were all there before."""
+        """Rewrite an array of known metadata, as `Template.rewritten` does. None: some are unknown."""
         period = max(1, array.find(array[1 : 1 + _CYCLE], 2) - 1)
         unit, times = array[1 : 1 + period], (len(array) - 3) // period
         end = 1 + times * period
@@ -110,7 +110,7 @@ class Rewriter:
         return b",\n".join(events)
 
     def _parts(self, array: bytes) -> Iterator[Text]:
-        """Metadata and counters apart; of the others, where they are many, each half for itself."""
+        """Yield metadata and counters separately, and split many other events into halves."""
         elements = raw_elements(array)
         self._repeating = False
         if self._cut != (None, None) or len(elements) <= _FEW:
@@ -189,7 +189,7 @@ class Rewriter:
             for field in ("labels", "name"):
                 value = args.get(field)
                 if isinstance(value, str) and value and self._tracks.describe(self._row, pid, field, value):
-                    self._metadata_before.clear()  # the names of threads begin with it
+                    self._metadata_before.clear()  # names of threads begin with it
             return False
         if name == "thread_name" and isinstance(value := args.get("name"), str):
             prefixed = self._tracks.prefixed(self._row, pid, value)
@@ -209,9 +209,9 @@ def _ends_apart(array: bytes) -> bool:
 
 
 def _ends(elements: list[msgspec.Raw]) -> tuple[int, int]:
-    """Count the metadata and counters before all other events, and find the first of those behind.
+    """Return the range of events between the metadata and counters at the beginning and at the end.
 
-    Where Kineto writes its metadata.
+    Kineto writes its metadata there.
     """
     first, last = 0, len(elements)
     while first < last and _is_apart(elements[first]):
@@ -229,7 +229,7 @@ def _is_apart(raw: msgspec.Raw) -> bool:
 
 
 def _runs(array: bytes, elements: list[msgspec.Raw]) -> Iterator[tuple[bool, list[msgspec.Raw]]]:
-    """(whether they are metadata or counters, those that stand together)."""
+    """Yield (whether they are metadata or counters, consecutive events of that kind)."""
     try:
         phases = [kind.ph for kind in _kinds(array)]
     except msgspec.ValidationError:

@@ -25,9 +25,9 @@ _SMALL = 64 << 20
 
 @cache
 def keep_memory() -> None:
-    """Of this process: once 8 MB were allocated and freed, glibc keeps freed memory, up to twice that.
+    """Make glibc keep freed memory: after 8 MB were allocated and freed, it keeps up to twice that.
 
-    Else every block of a file is memory that the kernel has to clear anew: a fifth of a merge's time.
+    Otherwise the kernel clears new memory for every block of a file, which takes a fifth of a merge's time.
     """
     bytes(_KEPT)
 
@@ -52,8 +52,8 @@ def read_blocks(
     """Yield the decompressed content up to the file's end or damage, which `notes` records.
 
     Args:
-        on_read: Called with a number of bytes of the file each time that many more were read.
-        size: Of a block; less is better only for the beginning of a file.
+        on_read: Called with the number of bytes of the file just read.
+        size: Size of a block. A smaller one is better only for the beginning of a file.
     """
     try:
         with open_file(path) as file:
@@ -90,7 +90,7 @@ def _gunzip(
     slowly: Callable[[int, int], Iterator[bytes]],
     notes: Notes,
 ) -> Iterator[bytes]:
-    """All members, one after the other."""
+    """Yield the content of all gzip members, in order."""
     from isal import igzip_lib  # not when a report imports this package
 
     start, taken, given, inflated = 0, len(data), 0, 0
@@ -130,7 +130,7 @@ def _gunzip(
 def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
     """Yield the bytes of a damaged member beyond the first `given`: without its checksum, in small steps.
 
-    A decompressor that fails keeps the whole block back in which it did.
+    A decompressor that fails returns nothing of the block in which it failed.
     """
     with path.open("rb") as file:
         file.seek(start)
@@ -147,7 +147,7 @@ def _slowly(path: Path, start: int, given: int) -> Iterator[bytes]:
 
 
 def _skip_header(file: BinaryIO) -> None:
-    """Of a gzip member: RFC 1952, 2.3. Raises ValueError where there is none."""
+    """Skip the header of a gzip member (RFC 1952, 2.3). Raises ValueError if there is none."""
     head = file.read(10)
     if len(head) < 10 or not head.startswith(_GZIP):
         raise ValueError("no gzip header")

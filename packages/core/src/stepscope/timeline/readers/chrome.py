@@ -32,9 +32,9 @@ _START = re.compile(rb"(?:\xef\xbb\xbf)?\s*")
 _FARTHEST_NS = 1 << 62
 _NOTHING = b" \t\r\n,}\0"
 _FIRST_BLOCK = 1 << 14
-"""Bytes: more than most files have in front of their events. Of each of 512 files, it is read twice."""
+"""Bytes of the first block: more than most files have before their events. They are read twice."""
 _LAST_BLOCKS = 4
-"""So many blocks from the end hold what stands behind the events, or all has to be read."""
+"""Number of blocks at the end that are searched for the fields behind the events."""
 
 _T = TypeVar("_T")
 
@@ -57,14 +57,14 @@ class DeviceProperties(msgspec.Struct, frozen=True):
 
 
 class TraceFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields around the events. None: the file does not say."""
+    """Fields around the events. None: the file does not contain the field."""
 
     base_ns: int | None
     distributed: Distributed | None
     host: str | None
     devices: tuple[DeviceProperties, ...] = ()
     pid: int | None = None
-    """Of the first event: the process that wrote the file, in all that is known of Kineto."""
+    """Pid of the first event. In all known files of Kineto it is the process that wrote the file."""
 
 
 class _OfProcess(msgspec.Struct):
@@ -72,7 +72,7 @@ class _OfProcess(msgspec.Struct):
 
 
 class ChromeTrace:
-    """One file. Nothing in it, nor its absence, is an exception; `notes` names what could not be used."""
+    """One file. Damage or absence raises no exception; `notes` names the parts that could not be used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,7 @@ class ChromeTrace:
         return _typed(raw_fields, first)
 
     def _behind(self, fields: dict[str, msgspec.Raw]) -> bool:
-        """Takes the fields behind the events from the file's end. False: they are not to be seen there."""
+        """Take the fields behind the events from the file's end. False: they were not found there."""
         blocks = deque(read_blocks(self.path, Notes(), None), _LAST_BLOCKS)
         text = b"".join(blocks)
         start = BOUNDARY.search(text)
@@ -105,7 +105,7 @@ class ChromeTrace:
         if trailer is None:
             return False
         self._close(trailer, fields)
-        # What ended there may also have been an object that looks like an event, inside of an event.
+        # The end may also be that of an object inside an event that looks like an event.
         return len(fields) > known or not trailer.strip(_NOTHING)
 
     def texts(
@@ -120,7 +120,7 @@ class ChromeTrace:
         take: Callable[[_T], None],
         on_read: Callable[[int], None] | None = None,
     ) -> TraceFields:
-        """Hands `take` what `parse` made of the events, block by block; returns what stands around them."""
+        """Pass the results of `parse` to `take`, block by block, and return the fields around the events."""
         fields: dict[str, msgspec.Raw] = {}
         for events in self._scan(fields, parse, on_read):
             take(events)
@@ -147,7 +147,7 @@ class ChromeTrace:
             header += block
             if block and len(header) < enough:
                 continue
-            enough = min(2 * len(header), LONGEST)  # looked through again when it is twice as long: linear
+            enough = min(2 * len(header), LONGEST)  # again at twice the length: linear in total
             events = _behind_header(header, fields)
             if events is not None:
                 header = None
@@ -168,7 +168,7 @@ class ChromeTrace:
 
 
 def chrome_events(path: Path, notes: Notes) -> Iterator[msgspec.Raw]:
-    """Each event of a Chrome trace as JSON, for readers of formats that are nearly one."""
+    """Yield each event of a Chrome trace as JSON, for readers of similar formats."""
     trace = ChromeTrace(path)
     trace.notes = notes
     for events in trace.texts(raw_elements):
@@ -202,7 +202,7 @@ def _array(text: bytes) -> tuple[int, int] | None:
 
 
 def _object(text: bytes) -> dict[str, msgspec.Raw]:
-    """The fields in `text`, an object that may have a comma too many; none where it is damaged."""
+    """Return the fields of `text`, an object with perhaps a trailing comma. Empty: it is damaged."""
     text = re.sub(rb",\s*\}\s*\Z", b"}", text.rstrip(b" \t\r\n\0"))
     for prepared in (bytes, mend):
         try:
@@ -213,7 +213,7 @@ def _object(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _typed(fields: dict[str, msgspec.Raw], first: list[msgspec.Raw]) -> TraceFields:
-    """Field by field: one of another type than it should be says nothing, and costs no other."""
+    """Decode field by field, so that one of a wrong type does not affect the others."""
     base_ns = _value(fields, "baseTimeNanoseconds", int)
     return TraceFields(
         base_ns=base_ns if base_ns is not None and 0 <= base_ns < _FARTHEST_NS else None,

@@ -22,7 +22,7 @@ from stepscope.timeline.readers.blocks import Notes
 
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
 """Clock of a recording's times: unix ns of its host's wall clock, ns of CLOCK_MONOTONIC or
-CLOCK_MONOTONIC_RAW there (placed by the anchors in the file's sidecar), or ns since nobody knows when."""
+CLOCK_MONOTONIC_RAW there (placed by the anchors in the file's sidecar), or ns since an unknown time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,16 +33,16 @@ class FoundFile:
     name: str
     """Relative to the step's folder, with `/`."""
     sidecar: Sidecar | None = None
-    """Its own; else that of a folder it lies in, or of the file beside it that it was made from (`x.nsys-rep`
-    for `x.sqlite`). None: nothing says who wrote it."""
+    """Its own sidecar, else that of a parent folder, or of the file beside it that it was made from
+    (`x.nsys-rep` for `x.sqlite`). None: the process that wrote it is unknown."""
 
     @property
     def kind(self) -> str | None:
-        """`Artifact.kind`, where a sidecar says it."""
+        """`Artifact.kind` of the sidecar, if there is one."""
         return None if self.sidecar is None else self.sidecar.artifact.kind
 
     def head(self, size: int = 4096) -> bytes:
-        """Its first bytes, decompressed where it is gzip; as many as can be read."""
+        """Return the first bytes, decompressed if it is gzip. Fewer or none if they cannot be read."""
         try:
             with open_file(self.path) as file:
                 head = file.read(size)
@@ -58,10 +58,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of a reader to a file that it knows."""
 
     read: bool = True
-    """False: no other reader is asked, and nobody reads it."""
+    """False: the file is not read, and no other reader is asked."""
     why: str | None = None
-    """Why it is not read, with the fix if there is one: it is said of the file among what is left out. None:
-    it holds nothing for a timeline, and nobody misses it."""
+    """Reason why it is not read, with the fix if there is one; listed with the left-out files. None: the file
+    holds nothing for a timeline and is not listed."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +69,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     clock: Clock
     why: str | None = None
-    """Why the clock is unknown: `the export has no session start`."""
+    """Reason why the clock is unknown: `the export has no session start`."""
     host: str | None = None
     pid: int | None = None
-    """Of the process that it is a recording of."""
+    """Pid of the recorded process."""
     rank: int | None = None
     world_size: int | None = None
     processes: tuple[int, ...] = ()
-    """OS pids of the further processes that it holds tracks of; each gets a row of its own."""
+    """OS pids of further processes with tracks in the file. Each gets its own row."""
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,33 +86,33 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     track: int
-    """The reader's own number for it."""
+    """Number that the reader gives the track."""
     name: str
     """`Stream 7`, `CANN thread 81`, `NVTX`."""
     pid: int | None = None
-    """The process it belongs to, one of `Origin.processes`. None: the recorded one."""
+    """Pid of its process, one of `Origin.processes`. None: the recorded process."""
     sort: int = 0
     """Its place among the recording's tracks."""
     overlapping: bool = False
-    """Slices on it overlap without nesting: it is drawn as several lines. Its slices come in order of their
-    start."""
+    """Whether slices on it overlap without nesting. It is then drawn as several lines, and its slices must
+    come in the order of their starts."""
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Something that took time."""
+    """Event with a duration."""
 
     track: int
     name: str
     start_ns: int
     dur_ns: int
     category: str | None = None
-    """In Kineto's words where they fit: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
+    """Kineto's category if one fits: `kernel`, `gpu_memcpy`, `gpu_memset`, `cuda_runtime`, `cpu_op`,
     `user_annotation`, `communication`."""
     args: Mapping[str, object] | None = None
 
 
 class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Something that took none."""
+    """Event without a duration."""
 
     track: int
     name: str
@@ -122,22 +122,22 @@ class Instant(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Values from this moment on. A counter is its process and its name."""
+    """Values of a counter from this moment on. Its process and its name identify it."""
 
     track: int
     name: str
     at_ns: int
     values: Mapping[str, int | float]
-    """A line for each."""
+    """Values by name. Each name is drawn as one line."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One end of an arrow between slices: of the one that runs on the track at that time."""
+    """One end of an arrow between slices, at the slice that runs on the track at that time."""
 
     track: int
     at_ns: int
     id: int | str
-    """Of any size; the same at all its ends, unique in the file."""
+    """Id of any size. It is the same at all ends of the arrow, and unique in the file."""
     point: Literal["start", "step", "end"]
     name: str = "flow"
     category: str | None = None
@@ -147,15 +147,15 @@ Event: TypeAlias = Track | Slice | Instant | Counter | Flow
 
 
 class Recording(Protocol):
-    """One file, opened: once for its origin, and once more for its events. It is closed each time."""
+    """Open file. It is opened once for its origin and once more for its events, and closed each time."""
 
     @property
     def origin(self) -> Origin: ...
 
     def events(self) -> Iterator[Event]:
-        """Streams what can be read; what cannot is noted. Times are ints in ns, of `origin.clock`.
+        """Yield the readable events and note the unreadable ones. Times are ints in ns, of `origin.clock`.
 
-        Memory does not grow with the file, but for names.
+        Memory does not grow with the file, except for names.
         """
         ...
 
@@ -164,7 +164,7 @@ class Recording(Protocol):
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads one kind of file. It keeps nothing between files, and writes nothing beside them."""
+    """Reader of one kind of file. It keeps no state between files, and writes no files."""
 
     name: str
     """For messages."""
@@ -172,17 +172,17 @@ class Reader(Protocol):
     def claims(self, file: FoundFile) -> Claim | None:
         """Return a claim on a file by its sidecar's kind, its name, or its first bytes. None: not its own.
 
-        Asked about every file: cheap, and indifferent to what is in it.
+        It is called for every file, so it must be cheap and accept any content.
         """
         ...
 
     def open(self, file: FoundFile, notes: Notes) -> Recording:
-        """Opens a file that it claims. Cheap: the events are for later.
+        """Open a claimed file. This must be cheap: events are read later.
 
         Args:
-            notes: What of the file cannot be used goes here, now and while its events are read.
+            notes: Receives the unusable parts of the file, now and while its events are read.
 
         Raises:
-            RecordError: nothing of the file can be used; the message says why.
+            RecordError: no part of the file can be used. The message gives the reason.
         """
         ...

@@ -1,4 +1,4 @@
-"""The readers that are there: our own, and those of installed packages."""
+"""Readers of stepscope and of installed packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METHODS = ("claims", "open")
 
 
 class Readers:
-    """Asked in their order; `problems` names those that do not work."""
+    """Readers in the order in which they are asked, with the problems of those that fail."""
 
     def __init__(self, readers: Iterable[Reader] = ()) -> None:
         self._readers = list(readers)
@@ -25,7 +25,7 @@ class Readers:
 
     @classmethod
     def installed(cls) -> Readers:
-        """Packages' readers first, by name: they know their files better than we do."""
+        """Load the readers. Those of packages come first, by name, because they know their files better."""
         readers = cls()
         for point in _points(metadata.entry_points, tuple(map(_changed, sys.path))):
             try:
@@ -63,12 +63,12 @@ def reason(error: Exception) -> str:
 def _points(
     entry_points: Callable[..., Iterable[metadata.EntryPoint]], folders: tuple[object, ...]
 ) -> tuple[metadata.EntryPoint, ...]:
-    """By name. Looked for again (10 ms) when something was installed into one of the `folders`."""
+    """Return the entry points by name. The search (10 ms) is repeated if one of the `folders` changed."""
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 
 def _changed(folder: str) -> tuple[str, int | None]:
-    """A folder that modules are imported from, and when something in it was last."""
+    """Return a folder of the import path with its time of modification."""
     try:
         return folder, os.stat(folder or ".").st_mtime_ns
     except OSError:
@@ -76,6 +76,6 @@ def _changed(folder: str) -> tuple[str, int | None]:
 
 
 def _own() -> Sequence[Reader]:
-    from stepscope.timeline.readers.nsys import NsysReader  # sqlite3: when there is a merge
+    from stepscope.timeline.readers.nsys import NsysReader  # import time: sqlite3, which only a merge needs
 
     return (NsysReader(),)

@@ -1,4 +1,4 @@
-"""The elements of a JSON array, as bytes, out of text that comes in pieces and may be damaged.
+"""Splitting of a JSON array into its elements, as bytes. The text comes in pieces and may be damaged.
 
 A piece of sound JSON is taken whole: msgspec checks it, at 1,000 MB/s. Only a piece that it refuses is walked
 through by its strings and brackets, element by element.
@@ -15,17 +15,17 @@ import msgspec
 from stepscope.timeline.readers.blocks import Notes
 
 LONGEST = 8 << 20
-"""Bytes of an element, or of what stands around the array, beyond which we stop believing in it."""
+"""Largest plausible size in bytes of an element, or of the text around the array."""
 _CANDIDATES = 256
-"""Braces that are looked at, from the end of a piece, for one that begins an element."""
+"""Number of braces, from the end of a piece, that are tried as the start of an element."""
 _SPARE = 100
-"""Calls, each of which msgspec counts as it counts a bracket."""
+"""Depth of calls to reserve. msgspec counts a call like a bracket."""
 BARREN = 2 * LONGEST
-"""Bytes without an event behind which no further one is looked for."""
+"""Bytes without an event after which the search ends."""
 _REACH = 4
-"""Times the size of a damaged text that may be looked at beyond the parts of it that are no JSON."""
+"""Limit on the search beyond parts that are no JSON, as a multiple of the size of the damaged text."""
 _OVERLAP = 256
-"""Bytes kept of an element that was given up, to find the next event's beginning in."""
+"""Bytes kept of an abandoned element, to find the start of the next event."""
 NO_JSON = "events that are no JSON"
 MENDED = "events mended: bad UTF-8, NaN, or escapes that JSON does not have"
 
@@ -47,7 +47,7 @@ _ESCAPE = re.compile(
 )
 """Sound JSON (1), half a surrogate pair (2), a control character (3), a backslash that escapes nothing."""
 raw_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
-"""The elements of an array, for those who look into them later, if at all."""
+"""Decoder of an array into undecoded elements."""
 T = TypeVar("T")
 
 
@@ -63,8 +63,8 @@ class Elements(Generic[T]):
     def __init__(self, notes: Notes, parse: Callable[[bytes], T]) -> None:
         """
         Args:
-            parse: Makes something of some elements, an array in sound UTF-8. It raises `DecodeError` for what
-                is no JSON, and for nothing else.
+            parse: Converts some elements, an array in sound UTF-8. It raises `DecodeError` only for text that
+                is no JSON.
         """
         self._parse = parse
         self.trailer: bytes | None = None
@@ -211,7 +211,7 @@ def _are_objects(part: bytes) -> bool:
 
 
 def _deeper(element: bytes) -> bytes:
-    """So that who reads it from some calls further down does not run out of stack."""
+    """Wrap an element in brackets, so that a later reader at a greater depth has stack enough."""
     return b"[" * _SPARE + element + b"]" * _SPARE
 
 
@@ -220,9 +220,9 @@ def array_of(elements: Iterable[bytes | msgspec.Raw]) -> bytes:
 
 
 def mend(text: bytes) -> bytes:
-    """JSON out of what careless writers make of it: bad UTF-8, NaN, raw control characters, bad escapes.
+    """Repair common mistakes of writers: bad UTF-8, NaN, raw control characters, bad escapes.
 
-    What is no UTF-8 becomes U+FFFD, NaN and the infinities become null.
+    Bytes that are no UTF-8 become U+FFFD; NaN and the infinities become null.
     """
     return _STRING_OR_NUMBER.sub(_mended, text.decode(errors="replace").encode())
 
@@ -250,7 +250,7 @@ def _sound(text: bytes, parse: Callable[[bytes], T]) -> T | None:
 
 
 def last_boundary(text: bytes) -> int:
-    """Behind the last comma that seems to stand between two objects; 0 where there is none."""
+    """Return the offset behind the last comma that seems to separate two objects. 0: none."""
     at = text.rfind(b"{")
     for _ in range(_CANDIDATES):
         if at <= 0:

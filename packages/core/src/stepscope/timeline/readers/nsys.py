@@ -1,12 +1,12 @@
-"""Reads what `nsys export --type sqlite` writes.
+"""Reader of the files of `nsys export --type sqlite`.
 
 Written from the published schema ("SQLite Schema Reference" of the Nsight Systems guide, schema versions 2
-and 3), never run on a file of a real nsys. Tables are made only where there is something for them, and
-columns come and go between versions: both are looked up by name, and what is not there is not shown.
+and 3), never run on a file of a real nsys. Exports omit empty tables, and columns differ between versions.
+Both are looked up by name, and missing ones are not shown.
 
-Above 400 lines in one file, because all of it is one schema.
+This file has more than 400 lines because all of it is one schema.
 
-Times are ns since the session began; `TARGET_INFO_SESSION_START_TIME.utcEpochNs` says when that was. Exports
+Times are ns since the session's start, which `TARGET_INFO_SESSION_START_TIME.utcEpochNs` states. Exports
 without it cannot be aligned. A serialized id is <hardware 8><VM 8><process 24><thread 24> bits.
 """
 
@@ -38,11 +38,11 @@ _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _NVTX = "NVTX_EVENTS"
 _START = "TARGET_INFO_SESSION_START_TIME"
 _PROCESS = ~0xFFFFFF
-"""Of a serialized thread id, the process: as `globalPid` has it."""
+"""Mask of the process in a serialized thread id, the same as in `globalPid`."""
 _MARK, _THREAD_NAME, _DOMAIN, _PUSH_POP, _START_END = 34, 39, 75, (59, 70), (60, 71)
 """NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
 _STRINGS = 1 << 16
-"""Texts of `StringIds` that are kept."""
+"""Number of texts of `StringIds` that are cached."""
 NO_TIME = "events without a time"
 BACKWARDS = "events that end before they begin"
 NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
@@ -52,14 +52,14 @@ _Key: TypeAlias = tuple[object, ...]
 
 
 class _Device(NamedTuple):
-    """A table of what ran on devices."""
+    """Table of activity on devices."""
 
     table: str
     category: str
     names: tuple[str, ...]
-    """Columns with the id of its name, the best one first."""
+    """Columns with the id of the event's name, the best one first."""
     args: Mapping[str, str]
-    """Our word for each column, in Kineto's where there is one."""
+    """Column of each argument. The arguments have Kineto's names if it has them."""
 
 
 _WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
@@ -99,7 +99,7 @@ class NsysReader:
             with closing(_connect(file.path)) as database:
                 known = _tables(database)
         except sqlite3.Error:
-            return Claim() if file.path.suffix == ".sqlite" else None  # damaged: `open` says how
+            return Claim() if file.path.suffix == ".sqlite" else None  # damaged: `open` reports it
         ours = "StringIds" in known and any(
             table.startswith(("CUPTI_", "NVTX_", "TARGET_")) for table in known
         )
@@ -159,7 +159,7 @@ class _Export:
         )
 
     def _processes(self) -> set[int]:
-        """Serialized ids of the processes that anything is of."""
+        """Return the serialized ids of all processes with events."""
         processes: set[int] = set()
         for table in (_RUNTIME, _NVTX, *(device.table for device in _DEVICES)):
             for column in ("globalPid", "globalTid"):
@@ -182,7 +182,7 @@ class _Export:
         return None if row is None else row[0]
 
     def _string(self, number: int | None) -> str | None:
-        """Of `StringIds`. Names are few and come again and again; other texts there may be large."""
+        """Return a text of `StringIds`. Names repeat, so they are cached; other texts may be large."""
         if number not in self._strings:
             if len(self._strings) >= _STRINGS:
                 self._strings.clear()
@@ -217,7 +217,7 @@ class _Export:
         yield from ()
 
     def _nvtx(self) -> Iterator[Event]:
-        """Ranges and marks: pushed ones on a track for each thread, started ones on one for each process."""
+        """Yield ranges and marks: pushed ones on a track per thread, started ones on a track per process."""
         domains = dict(self._nvtx_texts(_DOMAIN, "domainId"))
         kinds = ", ".join(map(str, (_MARK, *_PUSH_POP, *_START_END)))
         wanted = ("eventType", "text", "textId", "globalTid", "domainId")
@@ -282,7 +282,7 @@ class _Export:
                 yield self._flow("end", key, start, process, args["correlation"])
 
     def _rows(self, table: str, wanted: Sequence[str], clauses: str = "", *more: str) -> Iterator[Any]:
-        """(start, end, the wanted columns, and more) by their start. A column that is not there is None."""
+        """Yield (start, end, the wanted columns, and more), by start. Missing columns are None."""
         if table not in self._columns:
             return
         if not self._has(table, "start", "end"):
@@ -350,7 +350,7 @@ class _Export:
         return {**names, **dict(self._nvtx_texts(_THREAD_NAME, "globalTid"))}
 
     def _nvtx_texts(self, kind: int, column: str) -> Iterator[tuple[int, str]]:
-        """The texts of NVTX events that only name something, by what they name."""
+        """Yield the texts of NVTX events that name an object, with the number of that object."""
         if self._has(_NVTX, "eventType", "text", "textId", column):
             query = f"SELECT {column}, text, textId FROM {_NVTX} WHERE eventType = {kind}"
             for number, text, text_id in self._database.execute(query):
@@ -367,7 +367,7 @@ class _Export:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Read-only, without locks or files of its own beside it."""
+    """Open a database read-only, without locks and without files beside it."""
     uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
     database = sqlite3.connect(uri, uri=True, check_same_thread=False)
     database.text_factory = lambda text: text.decode(errors="replace")
@@ -390,7 +390,7 @@ def _pid(process: int) -> int:
 
 
 def _place(device: object, stream: object) -> int:
-    """Of a stream among a recording's tracks: below the threads."""
+    """Return the place of a stream among a recording's tracks: below the threads."""
     return (
         1000 + 1000 * (device if isinstance(device, int) else 0) + (stream if isinstance(stream, int) else 0)
     )
@@ -403,7 +403,7 @@ def _unnamed(device: _Device, args: Mapping[str, object]) -> str:
 
 
 def _grouped(args: dict[str, Any]) -> dict[str, Any]:
-    """Grid and block as lists, as Kineto has them."""
+    """Convert grid and block into lists, as in Kineto."""
     for word in ("grid", "block"):
         if all(f"{word}{axis}" in args for axis in "XYZ"):
             args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]

@@ -1,4 +1,4 @@
-"""Reads one span file in whatever state it is: killed processes and full disks leave a part of one."""
+"""Reader of one span file, complete or not: killed processes and full disks leave partial files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepscope.files.storage.reading import open_file
 
 _decode = msgspec.json.Decoder(Line).decode
 _LONGEST = 4 << 20
-"""Bytes of a line beyond which it is no record of ours: the file is perhaps no text at all."""
+"""Largest length of a line in bytes. A longer one is no record; perhaps the file is no text."""
 _FARTHEST_NS = 1 << 62
 """Times beyond 146 years (of uptime, or since 1970) are garbage."""
 
@@ -25,7 +25,7 @@ class SpanFile(msgspec.Struct):
     header: Header | None = None
     end: End | None = None
     spans: dict[int, Open] = {}
-    """By id: a `Span`, or an `Open` where no end was seen."""
+    """Records by id: a `Span`, or an `Open` without an end."""
     latest_ns: int | None = None
     """The latest monotonic time in the file."""
     problems: dict[str, int | None] = {}
@@ -33,11 +33,11 @@ class SpanFile(msgspec.Struct):
 
 
 def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> SpanFile:
-    """The records of a span file. Nothing in the file, or its absence, is an exception.
+    """Return the records of a span file. Damage or absence raises no exception.
 
     Args:
         path: A `.jsonl` file.
-        on_read: Called with a number of bytes each time that many more were read.
+        on_read: Called with the number of bytes just read.
     """
     file = SpanFile(path)
     try:
@@ -53,7 +53,7 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """(line, whether it ends where it should). An overlong one comes in pieces."""
+    """Yield (line, whether it is complete). An overlong line comes in pieces."""
     while line := stream.readline(_LONGEST):
         yield line, line.endswith(b"\n") or len(line) == _LONGEST
 
@@ -111,7 +111,7 @@ def _note(file: SpanFile, what: str, lines: int | None = 1) -> None:
 
 
 def _check(file: SpanFile) -> None:
-    """Notes what is wrong with the file as a whole."""
+    """Note the problems of the whole file."""
     if file.header is None:
         something = file.spans or file.end or file.problems
         _note(file, "no header" if something else "empty", lines=None)
