@@ -2,9 +2,8 @@
 
 No rank leaves an all-reduce before the last one has entered it. Each all-reduce of two hosts therefore
 bounds the lead of one clock over the other from both sides. All of them, with the clock samples, narrow these
-bounds.
-The offset is assumed to change steadily during the step, because the two crystals differ. `Band` finds the
-lines that fit. If no line fits, clocks may deviate from a line as far as `WANDER_PPM` allows.
+bounds. The offset is assumed to change steadily during the step, because the two crystals differ. `Band`
+finds the lines that fit. If no line fits, clocks may deviate from a line as far as `WANDER_PPM` allows.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def refine(
 def _traces(
     sources: Sequence[Source], layout: StepLayout, earlier_files: Collection[str]
 ) -> dict[int, list[Path]]:
-    """Return the traces of each source, by its index. Traces without such a sidecar are left out."""
+    """Return the traces of each source, by its index. Traces without the sidecar of a source are left out."""
     by_key = {source.info.key: index for index, source in enumerate(sources)}
     traces: dict[int, list[Path]] = {}
     for path in sorted(layout.sidecars()):
