@@ -126,14 +126,14 @@ def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], wh
     if patterns == ProfileConfig().roles:
         return {}
     roles = sorted(set(roles))
-    found = {}
+    unmatched = {}
     for pattern, settings in patterns.items():
         if pattern.strip("*") and settings.profiler and not any(fnmatchcase(role, pattern) for role in roles):
             near = closest(pattern, roles)
-            found[pattern] = f"roles.{pattern} matched nothing; roles {where}: {', '.join(roles)}." + (
+            unmatched[pattern] = f"roles.{pattern} matched nothing; roles {where}: {', '.join(roles)}." + (
                 f" Did you mean {near!r}?" if near else ""
             )
-    return found
+    return unmatched
 
 
 def no_profiler(config: ProfileConfig, parts: Iterable[ProcessPart]) -> str | None:

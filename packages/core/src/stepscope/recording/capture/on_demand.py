@@ -51,8 +51,8 @@ def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
         changes["budget"] = config.budget.replace(seconds=request.seconds)
     ranks = request.ranks
     if request.roles is not None:
-        found = config.role(request.roles) or next(iter(config.roles.items()))
-        role = found[1].replace(ranks=found[1].ranks if ranks is None else ranks, profiler=True)
+        selected = config.role(request.roles) or next(iter(config.roles.items()))
+        role = selected[1].replace(ranks=selected[1].ranks if ranks is None else ranks, profiler=True)
         changes["roles"] = {request.roles: role}
     elif ranks is not None:
         changes["roles"] = {name: role.replace(ranks=ranks) for name, role in config.roles.items()}
@@ -106,11 +106,11 @@ class Listener:
                     return chosen
         return None
 
-    def tell_others(self, step: int, said: dict[str, str]) -> None:
+    def tell_others(self, step: int, others: dict[str, str]) -> None:
         """Workers and replicas have answered to the capture of a step that was asked for."""
         with self._lock:
             answers = {
-                name: msgspec.structs.replace(answer, others=said) if step in answer.steps[-1:] else answer
+                name: msgspec.structs.replace(answer, others=others) if step in answer.steps[-1:] else answer
                 for name, answer in self._said.answers.items()
             }
             self._said = msgspec.structs.replace(self._said, answers=answers)
@@ -136,16 +136,16 @@ class Listener:
                 request.id: settled(request, self._said.answers[request.id], gone=why)
                 for request in self._requests
             }
-            said = msgspec.structs.replace(
+            last = msgspec.structs.replace(
                 self._said,
                 step=self._step,
                 answers=answers,
                 run_id=run.run_id(),
                 ended_ns=time.time_ns(),
             )
-            if said != self._written and self._layout.root.is_dir():
-                write_listening(self._layout, said)
-                self._written = said
+            if last != self._written and self._layout.root.is_dir():
+                write_listening(self._layout, last)
+                self._written = last
 
     def listens_for(self, save_path: str) -> bool:
         return self._save_path == save_path
@@ -191,9 +191,9 @@ class Listener:
             ranges: tuple[StepRange, ...] = (_just(self._claimed[request.id]),)
         else:
             ranges = _ranges(request.steps)
-        if any(step in each for each in ranges):
+        if any(step in steps for steps in ranges):
             return time.time_ns() <= request.expires_ns or bool(answer.steps)
-        over = all(each.stop is not None and each.stop <= step for each in ranges)
+        over = all(steps.stop is not None and steps.stop <= step for steps in ranges)
         if over and not answer.steps:
             return self._miss(request, f"step {step} was reached when it was heard")
         return False
@@ -221,7 +221,9 @@ class Listener:
         self._seen = seen
         try:
             known = read_requests(self._layout.control)
-            self._requests = [each for each in known if each.runs is None or run.run_id() in each.runs]
+            self._requests = [
+                request for request in known if request.runs is None or run.run_id() in request.runs
+            ]
         except RecordError as error:
             failures.warn("stepscope: requests are ignored until this is fixed: %s", error)
             self._requests = []
@@ -279,10 +281,10 @@ def listens_here(save_path: str) -> bool:
     return _listener is not None and _listener.listens_for(save_path)
 
 
-def tell_others(step: int, said: dict[str, str]) -> None:
+def tell_others(step: int, others: dict[str, str]) -> None:
     """See `Listener.tell_others`."""
     if _listener is not None:
-        _listener.tell_others(step, said)
+        _listener.tell_others(step, others)
 
 
 def tell_outcome(step: int, reason: str | None) -> None:

@@ -52,21 +52,23 @@ async def make_ready(
     configure.check(config, on_ray=others.fleet is not None)
     if others.profilers:
         warn_of_long_stops(config)
-    mine, outcomes, engines_problems = await asyncio.gather(
+    own, outcomes, engines_problems = await asyncio.gather(
         _this_process(config, role, alone),
         _workers(others, config, STARTING_S if edited else 0.0),
         asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
     )
-    problems = [] if mine.problem is None else [mine.problem]
-    problems += [f"{each.name}: {each.reason}" for each in outcomes if each.state != "ok"]
-    problems += [problem for found in engines_problems for problem in found]
+    problems = [] if own.problem is None else [own.problem]
+    problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
+    problems += [problem for of_engine in engines_problems for problem in of_engine]
     if problems:
         listed = "\n  ".join(problems)
         raise CaptureError(f"profiling cannot work in {len(problems)} place(s):\n  {listed}")
-    for warning in dict.fromkeys((*mine.warnings, *(line for each in outcomes for line in each.warnings))):
+    for warning in dict.fromkeys(
+        (*own.warnings, *(line for outcome in outcomes for line in outcome.warnings))
+    ):
         failures.warn_once(warning)
     if edited and (outcomes or others.profilers or identity.is_alone()):
-        roles = {*mine.roles, *(found for each in outcomes for found in each.roles)}
+        roles = {*own.roles, *(name for outcome in outcomes for name in outcome.roles)}
         _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
 
 

@@ -68,7 +68,7 @@ def request_capture(
     layout = RunLayout(configure.current().save_path if save_path is None else save_path)
     request = Request(
         id=os.urandom(4).hex(),
-        steps="next" if steps == "next" else ",".join(str(each) for each in checked.steps),
+        steps="next" if steps == "next" else ",".join(str(steps_range) for steps_range in checked.steps),
         roles=roles,
         ranks=None if ranks is None else chosen if isinstance(chosen, str) else list(chosen),
         tool=tool,

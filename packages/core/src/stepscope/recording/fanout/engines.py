@@ -366,8 +366,8 @@ class EngineGroup:
             return None
         hosts = {artifact.host for artifact in absent} - {socket.gethostname()}
         where = ", ".join(sorted(filter(None, hosts)))
-        there = f". They are on {where}, below {self._layout.root} there" if where else ""
-        return f"announced and not on disk: {', '.join(artifact.path for artifact in absent)}{there}"
+        hint = f". They are on {where}, below {self._layout.root} there" if where else ""
+        return f"announced and not on disk: {', '.join(artifact.path for artifact in absent)}{hint}"
 
     def _capture_of(self, profiler: EngineProfiler) -> EngineCapture:
         match = self._config.role(ROLE)

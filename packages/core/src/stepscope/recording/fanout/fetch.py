@@ -83,10 +83,10 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]
     named += [own]
-    found = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
+    files = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
     return [
         Remote(path=file.relative_to(layout.root).as_posix(), size_bytes=file.stat().st_size)
-        for file in found
+        for file in files
         if file.is_file()
     ]
 
@@ -160,7 +160,7 @@ def _within(layout: StepLayout, path: str) -> Path:
         EngineError: it leads out of it.
     """
     root = layout.root.resolve()
-    found = (root / path).resolve()
-    if not found.is_relative_to(root) or found == root:
+    target = (root / path).resolve()
+    if not target.is_relative_to(root) or target == root:
         raise EngineError(f"{path!r} is no path in the step's folder")
-    return layout.root / found.relative_to(root)
+    return layout.root / target.relative_to(root)

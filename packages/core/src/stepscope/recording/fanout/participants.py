@@ -69,7 +69,7 @@ class Others:
         home = self._home
         if self.fleet is None or home is None:
             return
-        artifacts = [each for item in ledger.part.expected for each in item.artifacts]
+        artifacts = [artifact for item in ledger.part.expected for artifact in item.artifacts]
         remote = [artifact for artifact in artifacts if not home.path_of(artifact.path).exists()]
         files: dict[str, list[str]] = {}
         for artifact in remote:

@@ -83,15 +83,15 @@ class Condition(NamedTuple):
             return False
 
 
-def _equal(found: object, value: object) -> bool:
+def _equal(actual: object, value: object) -> bool:
     # By type first: 1 is not true, and a tensor is not compared.
-    return type(found) is type(value) and found == value
+    return type(actual) is type(value) and actual == value
 
 
 def _below(owner: object, name: str) -> object:
     if isinstance(owner, Mapping) and name in owner:
-        found: object = owner[name]
-        return found
+        value: object = owner[name]
+        return value
     try:
         return getattr(owner, name)
     except AttributeError:

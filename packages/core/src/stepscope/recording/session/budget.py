@@ -73,8 +73,8 @@ def over_budget(config: ProfileConfig) -> str | None:
     """Why no trace should be added to the run's folder now; None when there is room."""
     run, budget = RunLayout(config.save_path), config.budget
     folder = run.root.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free // MB
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free // MB
     if free < budget.free_mb:
         return f"budget.free_mb: {free} MB are free in {run.root}, {budget.free_mb} wanted"
     if budget.run_trace_mb is not None:

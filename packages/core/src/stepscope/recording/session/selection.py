@@ -31,10 +31,10 @@ def decide(
     """
     if not config.selects(step):
         return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
-    found = config.role(role)
-    if found is None:
+    match = config.role(role)
+    if match is None:
         return Decision(record=False, reason=f"no pattern in roles matches role {role!r}", spans=True)
-    pattern, settings = found
+    pattern, settings = match
     if not settings.profiler:
         return Decision(record=False, reason=f"roles.{pattern}.profiler is off", spans=True)
     if rank is None and world_size == 1:
@@ -61,8 +61,10 @@ def decide_process(
     }
     if len(decisions) == 1:
         return decisions[roles[0]]
-    selected = [f"role {role!r}: {each.reason}" for role, each in decisions.items() if each.record]
-    refused = dict.fromkeys(each.reason for each in decisions.values())
+    selected = [
+        f"role {role!r}: {decision.reason}" for role, decision in decisions.items() if decision.record
+    ]
+    refused = dict.fromkeys(decision.reason for decision in decisions.values())
     return Decision(record=bool(selected), reason="; ".join(selected or refused), spans=True)
 
 
@@ -74,8 +76,8 @@ def may_record(config: ProfileConfig, decision: Decision) -> bool:
 
 def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
     """Ranks that the config asks for and that a role of `world_size` processes does not have, ascending."""
-    found = config.role(role)
-    ranks = found[1].ranks if found and found[1].profiler else ()
+    match = config.role(role)
+    ranks = match[1].ranks if match and match[1].profiler else ()
     return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
 
 
@@ -90,8 +92,8 @@ def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]
 
 def is_shared(config: ProfileConfig, role: str) -> bool:
     """Return whether the pattern of a role may cover others too, with more ranks than this one has."""
-    found = config.role(role)
-    return found is not None and found[0] != role
+    match = config.role(role)
+    return match is not None and match[0] != role
 
 
 def unreachable_in_engines(
@@ -102,8 +104,8 @@ def unreachable_in_engines(
     Args:
         sizes: Of each engine, its number and its world size. One that is unknown may have any rank.
     """
-    found = config.role(role)
-    ranks = found[1].ranks if found else ()
+    match = config.role(role)
+    ranks = match[1].ranks if match else ()
     ends = [(number + 1) * size for number, size in sizes if size is not None]
     if isinstance(ranks, str) or len(ends) < len(sizes) or not ends:
         return {}

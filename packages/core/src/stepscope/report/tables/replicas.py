@@ -119,8 +119,8 @@ class _Search:
         for span in self._timeline.spans:
             if self._timeline.processes[span.process].aligned:
                 self._take(span, marks)
-        for key, found in marks.items():
-            self._replica(key).pauses = _stretches(found, self._timeline.window.end_ns)
+        for key, replica_marks in marks.items():
+            self._replica(key).pauses = _stretches(replica_marks, self._timeline.window.end_ns)
         self._stall()
         self._count()
         order = {"replica": 0, "process": 1, "requests of": 2}
