@@ -1,4 +1,4 @@
-"""Finds the captured steps that a path on the command line means, or says what is there instead."""
+"""Search for the captured steps that a path on the command line names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_run(path: Path) -> dict[int, StepLayout]:
     """Return the captured steps of a run, by number.
 
     Raises:
-        CommandError: it is no run, or holds no captured step; says what is there.
+        CommandError: it is no run or holds no captured step. The message names its content.
     """
     layout = RunLayout(path)
     steps = layout.steps()
@@ -35,7 +35,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     """Return the steps as `find_run`; a step's folder, whatever its name, is a run of that step alone.
 
     Raises:
-        CommandError: as `find_run`, or no process of the step left anything that says which it is.
+        CommandError: as for `find_run`, or no process of the step recorded its number.
     """
     if not is_step(path):
         return find_run(path)
@@ -52,7 +52,7 @@ def find_steps(path: Path, step: int | None = None, run: str | None = None) -> l
     """Return the steps that `path` (a run's folder, or a step's) and the options name.
 
     Raises:
-        CommandError: there is no such step; says what is there.
+        CommandError: there is no such step. The message names the captured ones.
     """
     if is_step(path):
         if step is not None:
@@ -104,7 +104,7 @@ def _why_none(path: Path) -> str:
 
 
 def no_run(path: Path) -> str:
-    """Why `path` is no run with captured steps; says what is there."""
+    """Return the reason why `path` is no run with captured steps, with its content."""
     if not path.exists():
         above = next(parent for parent in path.absolute().parents if parent.exists())
         return f"{path} does not exist. {above} holds: {_names(above)}"

@@ -14,13 +14,13 @@ from stepscope.recording.process.clock import Exchange, estimate_offset
 
 EXCHANGES = 20
 TOLERABLE_NS = 50_000_000
-"""A clock further off than this is worth mending: logs of two nodes no longer agree to the eye."""
+"""Largest tolerable offset of a clock. Beyond it, the logs of two nodes visibly disagree."""
 
 
 def nodes(address: str, timeout_s: float = 30.0) -> Iterator[Row]:
     """Yield a row for each node of the cluster at `address` (`auto`, `host:port`).
 
-    Joins the cluster for that long and leaves it again, unless this process was in it already.
+    Joins the cluster and leaves it afterwards, unless this process has joined it before.
     """
     if installed("ray") is None:
         yield Row(
@@ -99,7 +99,7 @@ def _exchange(probe: Any, timeout_s: float) -> Exchange:
 
 
 class _Probe:
-    """Runs on the node."""
+    """Actor that answers from the node."""
 
     def now(self) -> tuple[int, int]:
         heard_ns = time.time_ns()

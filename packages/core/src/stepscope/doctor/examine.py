@@ -1,4 +1,4 @@
-"""All rows, in the order in which one would look."""
+"""All rows, in a useful order of reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
 
     Args:
         config_file: The configuration of the run; None: what STEPSCOPE_CONFIG and the environment say.
-        ray_address: Of a cluster whose nodes are to be looked at too; None for none.
+        ray_address: Address of a cluster whose nodes are examined too. None: no cluster.
     """
     yield from _check("python", machine.python)
     yield from _check("stepscope", machine.own_packages)
@@ -50,7 +50,7 @@ def _rows_of(point: EntryPoint, tool: str) -> Iterable[Row]:
 
 
 def _needed(row: Row) -> Row:
-    """`row`; red where it says that the library is absent which the configuration's `tool` records with."""
+    """Return `row`, in red if it reports that the library of the configured `tool` is absent."""
     if row.state != "absent":
         return row
     found = "not installed, and `tool` is npu"

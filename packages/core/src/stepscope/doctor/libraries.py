@@ -25,7 +25,7 @@ SAMPLED_UP_TO = 2
 
 
 def torch(environ: Mapping[str, str]) -> Iterator[Row]:
-    """torch, the device, and whether a profiler window sees both."""
+    """Yield rows on torch, the device, and a profiler window that should record both."""
     try:
         absent = find_spec("torch") is None
     except (ImportError, ValueError) as error:
@@ -90,7 +90,7 @@ def _device(seen: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Row
 
 
 def nsys(tool: str) -> Row:
-    """Nsight Systems: needed where `tool` is nsys."""
+    """Return a row on Nsight Systems, which is needed if `tool` is nsys."""
     path = shutil.which("nsys")
     if path is None:
         if tool != "nsys":
@@ -169,7 +169,7 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
         if not value:
             continue
         if name.endswith("_PATH") and not os.path.exists(value):
-            fix = f"unset {name}: every CUDA and NVTX call of a process looks there, and may crash"
+            fix = f"unset {name}: every CUDA and NVTX call of a process uses that path and may crash"
             yield Row(subject=name, state="red", found=f"{value} is not there", fix=fix)
         else:
             fix = "one at a time: torch.profiler sees no kernels while nsys records"
@@ -179,6 +179,6 @@ def recorded_from_outside(environ: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
-    """Return the first numbers of a version; () where it begins with none."""
+    """Return the first numbers of a version, or () if it begins with none."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in match[0].split(".")[:parts]) if match else ()

@@ -29,7 +29,7 @@ def python() -> Row:
 
 
 def own_packages() -> Row:
-    """stepscope's distributions: they work together in one version."""
+    """Return a row on stepscope's distributions, which must all have one version."""
     versions = {name: version for name in OURS if (version := installed(name)) is not None}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none is installed"
     listed += f"; used from {Path(__file__).parent.parent}"
@@ -48,7 +48,7 @@ def own_packages() -> Row:
 
 
 def damaged_packages() -> Iterator[Row]:
-    """Installed packages whose metadata cannot be read: adapters and backends are found by it."""
+    """Yield a row for each package with unreadable metadata, which adapters and backends are found by."""
     for distribution in metadata.distributions():
         try:
             name = distribution.metadata["Name"]
@@ -128,7 +128,7 @@ def save_path(config: ProfileConfig) -> Row:
 
 
 def shared_memory() -> Row:
-    """/dev/shm, which Ray's object store and the engines' workers live in."""
+    """Return a row on /dev/shm, which Ray's object store and the engines' workers use."""
     where = SHARED_MEMORY
     try:
         usage = shutil.disk_usage(where)
@@ -140,10 +140,10 @@ def shared_memory() -> Row:
         found = "not there: Ray falls back to the disk, and engines fail to start"
         return Row(subject=where, state="amber", found=found, fix=fix)
     except OSError as error:
-        fix = "it is to be a tmpfs that everybody may write to: mode 1777"
-        return Row(subject=where, state="amber", found=f"cannot be looked at: {error}", fix=fix)
+        fix = "make it a tmpfs that all users can write to: mode 1777"
+        return Row(subject=where, state="amber", found=f"cannot be examined: {error}", fix=fix)
     if not writable:
-        fix = "it is to be a tmpfs that everybody may write to: chmod 1777 /dev/shm"
+        fix = "make it writable for all users: chmod 1777 /dev/shm"
         return Row(subject=where, state="red", found="this user cannot write there", fix=fix)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
     if usage.free < GIB:
@@ -155,7 +155,7 @@ def shared_memory() -> Row:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of an installed distribution; "damaged" where its metadata does not say."""
+    """Return the version of an installed distribution, or "damaged" if its metadata has none."""
     try:
         return metadata.version(distribution) or DAMAGED
     except metadata.PackageNotFoundError:

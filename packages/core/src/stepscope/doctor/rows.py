@@ -15,7 +15,7 @@ _LONGEST = 1000
 
 
 def _shown(text: str) -> str:
-    """One line that any terminal and any JSON can take: what was found may be bytes that are no text."""
+    """Return one printable line of limited length: a finding may hold bytes that are no text."""
     line = " ".join(text.split())
     clean = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     return clean if len(clean) <= _LONGEST else f"{clean[:_LONGEST]}..."

@@ -14,11 +14,11 @@ from typing import Any
 
 TIMEOUT_S = 120.0
 _MARK = "stepscope: "
-"""Before the answer: a library that is imported may print, too."""
+"""Prefix of the answer, because an imported library may print too."""
 
 
 class ProbeError(Exception):
-    """The process did not answer: its last words."""
+    """Failure of the process to answer, with its last line of output."""
 
 
 def ask() -> dict[str, Any]:
