@@ -20,7 +20,7 @@ class Requests(msgspec.Struct, frozen=True):
     """Requests that received a token in the iteration."""
     prefill_tokens: int | None = None
     mixed: bool = False
-    """Whether `prefills` counts requests of both kinds, because the engine does not separate them."""
+    """True if `prefills` counts requests of both kinds, because the engine does not separate them."""
 
 
 class Iteration(msgspec.Struct, gc=False):
@@ -45,7 +45,7 @@ class Operator(msgspec.Struct):
     below_us: float = 0.0
     """Part of the total that was spent in operators below it."""
     outer: bool = False
-    """Whether it is a mark of `record_function` or a decorator, and no operator of a library."""
+    """True if it is a mark of `record_function` or a decorator, and no operator of a library."""
 
     @property
     def self_us(self) -> float:

@@ -26,7 +26,7 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None
     """None: the snapshot is of the whole capture."""
     oom: bool
-    """Whether it was taken because CUDA was out of memory."""
+    """True if it was taken because CUDA was out of memory."""
     summary: MemorySummary
     ahead_ns: int
     """Lead of the process' wall clock, which the summary uses, over the owner's."""

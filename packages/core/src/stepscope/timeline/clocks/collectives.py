@@ -71,7 +71,7 @@ class Series(msgspec.Struct):
     """The collectives of one kind on one host."""
 
     numbered: bool
-    """Whether torch numbered them, so that partial series match. Else the keys of `times` are counts."""
+    """True if torch numbered them, so that partial series match. Else the keys of `times` are counts."""
     count: int
     times: dict[int, Times]
 

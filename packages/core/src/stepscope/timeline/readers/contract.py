@@ -94,7 +94,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     sort: int = 0
     """Its place among the recording's tracks."""
     overlapping: bool = False
-    """Whether slices on it overlap without nesting. It is then drawn as several lines, and its slices must
+    """True if slices on it overlap without nesting. It is then drawn as several lines, and its slices must
     come in the order of their starts."""
 
 
