@@ -1,17 +1,29 @@
-"""Closing of a capture: what it reads of the other processes."""
+"""Closing of a capture: one fold, and nothing lost when it is interrupted or called twice."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from stepscope import ProfileConfig, capture
+from stepscope import ProfileConfig, capture, flush, on_capture
 from stepscope.engines import EngineProfiler
+from stepscope.files.layout import RunLayout
 from stepscope.files.manifest import parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.sidecar import Artifact
+from stepscope.recording.after import pipeline
+from stepscope.recording.capture import settling
 from stepscope.recording.output import manifest_part
+from stepscope.recording.spans.log import SpanLog
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 
@@ -31,3 +43,148 @@ def test_closing_folds_the_manifest_once(
     monkeypatch.setattr(manifest_part, "fold", fold)
     cap.close()
     assert folds == [1]
+
+
+class CountedStops(FakeEngineProfiler):
+    """A profiler that counts its stops, each of which waits for an event if there is one."""
+
+    def __init__(self, engine: FakeEngine, may_stop: threading.Event | None = None) -> None:
+        super().__init__(engine)
+        self.begun = self.over = 0
+        self._may_stop = may_stop
+
+    async def stop(self) -> list[Artifact]:
+        self.begun += 1
+        if self._may_stop is not None:
+            await asyncio.to_thread(self._may_stop.wait, 30)
+        artifacts = await super().stop()
+        self.over += 1
+        return artifacts
+
+
+def config_of(folder: Path, **settings: Any) -> ProfileConfig:
+    """Return a configuration that records the spans of steps 1 to 9."""
+    spans_alone = {"*": {"profiler": False}}
+    return ProfileConfig.from_mapping(
+        {"save_path": str(folder), "steps": "1:10", "roles": spans_alone, **settings}
+    )
+
+
+def test_two_tasks_that_close_a_capture_stop_its_engine_once(tmp_path: Path) -> None:
+    profiler = CountedStops(FakeEngine())
+
+    async def step() -> None:
+        cap = await capture(1, config=config_of(tmp_path), engines=[profiler]).aopen()
+        await asyncio.gather(cap.aclose(), cap.aclose())
+        assert cap.state == "closed"
+
+    asyncio.run(step())
+    assert profiler.begun == 1
+
+
+def test_a_task_leaves_closing_to_the_thread_that_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_stop, closing = threading.Event(), threading.Event()
+    profiler = CountedStops(FakeEngine(), may_stop)
+    cap = capture(1, config=config_of(tmp_path), engines=[profiler]).open()
+    close_spans = SpanLog.close
+
+    def close(log: SpanLog, *arguments: Any) -> None:
+        closing.set()
+        close_spans(log, *arguments)
+
+    monkeypatch.setattr(SpanLog, "close", close)
+    thread = threading.Thread(target=cap.close)
+    thread.start()
+    assert closing.wait(30)
+    asyncio.run(cap.aclose())
+    assert (profiler.over, cap.state) == (0, "closing")
+    may_stop.set()
+    thread.join(30)
+    assert (profiler.begun, profiler.over, cap.state) == (1, 1, "closed")
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_ctrl_c_between_two_stages_comes_up_once_all_are_done(index: int, tmp_path: Path) -> None:
+    engine, before = FakeEngine(), sys.getprofile()
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event != "return" or frame.f_code.co_name != "_do" or frame.f_locals["index"] != index:
+            return
+        sys.setprofile(before)
+        raise KeyboardInterrupt
+
+    cap = capture(1, config=config_of(tmp_path), engines=[FakeEngineProfiler(engine)]).open()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cap.close()
+    finally:
+        sys.setprofile(before)
+    assert (cap.state, engine.recordings) == ("closed", {})
+    assert RunLayout(tmp_path).step(1).manifest.exists()
+    with capture(2, config=config_of(tmp_path)) as following:
+        assert following.selected
+
+
+def test_hooks_run_although_a_ctrl_c_came_as_the_capture_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    on_capture(lambda result: steps.append(result.step))
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    cap = capture(1, config=config_of(tmp_path)).open()
+    monkeypatch.setattr(settling, "tell_summary", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cap.close()
+    flush()
+    pipeline._hooks.drain(30)
+    assert steps == [1]
+
+
+def test_captures_that_were_rolled_back_count_among_the_steps_to_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no promise")
+
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    monkeypatch.setattr(pipeline, "promise", fail)
+    for step in range(1, 5):
+        with capture(step, config=config_of(tmp_path, budget={"keep_steps": 1})):
+            pass
+    assert list(RunLayout(tmp_path).steps()) == [4]
+
+
+def test_a_handler_that_exits_while_a_session_closes_leaves_it_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close_spans = SpanLog.close
+
+    def close(log: SpanLog, *arguments: Any) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        close_spans(log, *arguments)
+
+    def leave(*_: object) -> None:
+        cap.close()  # as the handler does that a capture puts in front of the user's
+        sys.exit(3)
+
+    cap = capture(1, config=config_of(tmp_path)).open()
+    before = signal.signal(signal.SIGTERM, leave)
+    monkeypatch.setattr(SpanLog, "close", close)
+    try:
+        with pytest.raises(SystemExit):
+            cap.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    flush()
+    manifest = cap.result.manifest()
+    assert manifest is not None
+    (part,) = manifest.processes
+    assert [item.name for item in part.expected if item.pending] == []

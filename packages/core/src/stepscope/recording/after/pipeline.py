@@ -35,7 +35,7 @@ capture_hooks: list[Callable[[Any], object]] = []
 report_hooks: list[Callable[[StepScalars], object]] = []
 """These lists have one writer: `stepscope.recording.after.hooks`."""
 _awaited: set[int] = set()
-"""Steps whose capture is closed and whose files are being written. Writers: `hand_over`, `capture_done`."""
+"""Closed steps whose files are being written. Writers: `hand_over`, `capture_done`, `_forget`."""
 _failed: set[object] = set()
 """Hooks whose failure was logged. One writer: `_Hook`."""
 

@@ -93,7 +93,7 @@ def start_up() -> None:
 
 
 def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
-    """Puts its `instrument` list into effect in this process; `recording.instrumented` says how."""
+    """Put the `instrument` list of a configuration into effect, as `instrument.configured` says."""
     if config.instrument or "stepscope.recording.instrument.configured" in sys.modules:
         configured.apply(config, lenient=lenient)
         no_step.watch(config)

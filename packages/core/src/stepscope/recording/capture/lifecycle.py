@@ -204,7 +204,7 @@ class Lifecycle:
         """Close on this thread, or go on with a closing that was interrupted."""
         self.leave()
         try:
-            self._go_through(closing)
+            self._finish(closing)
         finally:
             self._hand_back()
 
@@ -219,6 +219,9 @@ class Lifecycle:
             self._hand_back()
 
     async def _close_in_task(self, closing: Closing) -> None:
+        if self.is_left_to_a_task() or not self._lock.acquire(blocking=False):
+            return  # a task or another thread goes through the stages
+        self._lock.release()
         if not self._begin_closing():
             return
         self._task, stopping = asyncio.current_task(), None
@@ -237,7 +240,15 @@ class Lifecycle:
             raise
         finally:  # what nothing did: no others, or a loop shutting down
             self._task = None
+            self._finish(closing)
+
+    def _finish(self, closing: Closing) -> None:
+        """Go through all stages that are left, also if a Ctrl-C comes between two of them."""
+        try:
             self._go_through(closing)
+        except BaseException:
+            self._go_through(closing)
+            raise
 
     def _begin_closing(self) -> bool:
         """Return whether there is anything to close."""
@@ -245,6 +256,8 @@ class Lifecycle:
             self.state = "closing"
         elif self.state == "opening":
             self.state = "closed"  # who opens it sees that
+        if self.state == "closing" and self._index == len(STAGES):
+            self.state = "closed"  # a signal's handler closed it in the last moment of its opening
         return self.state == "closing"
 
     def _go_through(self, closing: Closing, until: int | None = None) -> None:
@@ -258,19 +271,30 @@ class Lifecycle:
         if not self._begin_closing() or not self._lock.acquire(blocking=False):
             return
         interruption: BaseException | None = None
+        index, end = self._index, len(STAGES) if until is None else until
         try:
-            while (index := self._index) < (len(STAGES) if until is None else until):
+            while True:
                 try:
-                    self._do(index, closing)
+                    while (index := self._index) < end:
+                        self._do(index, closing)
+                    break
                 except BaseException as error:
                     interruption = interruption or error
                     if self._interrupted == index == self._index:  # twice: go on with what is known
                         self._index = index + 1
                     self._interrupted = index
+            if interruption is not None:
+                self._close_session_again(closing)
         finally:
             self._lock.release()
         if interruption is not None:
             raise interruption
+
+    def _close_session_again(self, closing: Closing) -> None:
+        """End what an interrupted `close_session` left, which a signal's handler passed over."""
+        if self.session is not None and self._index > STAGES.index(Lifecycle.close_session):
+            self.session.close(ending=closing.ending, discard=closing.discard)
+            self._write_manifest()
 
     def _do(self, index: int, closing: Closing) -> None:
         try:
@@ -324,9 +348,10 @@ class Lifecycle:
             if self.session is not None:
                 self.session.write_cost()  # before the chores, which read it
                 if self._manifest is not None and self._files is not None and not self._is_handed_over:
-                    self._is_handed_over = True
                     settling.tell_summary(self.session, self._files, self._manifest)
-                    pipeline.hand_over(self._files, self.result, self.session)
+                    if not self._is_handed_over:  # a signal's handler may have come in between
+                        self._is_handed_over = True
+                        pipeline.hand_over(self._files, self.result, self.session)
         finally:
             self.state = "closed"
 

@@ -28,8 +28,7 @@ def settle(asked: Asked, session: Session, others: Others | None) -> Manifest:
     enter = partial(_enter_omissions, asked, session, others)
     manifest = session.ledger.settle(session.layout, enter)
     session.ledger.told = True
-    for line in outcome.problems_to_tell(manifest, session.process):
-        failures.warn("stepscope: step %d: %s", session.step, line)
+    _log_problems(session, manifest)
     if asked.on_request:
         is_apart = others is not None and bool(others.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
@@ -42,9 +41,16 @@ def settle(asked: Asked, session: Session, others: Others | None) -> Manifest:
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    session.ledger.settle(session.layout, lambda _: None)
+    manifest = session.ledger.settle(session.layout, lambda _: None)
     session.ledger.told = True
+    _log_problems(session, manifest)
     tell_asker(asked, reason)
+    _retain(session)
+
+
+def _log_problems(session: Session, manifest: Manifest) -> None:
+    for line in outcome.problems_to_tell(manifest, session.process):
+        failures.warn("stepscope: step %d: %s", session.step, line)
 
 
 def tell_asker(asked: Asked, reason: str | None) -> None:

@@ -94,7 +94,7 @@ class Session:
         self.owner = owner
         self.layout = RunLayout(config.save_path).step(step)
         self.over_budget = cache(partial(budget.over_budget, config))
-        """`control.over_budget`, as it was when it was first asked: it may walk through all of the run."""
+        """`budget.over_budget`, as it was when it was first asked: it may walk through all of the run."""
         self.decision = selection.decide_process(
             config, step=step, roles=roles, rank=process.rank, world_size=process.world_size
         )
