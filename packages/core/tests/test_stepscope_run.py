@@ -60,7 +60,7 @@ def test_a_module_that_the_program_cannot_find_either_is_named_at_its_first_step
         "- {module: besides, name: judge, role: reward}\n"
     )
     done = beside(tmp_path, LOOPING, entries)
-    assert "instrument('besides') failed" in done.stderr
+    assert "disabled instrument('besides')" in done.stderr
     assert "install 'besides', or correct the name" in done.stderr
 
 
