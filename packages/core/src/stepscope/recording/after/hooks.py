@@ -14,6 +14,7 @@ from stepscope.recording.spans import redaction, slot
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from types import ModuleType
 
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
@@ -77,9 +78,7 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
     Raises:
         ConfigError: it cannot be called, or is an `async def`, which nobody would await.
     """
-    from stepscope.recording.after import pipeline  # import time: it reads and writes files
-
-    return registered(hook, "on_artifact", pipeline.artifact_hooks)
+    return registered(hook, "on_artifact", _pipeline().artifact_hooks)
 
 
 def on_report(hook: ReportHook) -> ReportHook:
@@ -92,9 +91,13 @@ def on_report(hook: ReportHook) -> ReportHook:
     Raises:
         ConfigError: it cannot be called, or is an `async def`, which nobody would await.
     """
+    return registered(hook, "on_report", _pipeline().report_hooks)
+
+
+def _pipeline() -> ModuleType:
     from stepscope.recording.after import pipeline  # import time: it reads and writes files
 
-    return registered(hook, "on_report", pipeline.report_hooks)
+    return pipeline
 
 
 def redact(hook: RedactHook) -> RedactHook:

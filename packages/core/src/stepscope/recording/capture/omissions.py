@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._words import closest
@@ -184,15 +185,12 @@ def _actors_in_time() -> dict[str, str]:
 
 
 def _actors() -> dict[str, str]:
-    import ray
-
+    ray: Any = sys.modules["ray"]
     try:
         if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.SCRIPT_MODE:
             return {}
-        from ray._private.state import state
-
         job = ray.get_runtime_context().get_job_id()
-        table = state.actor_table(None, None, "ALIVE")
+        table = ray._private.state.state.actor_table(None, None, "ALIVE")
     except Exception as error:
         failures.note("asking Ray for the actors of this job", error)
         return {}

@@ -6,9 +6,10 @@ before it (torch.profiler's first start in a process takes 1.2 to 2.5 s, more on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
@@ -49,9 +50,7 @@ def prepare(
         raise CaptureError("prepare() would block the running event loop. Fix: await aprepare(...)")
     config = configure.current() if config is None else config
     sigusr1.handle(config)  # on this thread: the rest runs on the loop's
-    from stepscope.recording.process import private_loop  # import time: asyncio
-
-    private_loop.run(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
+    _wait_for(_prepare(config, workers, engines, role, alone=_prepared_here(config, role)))
 
 
 async def aprepare(
@@ -93,13 +92,11 @@ async def _prepare(
         omissions.workers_prepared()
     if not config.steps and not config.control.requests:
         return
-    from stepscope.recording.capture.readiness import make_ready  # import time: asyncio
-
     if config.steps:
-        await make_ready(config, workers, engines, role, alone=alone)
+        await _readiness().make_ready(config, workers, engines, role, alone=alone)
         return
     try:  # as a request would select it
-        await make_ready(config.replace(steps=[0]), workers, engines, role, alone=alone)
+        await _readiness().make_ready(config.replace(steps=[0]), workers, engines, role, alone=alone)
     except StepscopeError as error:
         failures.warn(
             "stepscope: `steps` selects nothing, and a capture on request would not be whole: %s", error
@@ -117,19 +114,27 @@ def before_first_step(config: ProfileConfig, workers: object, role: str) -> None
         with _logged():
             _prepare_alone(config, role)
     else:
-        from stepscope.recording.process import private_loop  # import time: asyncio
+        _wait_for(abefore_first_step(config, workers, role))
 
-        private_loop.run(abefore_first_step(config, workers, role))
+
+def _wait_for(work: Coroutine[Any, Any, None]) -> None:
+    from stepscope.recording.process import private_loop  # import time: asyncio
+
+    private_loop.run(work)
 
 
 async def abefore_first_step(config: ProfileConfig, workers: object, role: str) -> None:
     """As `before_first_step`, without blocking the event loop."""
     if not _is_due(config):
         return
-    from stepscope.recording.capture.readiness import make_ready  # import time: asyncio
-
     with _logged():
-        await make_ready(config, workers, None, role, edited=False)
+        await _readiness().make_ready(config, workers, None, role, edited=False)
+
+
+def _readiness() -> ModuleType:
+    from stepscope.recording.capture import readiness  # import time: asyncio
+
+    return readiness
 
 
 def _prepare_alone(config: ProfileConfig, role: str) -> None:

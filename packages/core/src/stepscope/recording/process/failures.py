@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import ModuleType
 
 from stepscope.errors import StepscopeError
 
@@ -20,9 +21,13 @@ _warned: set[str] = set()
 
 def warn(message: str, *values: object) -> None:
     """Log a warning for the user through the logger `stepscope`; `values` as in `logging`."""
+    _logging().getLogger("stepscope").warning(message, *values)
+
+
+def _logging() -> ModuleType:
     import logging  # import time: 10 ms, and most processes log nothing
 
-    logging.getLogger("stepscope").warning(message, *values)
+    return logging
 
 
 def warn_once(reason: str) -> None:
@@ -37,8 +42,7 @@ def tell(message: str, *values: object) -> None:
 
     It is visible where no level is configured: a script without any set-up of logging shows warnings alone.
     """
-    import logging  # import time, as in `warn`
-
+    logging = _logging()
     logger = logging.getLogger("stepscope")
     by_default = logger.level == logging.NOTSET and logger.getEffectiveLevel() == logging.WARNING
     if not by_default or logger.manager.disable >= logging.INFO:

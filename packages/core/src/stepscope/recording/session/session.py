@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,6 @@ def library_loaded(tool: str) -> bool:
         return True
     if tool != "npu" or "torch" not in sys.modules:
         return False
-    from importlib.util import find_spec
-
     return find_spec("torch_npu") is None
 
 
