@@ -32,7 +32,7 @@ from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fleet import WorkerOutcome
-from stepscope.recording.fanout.participants import Others
+from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.output import exporter
 from stepscope.recording.session import budget
 from stepscope.recording.session.session import Session
@@ -434,15 +434,15 @@ async def test_workers_keep_their_files_while_an_engines_may_still_come(config: 
         capture_id="1",
         owner=True,
     )
-    others, fleet = Others(None, None), Fleet()
-    others.fleet, others.apart = cast(Any, fleet), ["actor[0]"]
-    others.join(session)
+    participants, fleet = Participants(None, None), Fleet()
+    participants.fleet, participants.apart = cast(Any, fleet), ["actor[0]"]
+    participants.join(session)
     session.ledger.fail("replica 0", "the stop timed out", kind="engine", pending="late")
-    await others.gather(lambda: 9)
+    await participants.gather(lambda: 9)
     assert fleet.released == []
     session.ledger.expect(Expectation(name="replica 0", kind="engine", state="ok"))
-    await others.gather(lambda: 9)
-    await others.gather(lambda: 9)
+    await participants.gather(lambda: 9)
+    await participants.gather(lambda: 9)
     assert len(fleet.released) == 1
 
 

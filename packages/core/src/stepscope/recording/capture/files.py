@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepscope.files.manifest.records import Manifest
-    from stepscope.recording.fanout.participants import Others
+    from stepscope.recording.fanout.participants import Participants
     from stepscope.recording.session.session import Session
 
 
 class CapturedFiles:
     """The owner's view of them. Its methods block, and may be called from any thread."""
 
-    def __init__(self, session: Session, others: Others | None) -> None:
+    def __init__(self, session: Session, participants: Participants | None) -> None:
         self.session = session
-        self._others = others
+        self._participants = participants
         self._gathering = threading.Lock()
 
     @property
@@ -29,7 +29,7 @@ class CapturedFiles:
         """Workers whose files are fetched once the capture is closed: their hosts share no folder with this
         one.
         """
-        return [] if self._others is None else self._others.apart
+        return [] if self._participants is None else self._participants.apart
 
     def manifest(self) -> Manifest:
         """Return what is there at this moment, folded from the processes' parts."""
@@ -58,21 +58,21 @@ class CapturedFiles:
 
     def drain_workers(self, timeout_s: float) -> None:
         """Wait until the workers have written their files, deferred ones too."""
-        if self._others is not None and self._others.fleet is not None:
-            private_loop.run(self._others.fleet.drain(max(0.0, timeout_s)))
+        if self._participants is not None and self._participants.fleet is not None:
+            private_loop.run(self._participants.fleet.drain(max(0.0, timeout_s)))
 
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart.
 
         A second call, beside the first or after it, fetches what that left.
         """
-        others = self._others
-        if others is None or others.fleet is None or not others.apart:
+        participants = self._participants
+        if participants is None or participants.fleet is None or not participants.apart:
             return
         if not self._gathering.acquire(timeout=max(0.0, left_s())):
             return  # the other one is at it, and enters what it fetched
         try:
-            private_loop.run(others.gather(left_s))
+            private_loop.run(participants.gather(left_s))
             self.fold()
         finally:
             self._gathering.release()

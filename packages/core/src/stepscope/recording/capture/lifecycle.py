@@ -22,7 +22,7 @@ from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.opening import make_session, refusal
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
-from stepscope.recording.fanout.participants import Others
+from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.process import failures, private_loop, run
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import activation
@@ -41,7 +41,7 @@ class Lifecycle:
         self.state: Literal["new", "opening", "open", "closing", "closed"] = "new"
         self.asked = asked
         self.session: Session | None = None
-        self.others: Others | None = None
+        self.participants: Participants | None = None
         self.result: CaptureResult | None = None
         """None until it is open, and in a forked child."""
         self.claim: Claim | None = None
@@ -72,8 +72,8 @@ class Lifecycle:
             if session is None:
                 return
             session.open_files()
-            if self.others is not None:
-                private_loop.run(self._start_others(self.others, session))
+            if self.participants is not None:
+                private_loop.run(self._start_participants(self.participants, session))
             self._begin(session)
             self._end_what_opened_late()
         except BaseException as error:
@@ -93,8 +93,8 @@ class Lifecycle:
             if session is None:
                 return
             await own_thread(session.open_files)
-            if self.others is not None:
-                await self._start_others(self.others, session)
+            if self.participants is not None:
+                await self._start_participants(self.participants, session)
             self._begin(session)
             self._end_what_opened_late()
         except BaseException as error:
@@ -139,12 +139,13 @@ class Lifecycle:
             raise CaptureOpenError(refusal(asked.step, other))
         self.claim, self.state = claim, "opening"
         if asked.workers is not None or asked.engines is not None:
-            self.others = Others(asked.workers, asked.engines)
-        configure.check(asked.config, on_ray=self.others is not None and self.others.fleet is not None)
+            self.participants = Participants(asked.workers, asked.engines)
+        on_ray = self.participants is not None and self.participants.fleet is not None
+        configure.check(asked.config, on_ray=on_ray)
         if asked.config.instrument:
             configure.instrument(asked.config)
-        session = make_session(asked, self.others, began_ns)
-        files = CapturedFiles(session, self.others)
+        session = make_session(asked, self.participants, began_ns)
+        files = CapturedFiles(session, self.participants)
         result, self.result = self.result, CaptureResult(asked.step, files)
         self._files, self.session = files, session
         if not self._is_opening() and not session.ended:  # closed before there was a session
@@ -153,7 +154,7 @@ class Lifecycle:
             return None
         return session
 
-    async def _start_others(self, others: Others, session: Session) -> None:
+    async def _start_participants(self, participants: Participants, session: Session) -> None:
         request = StartRequest(
             capture_id=session.capture_id,
             run_id=session.run_id,
@@ -161,21 +162,21 @@ class Lifecycle:
             config=session.config,
             owner_part=session.part_name,
         )
-        await others.start(request, session.config.budget.fanout_seconds)
+        await participants.start(request, session.config.budget.fanout_seconds)
         if not self._is_opening():
             # A signal's handler closed this, and the process goes on: what has started since is told too.
             part = session.ledger.part
             ending = None if part.ended_by is None else Ending(part.ended_by, part.error or "")
-            await self._tell_to_stop(others, session, Closing(ending))
+            await self._tell_to_stop(participants, session, Closing(ending))
         elif self.asked.on_request:
-            on_demand.tell_others(session.step, others.taking_part())
+            on_demand.tell_others(session.step, participants.taking_part())
 
     def _begin(self, session: Session) -> None:
         """Do the last part of opening, on the thread whose work is recorded."""
         if not self._is_opening():
             return
         run.record(session.config)
-        pipeline.promise(session, alone=self.others is None)
+        pipeline.promise(session, alone=self.participants is None)
         session.start_profiler()
         activation.activate(session)
         if self._is_opening():
@@ -187,7 +188,7 @@ class Lifecycle:
             self._free()
             self.state = "new"  # nothing was begun: it may be opened once more
         elif self.state == "closed":
-            self.session.settle()
+            self.session.end_what_opened_late()
             self._write_manifest()
 
     def leave(self) -> None:
@@ -226,10 +227,10 @@ class Lifecycle:
             return
         self._task, stopping = asyncio.current_task(), None
         try:
-            if self.session is not None and self.others is not None and not self._is_told():
+            if self.session is not None and self.participants is not None and not self._is_told():
                 self._go_through(closing, until=STAGES.index(Lifecycle.close_session))
-                stopping = asyncio.ensure_future(self._tell_to_stop(self.others, self.session, closing))
-                await asyncio.sleep(0)  # the others are told before this process pays for its own stop
+                stopping = asyncio.ensure_future(self._tell_to_stop(self.participants, self.session, closing))
+                await asyncio.sleep(0)  # the participants are told before this process pays for its own stop
                 self._go_through(closing, until=STAGES.index(Lifecycle.stop_participants))
                 await stopping
         except Exception as failure:
@@ -238,7 +239,7 @@ class Lifecycle:
             if stopping is not None and not stopping.done():
                 self._stop = None  # a Ctrl-C that ends the loop: it goes no further there
             raise
-        finally:  # what nothing did: no others, or a loop shutting down
+        finally:  # what nothing did: no participants, or a loop shutting down
             self._task = None
             self._finish(closing)
 
@@ -266,8 +267,7 @@ class Lifecycle:
         Args:
             until: Index of the stage to stop before; None: all are done.
         """
-        # Another thread that is at it goes on. To wait for it here may wait for ever: a signal's handler
-        # holds what it interrupted.
+        # Another thread goes on by itself. Waiting for it may deadlock: a handler holds what it interrupted.
         if not self._begin_closing() or not self._lock.acquire(blocking=False):
             return
         interruption: BaseException | None = None
@@ -323,9 +323,9 @@ class Lifecycle:
 
     def stop_participants(self, closing: Closing) -> None:
         """Stop the workers and engines, unless they are told already."""
-        if self.others is None or self.session is None or self._is_told():
+        if self.participants is None or self.session is None or self._is_told():
             return
-        stop = self._tell_to_stop(self.others, self.session, closing)
+        stop = self._tell_to_stop(self.participants, self.session, closing)
         try:
             private_loop.run(stop, keep=True)  # a Ctrl-C must not leave them recording
         except Exception as failure:
@@ -337,7 +337,7 @@ class Lifecycle:
         if self.session is None:
             return
         if closing.discard is None:
-            self._manifest = settling.settle(self.asked, self.session, self.others)
+            self._manifest = settling.settle(self.asked, self.session, self.participants)
         else:
             settling.discard(self.asked, self.session, closing.discard)
 
@@ -359,12 +359,12 @@ class Lifecycle:
         """Return whether the workers and engines are being told to stop, or were."""
         return self._stop is not None and (self._stop.done() or self._stop.get_loop().is_running())
 
-    async def _tell_to_stop(self, others: Others, session: Session, closing: Closing) -> None:
+    async def _tell_to_stop(self, participants: Participants, session: Session, closing: Closing) -> None:
         self._stop = asyncio.current_task()
         request = StopRequest(capture_id=session.capture_id, ending=closing.ending, discard=closing.discard)
         seconds = session.config.budget.fanout_seconds if closing.deadline_s is None else closing.deadline_s
         try:
-            await others.stop(request, seconds)
+            await participants.stop(request, seconds)
         except BaseException as failure:
             if not isinstance(failure, Exception):
                 self._stop = None  # their loop is shut down: who goes on closing tells them again

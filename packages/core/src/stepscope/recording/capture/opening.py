@@ -14,10 +14,10 @@ from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
 
 if TYPE_CHECKING:
-    from stepscope.recording.fanout.participants import Others
+    from stepscope.recording.fanout.participants import Participants
 
 
-def make_session(asked: Asked, others: Others | None, began_ns: int) -> Session:
+def make_session(asked: Asked, participants: Participants | None, began_ns: int) -> Session:
     """Return the session of this process, with its other processes joined to it.
 
     Args:
@@ -35,8 +35,8 @@ def make_session(asked: Asked, others: Others | None, began_ns: int) -> Session:
         opened_by=asked.opened_by,
         on_artifact=pipeline.artifact_done,
     )
-    if others is not None:
-        others.join(session)
+    if participants is not None:
+        participants.join(session)
     if not asked.names_workers:
         omissions.enter_missing_workers(
             session.ledger, engines=asked.engines is not None, opened_by=asked.opened_by

@@ -15,7 +15,7 @@ from stepscope.recording.capture import configure, omissions
 from stepscope.recording.fanout.engines import warn_of_long_stops
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import PrepareAnswer, PrepareRequest
-from stepscope.recording.fanout.participants import Others
+from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.fanout.worker_side import prepare_worker
 from stepscope.recording.process import failures, identity, run
 from stepscope.recording.process.failures import describe
@@ -48,14 +48,14 @@ async def make_ready(
         EngineError: as a capture on opening.
         CaptureError: all that is wrong.
     """
-    others = Others(None if omissions.none_meant(workers) else workers, engines)
-    configure.check(config, on_ray=others.fleet is not None)
-    if others.profilers:
+    participants = Participants(None if omissions.none_meant(workers) else workers, engines)
+    configure.check(config, on_ray=participants.fleet is not None)
+    if participants.profilers:
         warn_of_long_stops(config)
     own, outcomes, engines_problems = await asyncio.gather(
         _this_process(config, role, alone),
-        _workers(others, config, STARTING_S if edited else 0.0),
-        asyncio.gather(*(_engine(engine, config) for engine in others.profilers)),
+        _workers(participants, config, STARTING_S if edited else 0.0),
+        asyncio.gather(*(_engine(engine, config) for engine in participants.profilers)),
     )
     problems = [] if own.problem is None else [own.problem]
     problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
@@ -67,9 +67,9 @@ async def make_ready(
         (*own.warnings, *(line for outcome in outcomes for line in outcome.warnings))
     ):
         failures.warn_once(warning)
-    if edited and (outcomes or others.profilers or identity.is_alone()):
+    if edited and (outcomes or participants.profilers or identity.is_alone()):
         roles = {*own.roles, *(name for outcome in outcomes for name in outcome.roles)}
-        _say_unmatched_roles(config, roles | {"rollout"} if others.profilers else roles)
+        _say_unmatched_roles(config, roles | {"rollout"} if participants.profilers else roles)
 
 
 def _say_unmatched_roles(config: ProfileConfig, roles: set[str]) -> None:
@@ -86,11 +86,13 @@ async def _this_process(config: ProfileConfig, role: str, alone: PrepareAnswer |
     return await own_thread(prepare_worker, request)
 
 
-async def _workers(others: Others, config: ProfileConfig, starting_s: float) -> Sequence[WorkerOutcome]:
-    if others.fleet is None:
+async def _workers(
+    participants: Participants, config: ProfileConfig, starting_s: float
+) -> Sequence[WorkerOutcome]:
+    if participants.fleet is None:
         return []
     deadline_s = max(config.budget.fanout_seconds, starting_s)
-    return await others.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
+    return await participants.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
 
 
 async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:

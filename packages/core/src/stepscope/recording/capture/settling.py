@@ -17,20 +17,20 @@ from stepscope.recording.process import failures, identity
 from stepscope.recording.session.session import Session
 
 if TYPE_CHECKING:
-    from stepscope.recording.fanout.participants import Others
+    from stepscope.recording.fanout.participants import Participants
 
 _is_torch_explained = False
 """True if this process has explained the lines that torch prints. One writer: `_about_torch`."""
 
 
-def settle(asked: Asked, session: Session, others: Others | None) -> Manifest:
+def settle(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
-    enter = partial(_enter_omissions, asked, session, others)
+    enter = partial(_enter_omissions, asked, session, participants)
     manifest = session.ledger.settle(session.layout, enter)
     session.ledger.told = True
     _log_problems(session, manifest)
     if asked.on_request:
-        is_apart = others is not None and bool(others.apart)
+        is_apart = participants is not None and bool(participants.apart)
         no_profiler = None if is_apart else omissions.no_profiler(session.config, manifest.processes)
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
     _retain(session)
@@ -68,26 +68,26 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
 
 
 def _enter_omissions(
-    asked: Asked, session: Session, others: Others | None, parts: Sequence[ProcessPart]
+    asked: Asked, session: Session, participants: Participants | None, parts: Sequence[ProcessPart]
 ) -> None:
     """Enter what was asked for and did not take part."""
     ledger = session.ledger
     may_ask_ray = ledger.part.ended_by is None  # else there may be no time
-    if may_ask_ray and (not asked.names_workers or others is not None):
-        omissions.enter_left_out(ledger, parts, named=others is not None)
+    if may_ask_ray and (not asked.names_workers or participants is not None):
+        omissions.enter_left_out(ledger, parts, named=participants is not None)
     if ledger.part.absent or ledger.state(omissions.WORKERS) is not None:
         return  # who is not there may have the role
-    if _knows_all(session, others, parts):
+    if _knows_all(session, participants, parts):
         omissions.enter_unmatched(ledger, session.config, parts, engines=asked.engines is not None)
 
 
-def _knows_all(session: Session, others: Others | None, parts: Sequence[ProcessPart]) -> bool:
+def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:
     """Return whether the parts of all that take part are here.
 
     Of the ranks of torchrun, the last one to close has them.
     """
-    if others is not None:
-        return not others.apart
+    if participants is not None:
+        return not participants.apart
     if identity.is_alone():
         return True
     ranks = {part.process.key for part in parts if part.owner}

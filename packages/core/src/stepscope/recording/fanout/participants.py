@@ -17,7 +17,7 @@ from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
 
 
-class Others:
+class Participants:
     """Workers and engines of one capture. Outcomes go into the owner's ledger, and no failure is raised."""
 
     def __init__(self, workers: object, engines: object) -> None:
@@ -134,7 +134,7 @@ class Others:
 
     def _joined(self) -> tuple[Ledger, EngineGroup]:
         if self._ledger is None or self._group is None:
-            raise RuntimeError("Others.join comes first")
+            raise RuntimeError("Participants.join comes first")
         return self._ledger, self._group
 
 

@@ -94,12 +94,12 @@ def _start(
         session.open_files()
         session.start_profiler()
         activation.activate(session)
-        session.settle()
+        session.end_what_opened_late()
     except BaseException as error:
         fetch.release(request.capture_id)
         reason = f"opening failed: {describe(error)}"
         session.close(ending=Ending("rollback", reason), discard=reason)
-        session.settle()
+        session.end_what_opened_late()
         raise
     if request.capture_id in _stopped:  # meanwhile, on another thread
         _stopped.discard(request.capture_id)

@@ -149,7 +149,7 @@ class Session:
         """The file name of this process' part of the manifest."""
         return self.layout.part_of(self.process, self.run_id, self.number).name
 
-    def settle(self) -> None:
+    def end_what_opened_late(self) -> None:
         """Ends what was opened since this was closed: by a signal's handler, or another thread, while it
         opened.
         """
