@@ -1,4 +1,4 @@
-"""One rank under torchrun (gloo): captures step 1, which rank 0 closes first and the last rank last.
+"""One rank under torchrun (gloo). The ranks close step 1 one after another, and step 2 all at once.
 
 torchrun spmd_main.py FOLDER
 """
@@ -18,7 +18,7 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
-    config = ProfileConfig(save_path=folder, steps=[1], roles={"*": {"ranks": "all"}})
+    config = ProfileConfig(save_path=folder, steps=[1, 2], roles={"*": {"ranks": "all"}})
     opened = capture(1, config=config).open()
     torch.ones(100) @ torch.ones(100)
     dist.barrier()
@@ -27,6 +27,10 @@ def main(folder: str) -> None:
             opened.close()
         dist.barrier()
     opened.result.raise_for_missing(60)
+    with capture(2, config=config):
+        torch.ones(100) @ torch.ones(100)
+        dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

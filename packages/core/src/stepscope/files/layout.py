@@ -144,6 +144,10 @@ class StepLayout:
         """Return whether this host sees a part of that file name. True for None."""
         return name is None or (self.processes / Path(name).name).exists()
 
+    def logged(self, run_id: str, capture: int = 1) -> Path:
+        """Return the mark of the rank that has logged the line about this capture of the step."""
+        return self.processes / f"logged_{safe(run_id)}{_again(capture)}"
+
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.spans / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
 

@@ -31,3 +31,17 @@ def write_atomic(path: Path, data: bytes) -> None:
         with suppress(OSError):  # its folder may be gone: the error that matters is the first
             name.unlink()
         raise
+
+
+def create_once(path: Path) -> bool:
+    """Create an empty file. Return False if it exists: of several processes, one creates it.
+
+    True as well if the file cannot be created.
+    """
+    try:
+        with open(path, "xb", opener=private):
+            return True
+    except FileExistsError:
+        return False
+    except OSError:
+        return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
+from stepscope.files.storage.atomic import create_once
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention
 from stepscope.recording.capture.asked import Asked
@@ -63,6 +64,9 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
     """Log one line about a captured step. Of ranks that capture by themselves, the last to close does."""
     if outcome.is_open_elsewhere(manifest.processes, session.process):
         return
+    has_peers = any(outcome.is_peer(part, session.process) for part in manifest.processes)
+    if has_peers and not create_once(session.layout.logged(session.run_id, session.number)):
+        return  # two ranks that close at the same moment both are the last
     line = outcome.summary(manifest, session.layout.root, session.config.save_path, files.apart)
     failures.tell("stepscope: %s%s", line, _about_torch())
 
