@@ -11,6 +11,7 @@ from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
 
 ENTRY = {"module": "trainer.loop", "name": "Loop.update", "role": "actor"}
+FUNCTION = {"module": "trainer.loop", "name": "Loop.update"}
 
 
 def listed(*entries: object) -> tuple[InstrumentConfig, ...]:
@@ -32,7 +33,8 @@ def test_the_environment_names_presets_or_has_json() -> None:
 
 
 def test_it_travels_as_plain_data_and_by_pickle() -> None:
-    config = ProfileConfig.from_mapping({"instrument": [ENTRY | {"attrs": {"size": 7}}, "trl"]})
+    rollout = FUNCTION | {"kind": "trajectory", "id": ["uid", "attempt"], "values": {"n": "len(result.ids)"}}
+    config = ProfileConfig.from_mapping({"instrument": [ENTRY | {"attrs": {"size": 7}}, rollout, "trl"]})
     assert ProfileConfig.from_mapping(config.to_mapping()) == config
     assert pickle.loads(pickle.dumps(config)) == config  # as Ray sends it to workers
 
@@ -51,6 +53,18 @@ def test_it_travels_as_plain_data_and_by_pickle() -> None:
         (ENTRY | {"step": "begin", "number": "self.step - 1"}, r"instrument\.number.*step\+1"),
         (ENTRY | {"where": {"1x": 1}}, r"instrument\.where.*an argument, or a dotted path"),
         (ENTRY | {"same": {"model": "self ref"}}, r"instrument\.same is 'self ref'"),
+        (ENTRY | {"engines": {"vllm": "self.x"}}, r"instrument\.engines.*nothing without `step`"),
+        (ENTRY | {"step": "around", "values": {"n": "x"}}, r"instrument\.values.*nothing beside `step`"),
+        (ENTRY | {"kind": "turns"}, r"instrument\.kind is 'turns'.*did you mean 'turn'\?"),
+        (ENTRY | {"kind": "turn"}, r"instrument\.role is 'actor'.*`kind: turn`.*kind: span or kind: weight"),
+        (FUNCTION | {"kind": "turn", "id": "uid"}, r"instrument\.id.*or write kind: trajectory or kind: con"),
+        (FUNCTION | {"kind": "tool", "index": "n"}, r"instrument\.index.*`kind: tool`.*write kind: turn"),
+        (FUNCTION | {"kind": "consume"}, r"instrument\.id is \(\).*a path.*id: batch\.uid"),
+        (FUNCTION | {"kind": "engine", "engine": "self.x"}, r"instrument\.adapter.*adapter: vllm"),
+        (FUNCTION | {"kind": "trajectory", "id": "a b"}, r"instrument\.id is 'a b'.*dotted path"),
+        (FUNCTION | {"kind": "trajectory", "id": [7]}, r"instrument\.id is \[7\].*a list of paths"),
+        (FUNCTION | {"kind": "trajectory", "id": "result.uid"}, r"instrument\.id.*known before the call"),
+        (FUNCTION | {"kind": "turn", "values": {"n": "max(x)"}}, r"instrument\.values.*len\(result\.ids\)"),
         (ENTRY | {"stege": "x"}, r"did you mean 'stage'\?"),
         (7, r"instrument is 7.*mappings, or names of presets"),
     ],
@@ -71,7 +85,8 @@ def test_what_is_no_list_is_refused(value: object) -> None:
 def test_an_entry_that_no_call_reaches_is_refused() -> None:
     conditional = ENTRY | {"where": {"kind": "ref"}}
     assert len(listed(conditional, ENTRY, ENTRY | {"role": None, "step": "around"})) == 3
-    for second in (ENTRY, conditional, ENTRY | {"role": "critic"}):
+    assert len(listed(ENTRY, FUNCTION | {"kind": "trajectory"}, FUNCTION | {"kind": "turn"})) == 3
+    for second in (ENTRY, conditional, ENTRY | {"role": "critic"}, FUNCTION | {"kind": "tool"}):
         with pytest.raises(ConfigError, match=r"trainer\.loop:Loop\.update.*each mean other calls"):
             listed(ENTRY, second)
 

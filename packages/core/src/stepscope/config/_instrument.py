@@ -1,26 +1,54 @@
-"""Entries of `instrument`: functions that are timed in code that one cannot edit."""
+"""Entries of `instrument`: functions that are recorded in code that one cannot edit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import Mistakes, Section, build, items_of
-from stepscope.config._words import closest
+from stepscope.config._section import Mistakes, Parser, Section, build, items_of
+from stepscope.config._words import closest, either
 from stepscope.errors import ConfigError
 
 Scalar: TypeAlias = str | int | float | bool | None
 StepBoundary: TypeAlias = Literal["around", "begin", "end", "next"]
+Kind: TypeAlias = Literal["span", "trajectory", "turn", "tool", "weight_sync", "consume", "engine"]
 
 PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
 """A value that a call leads to: `self.state.global_step`, `batch.step`."""
+RESULT = "result"
+"""The first part of a path that begins with what the call returned."""
 _NUMBER = re.compile(rf"{PATH.pattern}(\+\d+)?")
+_READING = re.compile(rf"{PATH.pattern}|len\({PATH.pattern}\)")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
+
+_BY_KIND: dict[str, tuple[str, ...]] = {
+    "span": ("role", "stage", "attrs", "values", "policy_version"),
+    "trajectory": ("id", "attrs", "values", "policy_version"),
+    "turn": ("index", "attrs", "values"),
+    "tool": ("tool", "stage", "attrs", "values"),
+    "weight_sync": ("role", "stage", "attrs", "values", "policy_version"),
+    "consume": ("id", "policy_version"),
+    "engine": ("adapter", "engine", "replica"),
+}
+"""Kind -> the fields that say more about it."""
+_OF_KINDS = tuple(dict.fromkeys(field for fields in _BY_KIND.values() for field in fields))
+_OF_STEPS = ("number", "workers", "engines")
+_REQUIRED = {"span": ("role",), "consume": ("id",), "engine": ("adapter", "engine")}
+_EARLY = {
+    "span": ("policy_version",),
+    "trajectory": ("id",),
+    "turn": ("index",),
+    "tool": ("tool",),
+    "weight_sync": ("policy_version",),
+}
+"""Kind -> the paths that are read before the call, and cannot lead from its result."""
+LAYERS = {"tool": "span", "weight_sync": "span"}
+"""Kind -> the kind in whose place it stands: one call is one span."""
 
 FRAMEWORKS = Path(__file__).parent / "frameworks"
 """A file of entries for each preset."""
@@ -31,10 +59,26 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FRAMEWORKS.glob("*.yaml")))
 
 
+def parse_paths(value: object, field: str) -> tuple[str, ...]:
+    """Return the paths of a list, or of a text that is one path.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if value is None:
+        return ()
+    paths = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(path, str) for path in paths):
+        fix = "write id: kwargs.uid, or id: [kwargs.uid, kwargs.attempt]"
+        raise ConfigError(field, value, "a path, or a list of paths", fix)
+    return paths
+
+
 class InstrumentConfig(Section, frozen=True, kw_only=True):
     """One function of somebody else's code, or the name of a preset that lists those of a framework."""
 
     _at: ClassVar[str] = "instrument"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"id": parse_paths}
 
     preset: str | None = None
     """A framework whose functions are known: `trl`, `verl`... Alone in its entry."""
@@ -42,12 +86,30 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     """Dotted name of the module. It is not imported for this."""
     name: str | None = None
     """Dotted path of the function in it: `Class.method`."""
+    kind: Kind = "span"
+    """The meaning of a call: `span`, `trajectory`, `turn`, `tool`, `weight_sync`, `consume` or `engine`."""
     role: str | None = None
     """Role that does the work. With `step`, the role of the process (`trainer` by default)."""
     stage: str | None = None
     """Name of the work; the function's name by default."""
     attrs: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Attributes of each span."""
+    values: dict[str, str] = msgspec.field(default_factory=dict)
+    """Further attributes, read by paths: {name: path}. Numbers and booleans only."""
+    id: tuple[str, ...] = ()
+    """Of a trajectory: path to its id, or several, joined by `/`. Of `consume`: to an id or a list of ids."""
+    policy_version: str | None = None
+    """Path to the version of the weights."""
+    index: str | None = None
+    """Of a turn: path to its number; None counts from 0 within the trajectory."""
+    tool: str | None = None
+    """Path to the name of a tool."""
+    adapter: str | None = None
+    """Of an engine: name of its adapter (`vllm`)."""
+    engine: str | None = None
+    """Path to an engine, looked up once the call has returned."""
+    replica: str | None = None
+    """Path to the number of the engine's replica."""
     where: dict[str, Scalar] = msgspec.field(default_factory=dict)
     """Only calls in which these are equal: {argument, or a path from it: value}."""
     same: dict[str, str] = msgspec.field(default_factory=dict)
@@ -58,6 +120,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     """With `step`: the path to the step's number, `+1` allowed; None counts from 0."""
     workers: dict[str, str] = msgspec.field(default_factory=dict)
     """With `step`: {role: path to its Ray actors}, recorded too."""
+    engines: dict[str, str] = msgspec.field(default_factory=dict)
+    """With `step`: {adapter: path to the Ray actors that hold its engines}, profiled too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,10 +129,11 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             self._check_preset(self.preset)
         else:
             self._check_place()
+            (self._check_kind if self.step is None else self._check_step)()
             self._check_paths()
 
     def _check_preset(self, preset: str) -> None:
-        beside = [field for field in self.__struct_fields__ if field != "preset" and getattr(self, field)]
+        beside = [name for name in self.__struct_fields__ if name != "preset" and self._is_given(name)]
         if beside:
             allowed = "nothing else in the entry of a preset"
             value = getattr(self, beside[0])
@@ -79,6 +144,9 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             fix = f"did you mean {near!r}?" if near else "list its functions: {module, name, role, stage}"
             raise ConfigError("instrument.preset", preset, ", ".join(known), fix)
 
+    def _is_given(self, name: str) -> bool:
+        return bool(getattr(self, name)) and not (name == "kind" and self.kind == "span")
+
     def _check_place(self) -> None:
         for field in ("module", "name"):
             if not _DOTTED.fullmatch(getattr(self, field) or ""):
@@ -86,31 +154,73 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
                 raise ConfigError(f"instrument.{field}", getattr(self, field), "a dotted name", fix)
         if self.module == "__main__":
             raise own_program(self.module)
-        if self.step is None and not (self.role or "").strip():
-            fix = "say who does the work (role: actor), or what it has to do with steps (step: around)"
-            raise ConfigError("instrument.role", self.role, "text that is not empty", fix)
-        if self.step is not None and (self.stage is not None or self.attrs):
-            field = "attrs" if self.stage is None else "stage"
-            fix = "give the function's span an entry of its own"
-            raise ConfigError(f"instrument.{field}", getattr(self, field), "nothing beside `step`", fix)
-        if self.step is None and (self.number is not None or self.workers):
-            field = "workers" if self.number is None else "number"
-            fix = "say what the function has to do with steps: step: around, begin, end or next"
-            raise ConfigError(f"instrument.{field}", getattr(self, field), "nothing without `step`", fix)
+
+    def _check_step(self) -> None:
+        for field in ("kind", *_OF_KINDS):
+            if field != "role" and self._is_given(field):
+                fix = f"give the function's {self.kind} an entry of its own"
+                raise ConfigError(f"instrument.{field}", getattr(self, field), "nothing beside `step`", fix)
+
+    def _check_kind(self) -> None:
+        for field in (*_OF_STEPS, *_OF_KINDS):
+            if field not in _BY_KIND[self.kind] and self._is_given(field):
+                raise self._misplaced(field)
+        for field in _REQUIRED.get(self.kind, ()):
+            value = getattr(self, field)
+            if not value or not str(value).strip():
+                allowed = "text that is not empty" if field in ("role", "adapter") else "a path"
+                raise ConfigError(f"instrument.{field}", value, allowed, _MISSING[field])
+
+    def _misplaced(self, field: str) -> ConfigError:
+        """Return the error of a field that says nothing about this kind of entry."""
+        if field in _OF_STEPS:
+            allowed, fix = "nothing without `step`", "say what the function has to do with steps: "
+            fix += "step: around, begin, end or next"
+        else:
+            allowed = f"nothing beside `kind: {self.kind}`"
+            kinds = [f"kind: {kind}" for kind, fields in _BY_KIND.items() if field in fields]
+            fix = f"take it out, or write {either(kinds)}"
+        return ConfigError(f"instrument.{field}", getattr(self, field), allowed, fix)
 
     def _check_paths(self) -> None:
         paths = [
             *(("where", key) for key in self.where),
+            *(("same", path) for pair in self.same.items() for path in pair),
             *(("workers", path) for path in self.workers.values()),
+            *(("engines", path) for path in self.engines.values()),
+            *(("id", path) for path in self.id),
+            *((field, getattr(self, field)) for field in ("tool", "engine")),
         ]
-        paths += [("same", path) for pair in self.same.items() for path in pair]
-        for field, path in paths:
-            if not PATH.fullmatch(path):
-                fix = "write it like model or self.ref_model"
-                raise ConfigError(f"instrument.{field}", path, "an argument, or a dotted path from one", fix)
-        if self.number is not None and not _NUMBER.fullmatch(self.number):
-            fix = "write it like self.state.global_step or step+1"
-            raise ConfigError("instrument.number", self.number, "a dotted path from an argument", fix)
+        _check_form(paths, PATH, "an argument, or a dotted path from one", "model or self.ref_model")
+        readings = [
+            *(("values", path) for path in self.values.values()),
+            *((field, getattr(self, field)) for field in ("index", "policy_version", "replica")),
+        ]
+        _check_form(readings, _READING, "a dotted path, or the length of one", "self.step or len(result.ids)")
+        number = [("number", self.number)]
+        _check_form(number, _NUMBER, "a dotted path from an argument", "self.state.global_step or step+1")
+        for field in _EARLY.get(self.kind, ()):
+            value = getattr(self, field)
+            for path in value if isinstance(value, tuple) else [value or ""]:
+                if path.removeprefix("len(").split(".")[0] == RESULT:
+                    fix = "begin it with an argument, or read the number into `values`"
+                    raise ConfigError(f"instrument.{field}", path, "a path known before the call", fix)
+
+
+_MISSING = {
+    "role": "say who does the work (role: actor), or what it has to do with steps (step: around)",
+    "id": "say where the ids of the consumed trajectories are: id: batch.uid",
+    "adapter": "name the engine's adapter: adapter: vllm",
+    "engine": "say where the engine is: engine: self.engine",
+}
+
+
+def _check_form(
+    paths: Iterable[tuple[str, str | None]], form: re.Pattern[str], allowed: str, example: str
+) -> None:
+    for field, path in paths:
+        if path is not None and not form.fullmatch(path):
+            raise ConfigError(f"instrument.{field}", path, allowed, f"write it like {example}")
 
 
 def own_program(module: str, file: str = "the program") -> ConfigError:
@@ -154,10 +264,15 @@ def _hidden(entry: InstrumentConfig, earlier: InstrumentConfig) -> bool:
     """Return whether `earlier` takes all calls that `entry` means."""
     if entry == earlier:
         return True
-    one, other = (earlier.module, earlier.name), (entry.module, entry.name)
-    if entry.preset is not None or one != other or (entry.step is None) != (earlier.step is None):
+    if entry.preset is not None or _place(entry) != _place(earlier):
         return False
     return earlier.step is not None or not (earlier.where or earlier.same)
+
+
+def _place(entry: InstrumentConfig) -> tuple[str | None, str | None, str]:
+    """Return (module, name, layer): the function, and the one thing that an entry makes of its call."""
+    layer = "step" if entry.step is not None else LAYERS.get(entry.kind, entry.kind)
+    return entry.module, entry.name, layer
 
 
 def _entry(item: object, field: str) -> InstrumentConfig:

@@ -147,6 +147,8 @@ def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Ins
     """Return one handle per function. Earlier entries of a function come first, and presets come last."""
     grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, lenient):
+        if entry.kind != "span":
+            continue
         key = (str(entry.module), str(entry.name))
         grouped.setdefault(key, (origin, []))[1].append(entry)
     kinds = {entry.step for _, group in grouped.values() for entry in group}
