@@ -10,7 +10,7 @@ import pytest
 from stepscope.engines import EngineFactory, EngineProfiler, load_engine, protocol, recognise
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
-from stepscope.recording.fanout.engines import profilers_of
+from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.process import run
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from stepscope.files.layout import sidecar_of
 from stepscope.files.manifest.records import Absent, Expectation, State, awaited
 from stepscope.recording.after import pipeline
-from stepscope.recording.fanout.engines import EngineGroup, profilers_of
+from stepscope.recording.fanout.engines import EngineGroup
 from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
+from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.fanout.messages import GatherRequest, StartRequest, StopRequest
 from stepscope.recording.output.manifest_part import Ledger
 from stepscope.recording.process import failures
@@ -65,7 +66,7 @@ class Participants:
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart, and of engines on their hosts."""
         ledger, group = self._joined()
-        group.look_again()  # a shared disk may lag
+        group.outcomes.look_again()  # a shared disk may lag
         home = self._home
         if self.fleet is None or home is None:
             return
@@ -87,7 +88,7 @@ class Participants:
             ledger.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
             if state != "ok":
                 failures.warn("stepscope: step %d: %s: %s", ledger.part.step, name, outcome.reason)
-        group.look_again()
+        group.outcomes.look_again()
         ledger.write()
         here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
         for path in here:
