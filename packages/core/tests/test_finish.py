@@ -42,7 +42,7 @@ def a_config(tmp_path: Path, **settings: object) -> ProfileConfig:
         {
             "save_path": str(tmp_path / "run"),
             "steps": ["every:1"],
-            "roles": {"trainer": {"ranks": "all"}},
+            "roles": {"trainer": {"ranks": "all", "profiler": "off"}},
             "torch": {"activities": ["cpu"]},
         }
         | settings
@@ -99,7 +99,7 @@ def test_each_artifact_is_told_with_its_sidecar_and_the_capture_once_after_them(
         told.append(manifest.state)
 
     on_capture(whole)  # a second time is no second call
-    captured(a_config(tmp_path))
+    captured(a_config(tmp_path, roles={"trainer": {"ranks": "all"}}))
     settle()
     assert told == ["torch_trace", "ok"]
     assert threads == {"stepscope-hooks"}
