@@ -78,7 +78,7 @@ def _recorded(steps: int, step: Callable[[], object], *, record_shapes: bool = F
 
     with profile(record_shapes=record_shapes) as profiler:
         for _ in range(steps):
-            with record_function("update_policy"):
+            with record_function("update_actor"):
                 step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -142,7 +142,7 @@ def build(
     total = 0
     for rank in range(ranks):
         actor = folder.process("actor", rank, pid=template.pid(rank))
-        actor.span("update_policy", 0, 10**9)
+        actor.span("update_actor", 0, 10**9)
         actor.close(10**10)
         path = folder.layout.traces / "actor" / f"{PROFILE_ID}-TP-{rank}.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)

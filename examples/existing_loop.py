@@ -13,7 +13,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @profile_step(role="actor")  # stepscope
-def update_policy(states: Tensor, actions: Tensor, rewards: Tensor) -> None:
+def update_actor(states: Tensor, actions: Tensor, rewards: Tensor) -> None:
     log_probs = model(states).log_softmax(-1).gather(1, actions)
     loss = -(log_probs * (rewards - rewards.mean())).mean()
     optimizer.zero_grad()
@@ -25,12 +25,12 @@ def main() -> None:
     configure(save_path="outputs/existing_loop", steps=[10, 20])  # stepscope
     for step in range(30):
         with capture(step, role="actor"):  # stepscope
-            with span("rollout", role="rollout"):  # stepscope
+            with span("generate", role="rollout"):  # stepscope
                 states = torch.randn(512, 8)
                 actions = model(states).softmax(-1).multinomial(1)
-            with span("reward", role="reward"):  # stepscope
+            with span("compute_reward", role="reward"):  # stepscope
                 rewards = (actions == states.argmax(dim=1, keepdim=True)).float()
-            update_policy(states, actions, rewards)
+            update_actor(states, actions, rewards)
         print(f"step {step}: mean reward {rewards.mean().item():.3f}")
 
 

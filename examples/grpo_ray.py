@@ -51,12 +51,12 @@ class Actor:
     def compute_log_prob(self, tokens: Tensor) -> Tensor:
         return token_log_probs(self.policy.module, tokens)
 
-    @profile_step(role="ref", stage="compute_log_prob")  # stepscope
+    @profile_step(role="ref")  # stepscope
     def compute_ref_log_prob(self, tokens: Tensor) -> Tensor:
         return token_log_probs(self.frozen, tokens)
 
     @profile_step(role="actor")  # stepscope
-    def update_policy(self, batch: Batch) -> None:
+    def update_actor(self, batch: Batch) -> None:
         for part in (batch[0::2], batch[1::2]):
             self.descend(grpo_loss(self.policy, part, RANKS)[0])
 
@@ -67,7 +67,7 @@ class Actor:
     def train(self, tokens: Tensor, actions: Tensor, advantages: Tensor) -> None:
         with torch.inference_mode():
             old, ref = self.compute_log_prob(tokens), self.compute_ref_log_prob(tokens)
-        self.update_policy(Batch(tokens, actions, advantages, old, ref))
+        self.update_actor(Batch(tokens, actions, advantages, old, ref))
 
 
 async def play(name: str, problem: task.Problem, replica: Any, calculator: Calculator) -> Trajectory:

@@ -37,7 +37,11 @@ def test_the_plain_loop_learns_and_two_of_its_steps_are_captured(tmp_path: Path)
     steps = RunLayout(tmp_path / "outputs/existing_loop").steps()
     assert list(steps) == [10, 20]
     for layout in steps.values():
-        assert stages(layout) == {("rollout", "rollout"), ("reward", "reward"), ("actor", "update_policy")}
+        assert stages(layout) == {
+            ("rollout", "generate"),
+            ("reward", "compute_reward"),
+            ("actor", "update_actor"),
+        }
         manifest = load_step(layout.root).manifest
         assert manifest is not None
         assert manifest.problems() == []
@@ -50,10 +54,10 @@ def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: P
     steps = RunLayout(tmp_path / "outputs/grpo_ray").steps()
     assert list(steps) == [1, 3]
     expected = {
-        ("actor", "update_policy"),
+        ("actor", "update_actor"),
         ("agent_loop", "trajectory"),
         ("env", "tool"),
-        ("ref", "compute_log_prob"),
+        ("ref", "compute_ref_log_prob"),
         ("rollout", "decode"),
     }
     for layout in steps.values():

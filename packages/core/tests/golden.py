@@ -187,7 +187,7 @@ def overlapping(run: Path) -> None:
     loop = five.process("agent_loop")
     actor = five.process("actor", 0)
     trainer.span("update", 100 * MS, 380 * MS, policy_version=5)
-    actor.span("update_policy", 110 * MS, 370 * MS, policy_version=5)
+    actor.span("update_actor", 110 * MS, 370 * MS, policy_version=5)
     begun = loop.span("trajectory", 200 * MS, 400 * MS, trajectory="t7", step=7, policy_version=4)
     loop.span("turn", 210 * MS, 300 * MS, parent=begun, trajectory="t7", turn=0, step=7, policy_version=4)
     loop.span("turn", 310 * MS, None, parent=begun, trajectory="t7", turn=1, step=7, policy_version=4)
@@ -204,7 +204,7 @@ def overlapping(run: Path) -> None:
                      link=five.processes[1].link(begun))  # fmt: skip
     loop.span("turn", 70 * MS, 190 * MS, parent=rest, trajectory="t7", turn=2, policy_version=5)
     trainer.span("update", 200 * MS, 480 * MS, policy_version=6)
-    actor.span("update_policy", 210 * MS, 470 * MS, policy_version=6)
+    actor.span("update_actor", 210 * MS, 470 * MS, policy_version=6)
     for process in (trainer, loop, actor):
         process.close(500 * MS)
     five.write()

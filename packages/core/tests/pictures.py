@@ -25,7 +25,7 @@ def rl_step(
     for rank in range(ranks):
         actor = folder.process("actor", rank)
         policy = actor.span(
-            "update_policy", 600 * MS, (700 + rank) * MS, link=driver.link(update), attrs={hostile: hostile}
+            "update_actor", 600 * MS, (700 + rank) * MS, link=driver.link(update), attrs={hostile: hostile}
         )
         actor.span("forward", 610 * MS, 640 * MS, parent=policy)
     for process in folder.processes:

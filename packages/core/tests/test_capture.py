@@ -210,12 +210,12 @@ def test_the_bodys_exception_wins_over_trouble_in_closing(
 def test_a_decorated_method_is_recorded_with_its_role(config: ProfileConfig) -> None:
     class Worker:
         @profile_step(role="actor")
-        def update_policy(self) -> int:
+        def update_actor(self) -> int:
             return 3
 
     with capture(2, config=config):
-        assert Worker().update_policy() == 3
-    assert spans_of(config, 2)["update_policy"].role == "actor"
+        assert Worker().update_actor() == 3
+    assert spans_of(config, 2)["update_actor"].role == "actor"
 
 
 def test_a_span_of_another_step_is_labelled(config: ProfileConfig) -> None:

@@ -139,7 +139,7 @@ def a_step(path: Path, *, skew_ns: int = 0) -> tuple[StepFolder, FakeProcess]:
         folder.process("trainer", owner=True), folder.process("actor", 0, host="host-b", skew_ns=skew_ns),
     )  # fmt: skip
     driver.measures(actor, 0)
-    update = actor.span("update_policy", 0, 40 * MS)
+    update = actor.span("update_actor", 0, 40 * MS)
     actor.span("forward", 5 * MS, 20 * MS, parent=update)
     for process in folder.processes:
         process.close(50 * MS)
@@ -174,7 +174,7 @@ def test_what_held_the_memory_is_said_by_stage_and_line(tmp_path: Path, skew_ns:
     )
     assert [(each.stage, each.where, each.bytes // MB) for each in row.holders] == [
         ("actor forward", "train/forward.py:41 forward", 300),
-        ("actor update_policy", "train/backward.py:41 backward", 50),
+        ("actor update_actor", "train/backward.py:41 backward", 50),
     ]
     assert row.before_bytes + row.other_bytes + sum(each.bytes for each in row.holders) == row.allocated_bytes
 

@@ -94,7 +94,7 @@ def test_what_a_replica_does_hangs_below_the_turn_that_asked_for_it(timeline: Ti
     decoded = [span for span in timeline.spans if span.stage == "decode"]
     assert decoded
     for span in decoded:
-        assert above(span) == ["generate", "turn", "trajectory", "rollout"]
+        assert above(span) == ["generate", "turn", "trajectory", "generate"]
         assert span.trajectory is not None
         assert span.policy_version == 1
         assert not timeline.processes[span.process].owner
@@ -102,7 +102,7 @@ def test_what_a_replica_does_hangs_below_the_turn_that_asked_for_it(timeline: Ti
 
 def test_every_trajectory_is_recorded_with_its_reward(timeline: Timeline) -> None:
     names = {span.trajectory for span in timeline.spans if span.stage == "trajectory"}
-    rewards = [span.attrs for span in timeline.spans if span.stage == "reward"]
+    rewards = [span.attrs for span in timeline.spans if span.stage == "compute_reward"]
     assert len(names) == len(rewards) == GROUP * 16
     assert all(attrs is not None and "reward" in attrs for attrs in rewards)
 

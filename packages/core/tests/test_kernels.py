@@ -85,7 +85,7 @@ def test_a_device_is_busy_once_however_many_streams_run(tmp_path: Path) -> None:
 
 def test_waiting_for_a_collective_is_its_time_without_operators(tmp_path: Path) -> None:
     content = read(tmp_path, [
-        op("actor.update_policy", 0, 1000),  # a mark around everything is no operator at work
+        op("actor.update_actor", 0, 1000),  # a mark around everything is no operator at work
         op("aten::mm", 10, 90), op("aten::mm", 150, 50),
         event("gloo:all_reduce", "user_annotation", 80, 100, tid=2),
         event("gloo:send", "user_annotation", 300, 100, tid=2),

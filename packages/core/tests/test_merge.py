@@ -133,13 +133,13 @@ def two(tmp_path: Path) -> tuple[StepFolder, FakeProcess, FakeProcess]:
 
 def test_a_kernel_stands_inside_the_span_that_launched_it(tmp_path: Path) -> None:
     folder, _, actor = two(tmp_path)
-    actor.span("update_policy", 2 * MS, 5 * MS)
+    actor.span("update_actor", 2 * MS, 5 * MS)
     trace(folder, actor, [kernel("gemm", 3 * MS + 1)])
     path = folder.write()
     merged = merge_step(path)
-    assert since_opening_ns(path, "update_policy") == [2 * MS]
+    assert since_opening_ns(path, "update_actor") == [2 * MS]
     assert since_opening_ns(path, "gemm") == [3 * MS + 1]
-    (span,), (gemm,) = ([e for e in events_of(path) if e["name"] == n] for n in ("update_policy", "gemm"))
+    (span,), (gemm,) = ([e for e in events_of(path) if e["name"] == n] for n in ("update_actor", "gemm"))
     assert span["pid"] == gemm["pid"]
     assert span["tid"] != gemm["tid"]
     assert merged.problems == ()

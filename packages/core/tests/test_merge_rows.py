@@ -33,7 +33,7 @@ def step(tmp_path: Path) -> Path:
     folder.process("trainer", owner=True).close(100 * MS)
     for rank in range(4):
         actor = folder.process("actor", rank, host="host-b" if rank == 3 else "host-a")
-        actor.span("update_policy", 2 * MS, 5 * MS)
+        actor.span("update_actor", 2 * MS, 5 * MS)
         actor.close(100 * MS)
         events = [op("aten::mm", 1000 + rank, 5), kernel("gemm", 2000, 3), kernel("gemm", 2001, 3, device=1)]
         flow = {**event("ac2g", "ac2g", 2000, 0), "ph": "s", "id": 7}

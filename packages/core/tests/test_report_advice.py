@@ -33,7 +33,7 @@ class Case:
         self.driver.span("rollout", 0, 500 * MS, role="agent_loop")
         if update:
             for actor in self.actors:
-                actor.span("update_policy", 500 * MS, 950 * MS)
+                actor.span("update_actor", 500 * MS, 950 * MS)
 
     def trajectories(self, ends_ms: list[int], **parts: tuple[int, int]) -> None:
         """Trajectories from 0 on; `parts` are stages (role `rollout`, or `env`) from and to, in each."""
@@ -124,8 +124,8 @@ def test_calls_that_were_cut_off_are_no_straggler_and_a_hang_only_with_the_end_o
     tmp_path: Path, cut: Callable[[FakeProcess], None], said: set[str]
 ) -> None:
     case = Case(tmp_path, update=False)
-    case.actors[0].span("update_policy", 900 * MS, None)
-    case.actors[1].span("update_policy", 100 * MS, None)
+    case.actors[0].span("update_actor", 900 * MS, None)
+    case.actors[1].span("update_actor", 100 * MS, None)
     for process in case.folder.processes:
         cut(process)
     assert case.advice().keys() & {"never-ended", "straggler"} == said
@@ -134,9 +134,9 @@ def test_calls_that_were_cut_off_are_no_straggler_and_a_hang_only_with_the_end_o
 def test_one_whose_recording_was_cut_is_not_held_against_the_others(tmp_path: Path) -> None:
     case = Case(tmp_path, update=False)
     for actor in case.actors:
-        actor.span("update_policy", 500 * MS, 550 * MS)
+        actor.span("update_actor", 500 * MS, 550 * MS)
     for actor in case.actors[1:]:
-        actor.span("update_policy", 550 * MS, 950 * MS)
+        actor.span("update_actor", 550 * MS, 950 * MS)
     by_a_budget(case.actors[0])
     case.driver.span("tool", 100 * MS, None, role="env")  # in a process that nothing cut
     assert "straggler" not in case.advice()
@@ -163,13 +163,13 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
     folder = StepFolder(tmp_path)
     driver, actor = folder.process("trainer", owner=True), folder.process("actor", 1)
     driver.span("update", 0, None)
-    actor.span("update_policy", 300 * MS, None)
+    actor.span("update_actor", 300 * MS, None)
     driver.close(1000 * MS)
     report = step_report(load_step(folder.write()))
     assert [span.process for span in report.health.open_spans] == ["actor 1", "trainer"]
     (found,) = (each for each in report.advice if each.rule == "never-ended")
     assert found.what == "1 call never ended: its process was killed, or still runs"
-    assert found.because == ("the longest: actor 1, actor update_policy, began at 300 ms, seen for 0",)
+    assert found.because == ("the longest: actor 1, actor update_actor, began at 300 ms, seen for 0",)
 
 
 @pytest.mark.parametrize(

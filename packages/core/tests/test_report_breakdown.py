@@ -39,9 +39,9 @@ def test_a_workers_stage_is_more_specific_than_the_drivers_wait_for_it(tmp_path:
     folder = StepFolder(tmp_path)
     driver, actor = driver_of(folder), folder.process("actor", 0)
     driver.span("update", 0, 10 * MS)
-    actor.span("update_policy", 2 * MS, 9 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
     close(folder, 12 * MS)
-    assert account(folder) == {"actor update_policy": 7, "trainer update": 3, "unaccounted": 2}
+    assert account(folder) == {"actor update_actor": 7, "trainer update": 3, "unaccounted": 2}
 
 
 def test_a_child_is_more_specific_than_its_parent_in_the_same_process(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_ranks_of_one_stage_do_not_share_it(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)
     for rank in range(2):
-        folder.process("actor", rank).span("update_policy", rank * MS, 8 * MS)
+        folder.process("actor", rank).span("update_actor", rank * MS, 8 * MS)
     close(folder, 8 * MS)
-    assert account(folder) == {"actor update_policy": 8}
+    assert account(folder) == {"actor update_actor": 8}
 
 
 def test_stages_that_run_at_once_share_the_time_equally_and_are_listed(tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_a_later_steps_rollout_is_hidden_behind_this_steps_work(tmp_path: Path) 
     folder = StepFolder(tmp_path)
     driver, actor, replica = driver_of(folder), folder.process("actor", 0), folder.process("rollout", 0)
     replica.span("decode", 0, 4 * MS)
-    actor.span("update_policy", 4 * MS, 10 * MS)
+    actor.span("update_actor", 4 * MS, 10 * MS)
     driver.span("advantages", 10 * MS, 12 * MS)
     driver.span("tool", 10 * MS, 16 * MS, role="env", step=3)
     replica.span("prefill", 4 * MS, 14 * MS, step=3)
     close(folder, 16 * MS)
     assert account(folder) == {
-        "actor update_policy": 6, "rollout decode": 4,
+        "actor update_actor": 6, "rollout decode": 4,
         "rollout prefill": 2, "trainer advantages": 2, "env tool": 2,
     }  # fmt: skip
 
@@ -107,10 +107,10 @@ def test_a_later_steps_rollout_that_began_in_this_steps_work_does_not_stand_for_
 def test_work_that_an_earlier_step_consumes_shares_as_this_steps_does(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)
-    folder.process("actor", 0).span("update_policy", 0, 4 * MS)
+    folder.process("actor", 0).span("update_actor", 0, 4 * MS)
     folder.process("rollout", 0).span("decode", 0, 4 * MS, step=1)
     close(folder, 4 * MS)
-    assert account(folder) == {"actor update_policy": 2, "rollout decode": 2}
+    assert account(folder) == {"actor update_actor": 2, "rollout decode": 2}
 
 
 def test_an_odd_nanosecond_is_not_lost_in_a_split(tmp_path: Path) -> None:
@@ -150,19 +150,19 @@ def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(t
     driver, actor = driver_of(folder), folder.process("actor", 0)
     update = driver.span("update", 0, 10 * MS)
     actor.span(PROFILING, MS, 3 * MS, link=driver.link(update))
-    actor.span("update_policy", 3 * MS, 7 * MS, link=driver.link(update))
+    actor.span("update_actor", 3 * MS, 7 * MS, link=driver.link(update))
     actor.span(PROFILING, 7 * MS, 8 * MS, link=driver.link(update))
     close(folder, 10 * MS)
-    assert account(folder) == {"actor update_policy": 4, "profiler": 3, "trainer update": 3}
-    assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_policy"]
+    assert account(folder) == {"actor update_actor": 4, "profiler": 3, "trainer update": 3}
+    assert [stage.stage for stage in stage_times(load_step(folder.write()))] == ["update", "update_actor"]
 
 
 def test_what_reaches_beyond_the_window_is_clipped_to_it(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver_of(folder)
-    folder.process("actor", 0).span("update_policy", 4 * MS, 25 * MS)
+    folder.process("actor", 0).span("update_actor", 4 * MS, 25 * MS)
     close(folder, 10 * MS)
-    assert account(folder) == {"actor update_policy": 6, "unaccounted": 4}
+    assert account(folder) == {"actor update_actor": 6, "unaccounted": 4}
 
 
 def test_a_step_without_spans_is_unaccounted(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Pa
     folder = StepFolder(tmp_path)
     driver, actor = driver_of(folder), folder.process("actor", 1)
     driver.span("update", 0, 10 * MS)
-    update = actor.span("update_policy", 2 * MS, None)
+    update = actor.span("update_actor", 2 * MS, None)
     actor.span("forward", 2 * MS, 5 * MS, parent=update)
     gone = Absent(name="actor[1]", state="missing", reason="the actor died", process=actor.info.key)
     driver.absent.append(gone)
@@ -188,7 +188,7 @@ def test_a_killed_workers_open_span_counts_to_its_last_sign_of_life(tmp_path: Pa
     (hung,) = health.open_spans
     assert (hung.process, hung.stage, hung.start_ns, hung.wall_ns) == (
         "actor 1",
-        "update_policy",
+        "update_actor",
         2 * MS,
         3 * MS,
     )
@@ -200,24 +200,24 @@ def test_a_skew_of_11_seconds_does_not_move_time_between_stages(tmp_path: Path) 
     driver = driver_of(folder)
     actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
     driver.span("update", 0, 10 * MS)
-    actor.span("update_policy", 2 * MS, 9 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
     driver.measures(actor, 0)
     close(folder, 10 * MS)
-    assert account(folder) == {"actor update_policy": 7, "trainer update": 3}
+    assert account(folder) == {"actor update_actor": 7, "trainer update": 3}
 
 
 def test_an_unaligned_process_is_in_no_wall_time_and_is_named(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver, actor = driver_of(folder), folder.process("actor", 0, host="host-b")
     driver.span("update", 0, 10 * MS)
-    actor.span("update_policy", 2 * MS, 9 * MS)
+    actor.span("update_actor", 2 * MS, 9 * MS)
     close(folder, 10 * MS)
     timeline = load_step(folder.write())
     breakdown = step_breakdown(timeline)
     assert wall(breakdown) == {"trainer update": 10}
     assert breakdown.left_out == ("actor 0",)
     busy = {stage.stage: stage.total_ns // MS for stage in stage_times(timeline)}
-    assert busy == {"update": 10, "update_policy": 7}
+    assert busy == {"update": 10, "update_actor": 7}
     assert not step_health(timeline).complete
 
 

@@ -144,7 +144,7 @@ def test_a_training_between_two_weight_syncs_is_not_their_transfer(tmp_path: Pat
 
 def test_a_gap_between_other_stages_is_no_transfer(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
-    synced(folder, first=("actor", "update_policy"), then=("rollout", "generate"))
+    synced(folder, first=("actor", "update_actor"), then=("rollout", "generate"))
     assert not any(line.stage == TRANSFER for line in account_of(folder).lines)
 
 
@@ -159,7 +159,7 @@ def test_names_of_both_ends_of_a_weight_sync_are_known() -> None:
         "reshard",
     ):
         assert MOVES_WEIGHTS.search(name), name
-    for name in ("update_policy", "weighted_loss", "generate"):
+    for name in ("update_actor", "weighted_loss", "generate"):
         assert not MOVES_WEIGHTS.search(name), name
 
 

@@ -99,7 +99,7 @@ def test_the_account_on_the_page_adds_up_to_100(tmp_path: Path) -> None:
     page = page_of(rl_step(tmp_path))
     account = Page(page).text["account"]
     assert "100.0" in account
-    for line in ("rollout decode", "actor update_policy", "unaccounted", "step", "+ opening, closing"):
+    for line in ("rollout decode", "actor update_actor", "unaccounted", "step", "+ opening, closing"):
         assert line in account
 
 
@@ -190,7 +190,7 @@ def test_what_is_missing_stands_on_the_page_with_its_reason(tmp_path: Path) -> N
     folder = rl_step(tmp_path, hostile="!", ranks=2)
     folder.processes[1].dropped = 3
     folder.processes[2].closed_ns = None
-    folder.processes[2].span("update_policy", 800 * MS, None)
+    folder.processes[2].span("update_actor", 800 * MS, None)
     said = Page(page_of(folder)).text
     assert "not complete" in said["header"]
     for reason in ("!: missing: !", "dropped 3 spans", "never closed its capture", "Never ended"):
@@ -284,5 +284,5 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
 
 def test_what_to_do_stands_before_everything_else(tmp_path: Path) -> None:
     page = page_of(rl_step(tmp_path, ranks=64))
-    assert "is slower than the others in actor update_policy" in Page(page).text["todo"]
+    assert "is slower than the others in actor update_actor" in Page(page).text["todo"]
     assert page.index('id="todo"') < page.index('id="account"')

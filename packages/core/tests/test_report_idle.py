@@ -40,7 +40,7 @@ def step(tmp_path: Path) -> StepFolder:
     actors[0].span("sync_weights", 400 * MS, 500 * MS)
     folder.process("ref", 0).span("compute_log_prob", 500 * MS, 600 * MS)
     for rank, actor in enumerate(actors):
-        actor.span("update_policy", 600 * MS, (700 + 200 * rank) * MS)
+        actor.span("update_actor", 600 * MS, (700 + 200 * rank) * MS)
     for process in folder.processes:
         process.close(1000 * MS)
     return folder
@@ -50,7 +50,7 @@ def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
     found = rows(step(tmp_path))
     assert causes(found["actor 0"]) == [
         ("rollout", "decode", 400),
-        ("slowest rank", "update_policy", 200),
+        ("slowest rank", "update_actor", 200),
         ("other work", "compute_log_prob", 100),
         ("unaccounted", None, 50),
         ("other work", "update", 50),
@@ -73,13 +73,13 @@ def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     actor = folder.process("actor", 0)
     replicas[0].span("decode", 0, 200 * MS)
     replicas[1].span("decode", 0, 1000 * MS, step=3)
-    actor.span("update_policy", 200 * MS, 600 * MS)
+    actor.span("update_actor", 200 * MS, 600 * MS)
     driver.span("advantages", 600 * MS, 700 * MS)
     for process in folder.processes:
         process.close(1000 * MS)
     found = rows(folder)
     assert found["trainer"].busy_ns == 100 * MS
-    assert causes(found["trainer"]) == [("rollout", "decode", 500), ("other work", "update_policy", 400)]
+    assert causes(found["trainer"]) == [("rollout", "decode", 500), ("other work", "update_actor", 400)]
     assert causes(found["actor 0"]) == [("rollout", "decode", 500), ("other work", "advantages", 100)]
     assert causes(found["rollout 0"]) == [("slowest rank", "decode", 800)]
 
@@ -107,7 +107,7 @@ def test_a_span_of_waiting_is_no_work(tmp_path: Path) -> None:
 
 def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
     folder = step(tmp_path)
-    folder.process("actor", 2, host="elsewhere").span("update_policy", 0, MS)
+    folder.process("actor", 2, host="elsewhere").span("update_actor", 0, MS)
     assert "actor 2" not in rows(folder)
 
 
@@ -174,7 +174,7 @@ def test_calls_of_a_stage_that_have_traces_of_their_own_are_matched_in_order(tmp
             at = 600_000 + 50_000 * call
             enters = at + late_us * rank
             reduce = event("gloo:all_reduce", "user_annotation", enters, at + 45_000 - enters, tid=2)
-            add_trace(folder, process, [reduce], name=f"update_{call}", stage="update_policy")
+            add_trace(folder, process, [reduce], name=f"update_{call}", stage="update_actor")
     found = rows(folder, traces=True)
     assert [found[f"actor {rank}"].skew_ns for rank in (0, 1)] == [40 * MS, 0]
 

@@ -29,7 +29,7 @@ def lanes_of(drawn: Gantt, role: str, row: int = 0) -> list[list[str]]:
 
 def test_callers_stand_above_what_they_call(tmp_path: Path) -> None:
     drawn = chart(rl_step(tmp_path))
-    assert lanes_of(drawn, "actor") == [["update_policy"], ["forward"]]
+    assert lanes_of(drawn, "actor") == [["update_actor"], ["forward"]]
     assert lanes_of(drawn, "trainer") == [["rollout", "update"], ["trajectory"], ["turn"]]
 
 
@@ -75,7 +75,7 @@ def test_open_and_failed_calls_are_marked(tmp_path: Path) -> None:
 
 def test_an_unaligned_process_has_a_row_and_no_marks(tmp_path: Path) -> None:
     folder = rl_step(tmp_path, ranks=1)
-    folder.process("actor", 1, host="elsewhere").span("update_policy", 0, MS)
+    folder.process("actor", 1, host="elsewhere").span("update_actor", 0, MS)
     group = next(group for group in chart(folder).groups if group.role == "actor")
     assert [(row.aligned, len(row.lanes)) for row in group.rows] == [(True, 2), (False, 0)]
 
@@ -84,7 +84,7 @@ def test_many_processes_are_strips_of_the_most_specific_stage(tmp_path: Path) ->
     drawn = chart(rl_step(tmp_path, ranks=FULL_ROWS + 1))
     group = next(group for group in drawn.groups if group.role == "actor")
     assert (group.strips, group.processes) == (True, FULL_ROWS + 1)
-    assert lanes_of(drawn, "actor") == [["update_policy", "forward", "update_policy"]]
+    assert lanes_of(drawn, "actor") == [["update_actor", "forward", "update_actor"]]
 
 
 def test_the_slowest_of_thousands_is_drawn(tmp_path: Path) -> None:

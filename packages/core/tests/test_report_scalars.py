@@ -24,7 +24,7 @@ def test_stages_and_the_rest_add_up_to_the_step_without_its_capture(tmp_path: Pa
     assert found["step/wall_seconds"] == pytest.approx(1.0) == pytest.approx(sum(parts) + rest)
     assert found["capture/opening_seconds"] == pytest.approx(0.004)
     assert found["capture/closing_seconds"] == pytest.approx(0.006)
-    assert "stage/actor/update_policy_seconds" in found
+    assert "stage/actor/update_actor_seconds" in found
 
 
 def test_idle_is_the_mean_of_a_roles_processes(tmp_path: Path) -> None:

@@ -68,12 +68,12 @@ def test_others_go_on_beside_an_engine_that_writes(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver, actor = driver_of(folder), folder.process("actor", 0)
     driver.span("decode", 0, 10 * MS, role="rollout")
-    actor.span("update_policy", 20 * MS, 60 * MS)
+    actor.span("update_actor", 20 * MS, 60 * MS)
     driver.span("tool", 60 * MS, 80 * MS, role="env")
     expect(driver, 0, recorded(driver, 0, (10, 90)))
     close(folder, 100 * MS)
     assert account(folder) == {
-        "rollout decode": 10, "actor update_policy": 40, "env tool": 20, "unaccounted": 30,
+        "rollout decode": 10, "actor update_actor": 40, "env tool": 20, "unaccounted": 30,
     }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_the_median_of_two_processes_lies_between_them(tmp_path: Path) -> None:
 def test_the_slowest_rank_is_named_with_its_imbalance(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     for rank, milliseconds in enumerate((10, 10, 15, 10)):
-        folder.process("actor", rank).span("update_policy", 0, milliseconds * MS)
+        folder.process("actor", rank).span("update_actor", 0, milliseconds * MS)
     (stage,) = stage_times(load_step(folder.write()))
     assert (stage.slowest, stage.imbalance) == ("actor 2", 1.5)
     assert [(share.rank, share.busy_ns // MS) for share in stage.processes] == [
@@ -312,7 +312,7 @@ def test_ranks_stand_side_by_side_up_to_eight_and_are_summed_up_beyond(tmp_path:
     for ranks, header in ((8, "actor 7"), (9, "slowest")):
         folder = StepFolder(tmp_path / str(ranks))
         for rank in range(ranks):
-            folder.process("actor", rank).span("update_policy", 0, (rank + 1) * MS)
+            folder.process("actor", rank).span("update_actor", 0, (rank + 1) * MS)
         text = printed(step_report(load_step(folder.write())))
         line = next(line for line in text.splitlines() if "max/median" in line)
         assert header in line

@@ -90,7 +90,7 @@ def test_an_engine_that_was_given_is_not_asked_for_again(tmp_path: Path, given: 
     assert ("its engines as engines" in rules["no-rollout"].do) is not given
 
 
-@pytest.mark.parametrize("stage", ["update_policy", "compute_log_prob", "forward_backward"])
+@pytest.mark.parametrize("stage", ["update_actor", "compute_log_prob", "forward_backward"])
 def test_supervised_training_misses_no_rollout(tmp_path: Path, stage: str) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span(stage, 0, 900 * MS, role="actor")

@@ -33,11 +33,11 @@ def test_spans_of_all_processes_of_a_host_stand_where_they_were(tmp_path: Path) 
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0)
     driver.span("step", 0, 10 * MS)
-    actor.span("update_policy", 2 * MS, 5 * MS)
+    actor.span("update_actor", 2 * MS, 5 * MS)
     for process in (driver, actor):
         process.close(10 * MS)
     timeline = load_step(folder.write())
-    assert placed(timeline) == {"step": (0, 10 * MS), "update_policy": (2 * MS, 5 * MS)}
+    assert placed(timeline) == {"step": (0, 10 * MS), "update_actor": (2 * MS, 5 * MS)}
     assert timeline.window.wall_ns == 10 * MS
     assert [process.clock.alignment for process in timeline.processes] == ["owner", "same host"]
     assert timeline.problems == ()
@@ -47,13 +47,13 @@ def test_a_skew_of_11_seconds_between_hosts_is_taken_out(tmp_path: Path) -> None
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0, host="host-b", skew_ns=11_560 * MS)
-    actor.span("update_policy", 2 * MS, 5 * MS)
+    actor.span("update_actor", 2 * MS, 5 * MS)
     driver.measures(actor, 0, uncertainty_ns=40_000)
     driver.measures(actor, 10 * MS, uncertainty_ns=40_000)
     for process in (driver, actor):
         process.close(10 * MS)
     timeline = load_step(folder.write())
-    assert placed(timeline) == {"update_policy": (2 * MS, 5 * MS)}
+    assert placed(timeline) == {"update_actor": (2 * MS, 5 * MS)}
     clock = timeline.processes[1].clock
     assert (clock.alignment, clock.offset_ns, clock.uncertainty_ns) == (
         "measured",
@@ -84,7 +84,7 @@ def test_another_host_without_a_measurement_is_unaligned(tmp_path: Path) -> None
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0, host="host-b", skew_ns=S)
-    actor.span("update_policy", 0, 5 * MS)
+    actor.span("update_actor", 0, 5 * MS)
     for process in (driver, actor):
         process.close(10 * MS)
     timeline = load_step(folder.write())
@@ -139,10 +139,10 @@ def test_a_killed_workers_spans_are_kept_and_its_open_one_has_no_end(tmp_path: P
     driver = folder.process("trainer", owner=True)
     actor = folder.process("actor", 0)
     actor.span("compute_log_prob", 1 * MS, 3 * MS)
-    actor.span("update_policy", 4 * MS, None)
+    actor.span("update_actor", 4 * MS, None)
     driver.close(10 * MS)
     timeline = load_step(folder.write())
-    assert placed(timeline) == {"compute_log_prob": (MS, 3 * MS), "update_policy": (4 * MS, None)}
+    assert placed(timeline) == {"compute_log_prob": (MS, 3 * MS), "update_actor": (4 * MS, None)}
     killed = timeline.processes[1]
     assert (killed.closed_ns, killed.last_ns - OPENED_NS, killed.dropped) == (None, 4 * MS, None)
     assert timeline.until_ns(timeline.spans[1]) - OPENED_NS == 4 * MS
@@ -221,7 +221,7 @@ def test_two_runs_in_one_folder_are_never_mixed(tmp_path: Path) -> None:
 def test_without_the_owner_the_window_is_what_the_others_saw(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     actor = folder.process("actor", 0)
-    actor.span("update_policy", 4 * MS, 6 * MS)
+    actor.span("update_actor", 4 * MS, 6 * MS)
     actor.close(8 * MS)
     window = load_step(folder.write()).window
     assert (window.wall_ns, window.opened, window.closed) == (8 * MS, False, False)
@@ -232,7 +232,7 @@ def test_a_window_whose_owner_was_killed_ends_with_the_last_sign_of_life(tmp_pat
     driver = folder.process("trainer", owner=True)
     driver.span("rollout", 0, None)
     actor = folder.process("actor", 0)
-    actor.span("update_policy", 4 * MS, 7 * MS)
+    actor.span("update_actor", 4 * MS, 7 * MS)
     window = load_step(folder.write()).window
     assert (window.wall_ns, window.opened, window.closed) == (7 * MS, True, False)
 

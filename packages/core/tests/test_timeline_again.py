@@ -39,7 +39,7 @@ def tried_again(root: Path) -> Path:
     again = StepFolder(root, opened_ns=OPENED_NS + 1000 * MS, capture=2)
     driver, actor = again.process("trainer", owner=True), again.process("actor", 0)
     driver.span("update", 0, 40 * MS)
-    actor.span("update_policy", 5 * MS, 35 * MS)
+    actor.span("update_actor", 5 * MS, 35 * MS)
     for process in again.processes:
         process.close(40 * MS)
     return again.write()
@@ -49,7 +49,7 @@ def test_the_last_capture_is_the_step(tmp_path: Path) -> None:
     timeline = load_step(tried_again(tmp_path))
     assert timeline.captures == 2
     assert [process.name for process in timeline.processes] == ["trainer", "actor 0"]
-    assert [span.stage for span in timeline.spans] == ["update", "update_policy"]
+    assert [span.stage for span in timeline.spans] == ["update", "update_actor"]
     assert (timeline.window.start_ns, timeline.window.wall_ns) == (OPENED_NS + 1000 * MS, 40 * MS)
 
 

@@ -18,16 +18,15 @@ from stepscope.config.presets import read_preset
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"
 TRAINING = {
-    ("actor", "update_forward"): 2,  # two batches make one step of the optimizer
-    ("actor", "update_loss"): 2,
-    ("actor", "update_backward"): 2,
-    ("actor", "update_optimizer"): 1,
+    ("actor", "update_actor_forward"): 2,  # two batches make one step of the optimizer
+    ("actor", "update_actor_backward"): 2,
+    ("actor", "update_actor_optimizer"): 1,
 }
 GENERATING = {
     ("trainer", "make_batch"): 1,
     ("rollout", "generate"): 1,
-    ("reward", "compute_rewards"): 1,
-    ("ref", "compute_log_prob"): 1,
+    ("reward", "compute_reward"): 1,
+    ("ref", "compute_ref_log_prob"): 1,
     ("actor", "compute_log_prob"): 1,
 }
 

@@ -39,7 +39,7 @@ assert wandb.__version__
 
 
 @profile_step(role="actor")
-def update_policy() -> int:
+def update_actor() -> int:
     return sum(range(200_000))
 
 
@@ -59,7 +59,7 @@ def recorded(folder: Path, report_to: list[str], steps: range = range(2, 3)) -> 
             trajectory("t0", policy_version=1),
             span("rollout", role="rollout"),
         ):
-            update_policy()
+            update_actor()
     assert not export.exporter().drain(60)
     assert not pipeline._commands.drain(300)
     assert not pipeline._hooks.drain(60)
@@ -75,7 +75,7 @@ def scalars(run: RunLayout, step: int = 2) -> dict[str, float]:
     """As a report made here has them."""
     values = to_scalars(step_report(load_step(run.step(step).root)))
     assert read_scalars(run.step(step), run_id(run)).values == values
-    assert values["stage/actor/update_policy_seconds"] > 0
+    assert values["stage/actor/update_actor_seconds"] > 0
     return values
 
 
@@ -164,7 +164,7 @@ def test_a_step_is_one_trace_with_its_spans_where_they_were(
         monkeypatch.setattr(exporter, "shutdown", lambda: None)  # it would forget them
         send(step, exporter)
         spans = {each.name: each for each in exporter.get_finished_spans()}
-        assert list(spans) == ["step 2", "trajectory", "rollout", "update_policy"]
+        assert list(spans) == ["step 2", "trajectory", "rollout", "update_actor"]
         root, begun, rollout, update = spans.values()
         assert (root.start_time, root.end_time) == (timeline.window.start_ns, timeline.window.end_ns)
         assert root.attributes["stepscope.step/wall_seconds"] == step.scalars["step/wall_seconds"]
@@ -215,7 +215,7 @@ def test_opentelemetry_is_sent_to_the_collector_of_the_environment(
     assert said(run).state == "ok", said(run).reason
     request = ExportTraceServiceRequest.FromString(taken[0])
     names = [span.name for each in request.resource_spans for one in each.scope_spans for span in one.spans]
-    assert sorted(names) == ["rollout", "step 2", "trajectory", "update_policy"]
+    assert sorted(names) == ["rollout", "step 2", "trajectory", "update_actor"]
 
 
 def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(

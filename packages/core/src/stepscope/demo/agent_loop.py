@@ -28,7 +28,7 @@ async def play(
                     result = await calculator.ask(call[1:-1])
             left = left.after(result)
             played.hear((task.REFUSED if result == task.REFUSED else "") + left.text)
-        with span("reward", role="reward") as scored:
+        with span("compute_reward", role="reward") as scored:
             played.reward = task.reward(problem, played.turns)
             scored.set(reward=played.reward)
     return played

@@ -38,7 +38,7 @@ class EngineReplica(ABC):
         """A folder as Hugging Face has them: `config.json` and `model.safetensors`."""
         return self._folder.name
 
-    @profile_step(role="rollout")
+    @profile_step(role="rollout", stage="sync_weights")
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Build the engine with the first weights; reload it with later ones."""
         await asyncio.to_thread(self._write, weights)

@@ -64,7 +64,7 @@ class RolloutReplica:
         self.running: list[Request] = []
         self.serving: asyncio.Task[None] | None = None
 
-    @profile_step(role="rollout")
+    @profile_step(role="rollout", stage="sync_weights")
     async def load_weights(self, weights: Weights) -> None:
         self.model.load_state_dict(weights)
 

@@ -90,16 +90,16 @@ class Trainer:
 
     async def step(self, step: int) -> StepResult:
         began = time.perf_counter()
-        with span("rollout", role="agent_loop"):
+        with span("generate", role="agent_loop"):
             played = await self._rollout(step)
-        with span("advantages"):
+        with span("compute_advantages"):
             advantages = group_advantages([attempt.reward for attempt in played], GROUP)
-        with span("log_probs"):
+        with span("compute_log_prob"):
             batch = await self._log_probs(played, advantages)
-        with span("update"):
+        with span("update_actor"):
             ranks = enumerate(self.actors)
-            metrics = await asyncio.gather(*(a.update_policy.remote(batch[r::ACTORS]) for r, a in ranks))
-        with span("weight_sync"):
+            metrics = await asyncio.gather(*(a.update_actor.remote(batch[r::ACTORS]) for r, a in ranks))
+        with span("sync_weights"):
             await self._sync_weights()
         return StepResult(
             reward=fmean(attempt.reward for attempt in played),

@@ -65,7 +65,7 @@ class ActorWorker:
             return token_log_probs(self.model, tokens)
 
     @profile_step(role="actor", attrs=lambda self, batch: {"tokens": batch.tokens.numel()})
-    def update_policy(self, batch: Batch) -> dict[str, float]:
+    def update_actor(self, batch: Batch) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for index in range(MINI_BATCHES):
             loss, metrics = grpo_loss(self.policy, batch[index::MINI_BATCHES], self.world_size)
@@ -95,7 +95,7 @@ class ReferenceWorker:
     def load_weights(self, weights: Weights) -> None:
         self.model.load_state_dict(weights)
 
-    @profile_step(role="ref", stage="compute_log_prob", attrs=lambda self, tokens: {"tokens": tokens.numel()})
+    @profile_step(role="ref", attrs=lambda self, tokens: {"tokens": tokens.numel()})
     def compute_ref_log_prob(self, tokens: Tensor) -> Tensor:
         with torch.inference_mode():
             return token_log_probs(self.model, tokens)

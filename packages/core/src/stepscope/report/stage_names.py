@@ -9,7 +9,7 @@ MOVES_WEIGHTS = re.compile(
     rf"(weight|param).*({_MOVES})|({_MOVES}).*(weight|param)|reshard",
     re.IGNORECASE,
 )
-TRANSFER = "weight_sync (between its ends)"
+TRANSFER = "sync_weights (between its ends)"
 """The stage of what passes, without a span, from the trainer's end of a weight sync to the engine's."""
 
 

@@ -177,7 +177,7 @@ class KnownStep:
                 )
                 at_ns[rank] = left_ns
         for rank, actor in enumerate(actors):
-            self._span(actor, "update_policy", begun_ns[rank], at_ns[rank] + 2 * MS)
+            self._span(actor, "update_actor", begun_ns[rank], at_ns[rank] + 2 * MS)
             lacks = 2 * (self._chance.randrange(4) if self._numbered else self._shifted)
             late = rank % 2 == 1 if self._numbered else rank % len(self._clocks) == 1
             recorded = kernels[rank][lacks:] if late else kernels[rank][: 2 * rounds - lacks]

@@ -57,7 +57,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a process or engine should produce, and its outcome."""
 
     name: str
-    """`torch trace`, `torch trace of update_policy`, `spans`, `replica 1`..."""
+    """`torch trace`, `torch trace of update_actor`, `spans`, `replica 1`..."""
     kind: Kind
     state: State
     pending: Pending | None = None

@@ -30,7 +30,7 @@ def cuda_memory_blocks(rows: Sequence[CudaMemory], report: StepReport) -> Iterat
 
 
 def _name(row: CudaMemory) -> str:
-    """Return `actor 0 cuda:0, update_policy, at an out-of-memory error`."""
+    """Return `actor 0 cuda:0, update_actor, at an out-of-memory error`."""
     at_oom = "at an out-of-memory error" if row.oom else None
     return ", ".join(filter(None, (f"{row.process} {row.device}", row.window, at_oom)))
 

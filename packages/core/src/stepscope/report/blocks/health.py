@@ -160,7 +160,7 @@ def _reasons(health: Health) -> Iterator[str]:
 
 
 def say_span(row: SpanRow) -> str:
-    """Return `actor 0: actor update_policy, began at 1.20 s, 3.40 s`."""
+    """Return `actor 0: actor update_actor, began at 1.20 s, 3.40 s`."""
     began = "" if row.start_ns is None else f", began at {duration(row.start_ns)}"
     whose = "" if row.trajectory is None else f", {turn(row.trajectory, row.turn)}"
     return f"{row.process}: {row.role} {row.stage}{whose}{began}, {duration(row.wall_ns)}"

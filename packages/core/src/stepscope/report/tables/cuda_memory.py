@@ -22,7 +22,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A holder of memory when the most was allocated."""
 
     stage: str | None
-    """`actor update_policy`: the innermost span of the process when it was allocated. None: none ran, or it
+    """`actor update_actor`: the innermost span of the process when it was allocated. None: none ran, or it
     is not known when that was."""
     where: str | None
     """`model.py:41 forward`. None: no stack was kept, or it was allocated before the recording."""

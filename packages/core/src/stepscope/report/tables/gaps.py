@@ -69,7 +69,7 @@ def sum_up(gaps: Iterable[tuple[Label | None, Label | None, int]]) -> tuple[Gap,
 
 
 def name_gap(gap: Gap) -> str:
-    """Say where it lies: `between actor update_policy and rollout load_weights`."""
+    """Say where it lies: `between actor update_actor and rollout load_weights`."""
     before, after = (None if label is None else " ".join(label) for label in (gap.before, gap.after))
     if before is None and after is None:
         return "from the step's begin to its end"
