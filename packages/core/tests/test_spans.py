@@ -19,6 +19,7 @@ import pytest
 import stepscope
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import End, Header, Line, Open, Span
+from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import MAX_TEXT
 from stepscope.recording.process.clock import read_anchor
 from stepscope.recording.process.identity import identify
@@ -334,7 +335,13 @@ OTHER = Carrier(process="trainer_rank0_elsewhere_pid1", span=8, captured=3, traj
 
 def test_a_method_that_attaches_hangs_below_its_caller_and_its_spans_below_it(log: SpanLog) -> None:
     with log.new("generate") as method, attach(TURN), log.new("decode"):
-        assert carrier() == {**TURN, "process": ACTOR.key, "step": 3, "span": method.id + 1}
+        assert carrier() == {
+            **TURN,
+            "process": ACTOR.key,
+            "step": 3,
+            "span": method.id + 1,
+            "traceparent": SpanIds("r", 3, ACTOR.key).traceparent(method.id + 1),
+        }
     by_stage = {span.stage: span for span in closed(log)}
     generate, decode = by_stage["generate"], by_stage["decode"]
     assert generate.link is not None
@@ -424,6 +431,53 @@ def test_after_a_method_that_attached_nothing_is_current(log: SpanLog) -> None:
     with log.new("generate"), attach(TURN):
         pass
     assert carrier() is None
+
+
+FOREIGN = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+
+
+def test_a_method_that_attaches_another_tracers_headers_hangs_below_its_span(log: SpanLog) -> None:
+    with log.new("generate") as method, attach(FOREIGN), log.new("decode"):
+        pass
+    by_stage = {span.stage: span for span in closed(log)}
+    generate, decode = by_stage["generate"], by_stage["decode"]
+    assert (generate.traceparent, generate.link) == (FOREIGN["traceparent"], None)
+    assert (decode.parent, decode.traceparent) == (method.id, None)
+
+
+def test_a_process_that_records_nothing_passes_the_context_on() -> None:
+    with attach({**TURN, **FOREIGN}):
+        assert carrier() == {**TURN, **FOREIGN, "step": 3}
+    with attach(FOREIGN):
+        assert carrier() == FOREIGN
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7",
+        "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-later",
+        "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+        "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+        "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
+        7,
+    ],
+)
+def test_an_invalid_traceparent_is_no_parent(log: SpanLog, header: object) -> None:
+    with attach({"traceparent": header}), log.new("s"):
+        pass
+    (span,) = closed(log)
+    assert span.traceparent is None
+
+
+def test_a_traceparent_of_a_later_version_is_a_parent(log: SpanLog) -> None:
+    header = "cc-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more"
+    with attach({"traceparent": header}), log.new("s"):
+        pass
+    (span,) = closed(log)
+    assert span.traceparent == header
 
 
 def test_a_span_left_open_by_an_earlier_capture_becomes_a_link(log: SpanLog, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import pytest
 import wandb
 from mlflow.tracking import MlflowClient
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -29,9 +28,7 @@ from stepscope.files.scalars import StepScalars, read_scalars
 from stepscope.recording.after import pipeline
 from stepscope.recording.output import exporter as export
 from stepscope.report import step_report, to_scalars
-from stepscope.timeline import Timeline, load_step
-from stepscope.writers.otel import send
-from stepscope.writers.protocol import ReportedStep
+from stepscope.timeline import load_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they call what others deprecate
 assert mlflow.__version__
@@ -146,39 +143,6 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
         assert {point.step: point.value for point in history} == {
             step: pytest.approx(scalars(run, step)[metric]) for step in (2, 3)
         }
-
-
-def a_reported_step(run: RunLayout) -> tuple[ReportedStep, Timeline]:
-    timeline = load_step(run.step(2).root)
-    report = step_report(timeline)
-    return ReportedStep(run=run, report=report, timeline=timeline, scalars=to_scalars(report)), timeline
-
-
-def test_a_step_is_one_trace_with_its_spans_where_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, timeline = a_reported_step(recorded(tmp_path, []))
-    sent: list[dict[str, tuple[object, ...]]] = []
-    for _ in range(2):
-        exporter = InMemorySpanExporter()
-        monkeypatch.setattr(exporter, "shutdown", lambda: None)  # it would forget them
-        send(step, exporter)
-        spans = {each.name: each for each in exporter.get_finished_spans()}
-        assert list(spans) == ["step 2", "trajectory", "rollout", "update_actor"]
-        root, begun, rollout, update = spans.values()
-        assert (root.start_time, root.end_time) == (timeline.window.start_ns, timeline.window.end_ns)
-        assert root.attributes["stepscope.step/wall_seconds"] == step.scalars["step/wall_seconds"]
-        assert root.attributes["stepscope.spans_left_out"] == 0
-        assert root.parent is None
-        assert begun.parent.span_id == root.context.span_id
-        assert rollout.parent.span_id == begun.context.span_id
-        assert update.parent.span_id == rollout.context.span_id
-        assert update.attributes["stepscope.trajectory"] == "t0"
-        assert {each.context.trace_id for each in spans.values()} == {root.context.trace_id}
-        for each, was in zip((begun, rollout, update), timeline.spans, strict=True):
-            assert (each.start_time, each.end_time) == (was.start_ns, was.end_ns)
-        sent.append({name: (each.context, each.start_time) for name, each in spans.items()})
-    assert sent[0] == sent[1], "sent again, it is the same trace"
 
 
 @contextmanager

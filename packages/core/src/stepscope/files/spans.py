@@ -55,6 +55,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="o
     span: Int
     parent: Int | None = None
     link: SpanLink | None = None
+    traceparent: str | None = None
+    """The parent, as another tracer named it. None where `parent` or `link` names it."""
     role: str
     stage: str
     start_ns: int

@@ -103,6 +103,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     thread: int = 0
     attrs: dict[str, AttrValue] | None = None
     error: str | None = None
+    number: int = 0
+    """Number in its process' span file. With the process' key it gives the span's id in OpenTelemetry."""
     waits: bool = False
     """True if it only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from hashlib import sha256
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -24,6 +23,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from stepscope.files.trace_context import SpanIds, trace_id_of
 from stepscope.timeline import Span, Timeline
 from stepscope.writers.protocol import ReportedStep
 
@@ -74,9 +74,13 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
     )
     root.end(timeline.window.end_ns)
     kept = {at for at, _ in chosen}
-    for at, span in sorted(chosen):
-        ids.next_span = ids.of(at)
-        above = ids.root if span.parent not in kept or span.parent is None else ids.of(span.parent)
+    for _, span in sorted(chosen):
+        ids.next_span = ids.of(span)
+        above = (
+            ids.root
+            if span.parent is None or span.parent not in kept
+            else ids.of(timeline.spans[span.parent])
+        )
         _record(tracer, timeline, span, ids.context(above))
     yield from ended.spans
 
@@ -110,16 +114,18 @@ def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) 
 
 
 class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry is not installed
-    """Ids that follow from what they stand for."""
+    """Ids of the spans, as carriers have them (`files.trace_context`)."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._name = f"{timeline.run_id}/{timeline.step}"
-        self.root = self._number("root", 8)
+        run, step = timeline.run_id, timeline.step
+        self._trace = int(trace_id_of(run, step), 16)
+        self._processes = [SpanIds(run, step, process.info.key) for process in timeline.processes]
+        self.root = int(SpanIds(run, step, "").span_id(0), 16)
         self.next_span = self.root
         """Of the span that is started next."""
 
-    def of(self, at: int) -> int:
-        return self._number(str(at), 8)
+    def of(self, span: Span) -> int:
+        return int(self._processes[span.process].span_id(span.number), 16)
 
     def context(self, span_id: int) -> SpanContext:
         sampled = TraceFlags(TraceFlags.SAMPLED)
@@ -129,10 +135,7 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
         return self.next_span
 
     def generate_trace_id(self) -> int:
-        return self._number("trace", 16)
-
-    def _number(self, what: str, size: int) -> int:
-        return int.from_bytes(sha256(f"{self._name}/{what}".encode()).digest()[:size], "big") or 1
+        return self._trace
 
 
 class _Ended(SpanProcessor):  # type: ignore[misc]  # likewise

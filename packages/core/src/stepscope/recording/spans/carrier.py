@@ -30,6 +30,8 @@ class Carrier(TypedDict, total=False):
     policy_version: int
     trajectory: str
     turn: int
+    traceparent: str
+    """`span` in W3C trace context, for OpenTelemetry's propagators."""
 
 
 def carrier() -> Carrier | None:
@@ -39,7 +41,7 @@ def carrier() -> Carrier | None:
         return None
     place = inherited(scope)
     data = Carrier()
-    link = link_of(scope)
+    link, traceparent = _recorded(scope)
     step = place.step
     if link is not None:
         data["process"], data["span"] = link.process, link.span
@@ -56,6 +58,8 @@ def carrier() -> Carrier | None:
         data["turn"] = place.turn
     if data and link is None:
         data["process"] = f"{os.uname().nodename}_pid{os.getpid()}"
+    if traceparent is not None:
+        data["traceparent"] = traceparent
     return data or None
 
 
@@ -63,7 +67,8 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
     """Return a context manager (`with` and `async with`) that puts spans below the carrier's span.
 
     None is allowed and changes nothing, so a caller need not ask whether a capture is on. Unknown keys are
-    ignored: the other side may be newer.
+    ignored: the other side may be newer. A mapping that holds another tracer's `traceparent` (the headers of
+    a request, say) is a carrier too.
 
     A method that `profile_step` times may attach a carrier in its body. The method's own span then hangs
     below the carrier's span too, if it is a top span and the same task or thread attaches.
@@ -78,6 +83,11 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         from stepscope.files.spans import SpanLink
 
         link = SpanLink(process=process, span=span, step=_int(carried.get("captured")))
+    context = carried.get("traceparent")
+    if not isinstance(context, str) or not (_is_ours(context, link) or _is_valid(context)):
+        context = None
+    elif process is None:
+        process = context  # another tracer's, so another process than any of ours
     kind = Place if process is None else Attached
     return kind(
         step=_int(carried.get("step")),
@@ -86,17 +96,32 @@ def attach(carried: Carrier | Mapping[str, object] | None) -> Scope:
         turn=_int(carried.get("turn")),
         link=link,
         process=process,
+        context=context,
     )
 
 
-def link_of(scope: Scope | None) -> SpanLink | None:
-    """Return the nearest recorded span at or above `scope`, named for other processes and other steps."""
+def _recorded(scope: Scope | None) -> tuple[SpanLink | None, str | None]:
+    """Return the nearest recorded span at or above `scope`: its link, None for another tracer's, and its
+    `traceparent`.
+    """
     while scope is not None:
-        link = scope.reference()
-        if link is not None:
-            return link
+        link, traceparent = scope.reference(), scope.traceparent()
+        if link is not None or traceparent is not None:
+            return link, traceparent
         scope = scope.parent
-    return None
+    return None, None
+
+
+def _is_ours(traceparent: str, link: SpanLink | None) -> bool:
+    """Return whether it comes from `carrier`. It is then passed on as it is: checking takes 2 us."""
+    return link is not None and len(traceparent) <= MAX_TEXT
+
+
+def _is_valid(traceparent: str) -> bool:
+    # For import time: only another tracer's carrier comes here.
+    from stepscope.files.trace_context import parse_traceparent
+
+    return parse_traceparent(traceparent) is not None
 
 
 def _int(value: object) -> int | None:
@@ -109,10 +134,11 @@ class Caller(Place):
     __slots__ = ()
 
     def matches(self, place: Place) -> bool:
-        return (self.link, self.trajectory, self.turn) == (place.link, place.trajectory, place.turn)
+        own = (self.link, self.context, self.trajectory, self.turn)
+        return own == (place.link, place.context, place.trajectory, place.turn)
 
     def clear(self) -> None:
-        self.link = self.step = self.policy_version = self.trajectory = self.turn = None
+        self.link = self.context = self.step = self.policy_version = self.trajectory = self.turn = None
 
 
 class Attached(Place):
@@ -149,6 +175,7 @@ class Attached(Place):
                 trajectory=self.trajectory,
                 turn=self.turn,
                 link=self.link,
+                context=self.context,
             )
             self._forget_resolved()
         return self
@@ -161,8 +188,15 @@ class Attached(Place):
         super().__exit__(kind, error, trace)
 
     def reference(self) -> SpanLink | None:
-        # Below the method's own span, as long as that one hangs below the caller's.
-        return None if self._caller is not None and self._caller.link is not None else self.link
+        return None if self._hangs_method() else self.link
+
+    def traceparent(self) -> str | None:
+        return None if self._hangs_method() else self.context
+
+    def _hangs_method(self) -> bool:
+        """Return whether the method's own span hangs below the caller's, and what is attached below that."""
+        caller = self._caller
+        return caller is not None and (caller.link is not None or caller.context is not None)
 
     def _forget_resolved(self) -> None:
         """Have the places of this scope and all above it resolved anew.

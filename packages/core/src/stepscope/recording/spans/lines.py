@@ -38,7 +38,7 @@ def _ascii(value: object) -> str:
 
 def _record(span: Span, end_ns: int | None) -> records.Open | records.Span:
     log, place = span.log, scopes.inherited(span)
-    parent, link = _above(span)
+    parent, link, traceparent = _above(span)
     step = None if place.step == log.step else place.step
     role, stage = bounded(str(place.role or log.process.role)), bounded(str(span.stage))
     trajectory = place.trajectory if place.trajectory is None else bounded(place.trajectory)
@@ -50,6 +50,7 @@ def _record(span: Span, end_ns: int | None) -> records.Open | records.Span:
             span=span.id,
             parent=parent,
             link=link,
+            traceparent=traceparent,
             role=role,
             stage=stage,
             start_ns=span.start_ns,
@@ -64,6 +65,7 @@ def _record(span: Span, end_ns: int | None) -> records.Open | records.Span:
         span=span.id,
         parent=parent,
         link=link,
+        traceparent=traceparent,
         role=role,
         stage=stage,
         start_ns=span.start_ns,
@@ -78,14 +80,17 @@ def _record(span: Span, end_ns: int | None) -> records.Open | records.Span:
     )
 
 
-def _above(span: Span) -> tuple[int | None, SpanLink | None]:
-    """Return (the parent's id in this file, the link to a span elsewhere); at least one is None."""
+def _above(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
+    """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
     scope = span.parent
     while scope is not None:
         if isinstance(scope, Span) and scope.log is span.log:
-            return scope.id, None
+            return scope.id, None, None
         link = scope.reference()
         if link is not None:
-            return None, link
+            return None, link, None
+        traceparent = scope.traceparent()
+        if traceparent is not None:
+            return None, None, traceparent
         scope = scope.parent
-    return None, None
+    return None, None, None

@@ -22,6 +22,7 @@ from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import private
+from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.failures import describe
@@ -74,6 +75,7 @@ class SpanLog:
         self.limit = limit
         self.redact = redact
         self.ids: Iterator[int] = itertools.count(1)
+        self.trace = SpanIds(run_id, step, process.key)
         self.roles: set[str] = set()
         """Of all spans so far. One writer: `lines.span_line`."""
         self.written = 0

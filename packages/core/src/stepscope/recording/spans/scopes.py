@@ -135,6 +135,10 @@ class Scope:
         """Return the recorded span of this scope, named for other processes and steps; None without one."""
         return None
 
+    def traceparent(self) -> str | None:
+        """Return the W3C trace context of the span that `reference` returns, or of another tracer's span."""
+        return None
+
     def awaits_place(self, process: str) -> bool:
         """Return whether a carrier from `process` may become the parent of this scope.
 
@@ -157,8 +161,8 @@ class Place(Scope):
     """A scope with a place that records nothing: an attached carrier, an uncaptured trajectory."""
 
     __slots__ = (
-        "link", "origin", "parent", "policy_version", "process", "resolved", "step", "token", "trajectory",
-        "turn",
+        "context", "link", "origin", "parent", "policy_version", "process", "resolved", "step", "token",
+        "trajectory", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -170,9 +174,11 @@ class Place(Scope):
         turn: int | None = None,
         link: SpanLink | None = None,
         process: str | None = None,
+        context: str | None = None,
     ) -> None:
         """Args:
         process: The process that made the carrier.
+        context: The `traceparent` of the carrier.
         """
         self.resolved = self.parent = self.token = None
         self.step = step
@@ -181,9 +187,13 @@ class Place(Scope):
         self.turn = turn
         self.link = link
         self.process = process
+        self.context = context
 
     def reference(self) -> SpanLink | None:
         return self.link
+
+    def traceparent(self) -> str | None:
+        return self.context
 
     def _copy(self) -> Scope:
         return type(self)(
@@ -193,6 +203,7 @@ class Place(Scope):
             turn=self.turn,
             link=self.link,
             process=self.process,
+            context=self.context,
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
+from stepscope.files.trace_context import SpanIds
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import slot
@@ -29,6 +30,7 @@ class SpanSink(Protocol):
     ids: Iterator[int]
     redact: tuple[str, ...]
     """Patterns of attributes whose values are not written."""
+    trace: SpanIds
     roles: set[str]
     """Roles of the spans that are written."""
     opened: Callable[[Span], None]
@@ -142,6 +144,9 @@ class Span(Scope):
 
     def reference(self) -> SpanLink:
         return SpanLink(process=self.log.process.key, span=self.id, step=self.log.step)
+
+    def traceparent(self) -> str:
+        return self.log.trace.traceparent(self.id)
 
     def awaits_place(self, process: str) -> bool:
         if self.parent is not None or self.token is None or self.log.process.key.endswith(process):

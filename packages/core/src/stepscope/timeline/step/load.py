@@ -100,7 +100,7 @@ def _assemble(
         _process(source, name, placed, opened, source.info.key in profiled)
         for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
-    spans = _spans(sources, records, [placed.place for placed in aligned], step)
+    spans = _spans(sources, records, [placed.place for placed in aligned], run_id, step)
     spans, consumed = _apart(spans)
     return Timeline(
         step=step,
@@ -185,9 +185,13 @@ def _dropped(source: Source) -> int | None:
 
 
 def _spans(
-    sources: Sequence[Source], records: Sequence[Sequence[Open]], places: Sequence[Placement], step: int
+    sources: Sequence[Source],
+    records: Sequence[Sequence[Open]],
+    places: Sequence[Placement],
+    run_id: str,
+    step: int,
 ) -> list[Span]:
-    parents = iter(parents_of(records, [source.info.key for source in sources], step))
+    parents = iter(parents_of(records, [source.info.key for source in sources], run_id, step))
     return [
         _span(record, process, next(parents), place, step)
         for process, (place, opened) in enumerate(zip(places, records, strict=True))
@@ -224,6 +228,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         turn=record.turn,
         thread=record.thread,
         attrs=record.attrs,
+        number=record.span,
         waits=record.stage in WAITING or (record.attrs or {}).get(WAIT) is True,
     )
     if isinstance(record, SpanLine):

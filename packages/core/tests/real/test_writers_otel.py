@@ -1,0 +1,132 @@
+"""The real OpenTelemetry SDK: a step's spans in it, and its context in carriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
+from stepscope.files.layout import RunLayout
+from stepscope.files.spans import Open
+from stepscope.files.trace_context import parse_traceparent
+from stepscope.recording.output import exporter as export
+from stepscope.report import step_report, to_scalars
+from stepscope.timeline import Timeline, load_step
+from stepscope.timeline.readers.spans import read_spans
+from stepscope.writers.otel import send
+from stepscope.writers.protocol import ReportedStep
+
+PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Kept(SpanExporter):
+    """The spans that were exported, by name."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, ReadableSpan] = {}
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans |= {span.name: span for span in spans}
+        return SpanExportResult.SUCCESS
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(save_path=str(tmp_path), steps="every:1", roles={"*": {"profiler": "off"}})
+
+
+@pytest.fixture
+def tracer() -> Iterator[trace.Tracer]:
+    """Provide the tracer of a program that knows nothing of stepscope."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    yield provider.get_tracer("a tool's service")
+    provider.shutdown()
+
+
+def a_reported_step(config: ProfileConfig) -> tuple[ReportedStep, Timeline]:
+    assert not export.exporter().drain(60)
+    run = RunLayout(config.save_path)
+    timeline = load_step(run.step(2).root)
+    report = step_report(timeline)
+    return ReportedStep(run=run, report=report, timeline=timeline, scalars=to_scalars(report)), timeline
+
+
+def exported(config: ProfileConfig) -> dict[str, ReadableSpan]:
+    kept = Kept()
+    send(a_reported_step(config)[0], kept)
+    return kept.spans
+
+
+def records(config: ProfileConfig) -> dict[str, Open]:
+    (file,) = RunLayout(config.save_path).step(2).spans.glob("*.jsonl")
+    return {record.stage: record for record in read_spans(file).spans.values()}
+
+
+def test_a_step_is_one_trace_with_its_spans_where_they_were(config: ProfileConfig) -> None:
+    with capture(2, config=config), trajectory("t0"), span("rollout"), span("update_actor"):
+        pass
+    step, timeline = a_reported_step(config)
+    sent: list[dict[str, tuple[object, ...]]] = []
+    for _ in range(2):
+        exporter = Kept()
+        send(step, exporter)
+        spans = exporter.spans
+        assert list(spans) == ["step 2", "trajectory", "rollout", "update_actor"]
+        root, begun, rollout, update = spans.values()
+        assert (root.start_time, root.end_time) == (timeline.window.start_ns, timeline.window.end_ns)
+        assert root.attributes["stepscope.step/wall_seconds"] == step.scalars["step/wall_seconds"]
+        assert root.attributes["stepscope.spans_left_out"] == 0
+        assert root.parent is None
+        assert begun.parent.span_id == root.context.span_id
+        assert rollout.parent.span_id == begun.context.span_id
+        assert update.parent.span_id == rollout.context.span_id
+        assert update.attributes["stepscope.trajectory"] == "t0"
+        assert {each.context.trace_id for each in spans.values()} == {root.context.trace_id}
+        for each, was in zip((begun, rollout, update), timeline.spans, strict=True):
+            assert (each.start_time, each.end_time) == (was.start_ns, was.end_ns)
+        sent.append({name: (each.context, each.start_time) for name, each in spans.items()})
+    assert sent[0] == sent[1], "sent again, it is the same trace"
+
+
+def test_a_span_that_the_sdk_starts_from_a_carrier_hangs_below_ours(
+    config: ProfileConfig, tracer: trace.Tracer
+) -> None:
+    with capture(2, config=config), trajectory("t0"), turn(1):
+        carried = carrier()
+        tool = tracer.start_span("tool", context=PROPAGATOR.extract(carried))
+    ours = exported(config)["turn"].context
+    assert (tool.context.trace_id, tool.parent.span_id) == (ours.trace_id, ours.span_id)
+    assert tool.parent.is_remote
+    assert tool.context.trace_flags.sampled
+
+
+def test_a_span_below_attached_headers_names_the_span_of_the_sdk(
+    config: ProfileConfig, tracer: trace.Tracer
+) -> None:
+    headers: dict[str, str] = {}
+    with tracer.start_as_current_span("request") as request:
+        PROPAGATOR.inject(headers)
+    with capture(2, config=config), attach(headers), span("environment"):
+        pass
+    context = parse_traceparent(records(config)["environment"].traceparent)
+    assert context is not None
+    assert context.span_id == trace.format_span_id(request.get_span_context().span_id)
+    assert context.trace_id == trace.format_trace_id(request.get_span_context().trace_id)
+
+
+def test_headers_that_the_sdk_passes_on_lead_back_to_our_span(config: ProfileConfig) -> None:
+    headers: dict[str, str] = {}
+    with capture(2, config=config):
+        with span("turn"):
+            PROPAGATOR.inject(headers, PROPAGATOR.extract(carrier()))
+        with attach(headers), span("environment"):
+            pass
+    _, timeline = a_reported_step(config)
+    by_stage = {each.stage: at for at, each in enumerate(timeline.spans)}
+    assert timeline.spans[by_stage["environment"]].parent == by_stage["turn"]
