@@ -181,7 +181,7 @@ class EngineEnvironment(Environment):
 
     Its recipe is a folder `packages/<package>/tests/engines/<name>` that holds any of
 
-    * `over.txt`: the name of the recipe it builds upon; without it, the environment of development
+    * `over.txt`: the recipe it builds upon, of any package; without it, the environment of development
     * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
     * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
     * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
@@ -238,6 +238,11 @@ def engines() -> "dict[str, EngineEnvironment]":
     return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
 
 
+def recipe_of(name: str) -> Path:
+    """Return the folder of the recipe of that name, in whatever package it is."""
+    return next(ROOT.glob(f"packages/*/tests/engines/{name}"))
+
+
 def newest(name: str) -> Environment:
     """Return the environment with the newest engine of that name; that of development where there is none."""
     versions = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
@@ -251,7 +256,7 @@ def version_of(recipe: str) -> "tuple[int, ...]":
 
 def engine(recipe: Path) -> EngineEnvironment:
     over = recipe / "over.txt"
-    under = engine(recipe.with_name(over.read_text().strip())) if over.exists() else DEV
+    under = engine(recipe_of(over.read_text().strip())) if over.exists() else DEV
     return EngineEnvironment(ROOT / f".venv-{recipe.name}", (), recipe=recipe, under=under, gigabytes=2)
 
 

@@ -186,6 +186,13 @@ def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: P
     assert environments["vllm-2"].under == dev.DEV
 
 
+def test_a_recipe_may_build_upon_that_of_another_package(recipes: Path, checkout: Path) -> None:
+    framework = checkout / "packages/core/tests/engines/verl-1"
+    framework.mkdir(parents=True)
+    (framework / "over.txt").write_text("vllm-2\n")
+    assert dev.engines()["verl-1"].under == dev.engines()["vllm-2"]
+
+
 def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None:
     (recipes / "vllm-1.10").mkdir()
     (recipes / "vllm-1.9").mkdir()
