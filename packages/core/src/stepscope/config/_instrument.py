@@ -121,7 +121,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     workers: dict[str, str] = msgspec.field(default_factory=dict)
     """With `step`: {role: path to its Ray actors}, recorded too."""
     engines: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: {adapter: path to the Ray actors that hold its engines}, profiled too."""
+    """With `step`: {adapter: path to its engines, or to Ray actors that hold one}, recorded too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

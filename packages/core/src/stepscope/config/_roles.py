@@ -142,7 +142,10 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Options of the inference engine's own profiler, for a role served by engines."""
 
     _at: ClassVar[str] = "roles.<role>.engine"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"profiler": parse_profiler}
 
+    profiler: bool = True
+    """`off`: no engine is recorded, neither those given to `capture` nor those of `instrument` entries."""
     iterations: IterationsConfig = msgspec.field(default_factory=IterationsConfig)
     """Engine iterations that are recorded."""
     by_stage: bool = False
@@ -162,6 +165,6 @@ class RoleConfig(Section, frozen=True, kw_only=True):
     ranks: Ranks = "first"
     """`all`, `first` (rank 0), or global ranks."""
     profiler: bool = True
-    """`off`: spans alone in the role's processes. Engines given to `capture` are recorded all the same."""
+    """`off`: spans alone in the role's processes. Engines are recorded all the same: `engine.profiler`."""
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """For a role whose work is done by inference engines."""

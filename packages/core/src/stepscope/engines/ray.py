@@ -23,6 +23,7 @@ from stepscope.engines.protocol import (
     load_engine,
     waited_s,
 )
+from stepscope.engines.registered import registered, replica_of
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -66,8 +67,9 @@ class RayRollout(EngineProfilerBase):
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
             attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
-                None: the object itself, the one attribute of it that the adapter recognises, or else the one
-                engine of the adapter's kind in the actor's process.
+                None: the engine that an `instrument` entry has found there, the object itself, the one
+                attribute of it that the adapter recognises, or else the one engine of the adapter's kind in
+                the actor's process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         super().__init__(replica)
@@ -81,6 +83,10 @@ class RayRollout(EngineProfilerBase):
         self._step_dir = ""
         self._given_up: list[str] = []
         """Starts that were cancelled on their way: they may yet happen in the actor."""
+
+    async def numbers(self) -> dict[str, list[int | None]]:
+        """Return {adapter: the framework's replica numbers} of the engines that entries have found there."""
+        return await self._line.ask(numbers_here)
 
     @property
     def world_size(self) -> int | None:
@@ -182,6 +188,13 @@ _taken_back: deque[str] = deque(maxlen=1000)
 """Tokens of starts that were given up. One writer: `take_back`, on the loop, so no start is missed."""
 
 
+def numbers_here(instance: object) -> dict[str, list[int | None]]:
+    numbers: dict[str, list[int | None]] = {}
+    for engine in registered():
+        numbers.setdefault(engine.adapter, []).append(engine.replica)
+    return numbers
+
+
 async def check(instance: object, place: Place) -> None:
     seat = await _seat(instance, place)
     await own_thread(seat.profiler.check)
@@ -235,7 +248,7 @@ async def _seat(instance: object, place: Place) -> Seat:
     factory = place.engine
     if isinstance(factory, str):
         factory = await own_thread(load_engine, factory)  # imports the adapter
-    engine = _find(instance, place.attribute, factory)
+    engine = _engine_at(instance, place, factory)
     seat = _seats.get(_key(place))
     if seat is None or (seat.engine is not engine and seat.token is None):
         seat = _seats[_key(place)] = Seat(engine, factory(engine, place.replica))
@@ -245,6 +258,14 @@ async def _seat(instance: object, place: Place) -> Seat:
 def _key(place: Place) -> tuple[object, ...]:
     name = place.engine if isinstance(place.engine, str) else getattr(place.engine, "__qualname__", "")
     return name, place.attribute, place.replica
+
+
+def _engine_at(instance: object, place: Place, factory: ProfilerFactory) -> object:
+    if place.attribute is None and isinstance(place.engine, str):
+        engine = replica_of(place.engine, place.replica)
+        if engine is not None:
+            return engine
+    return _find(instance, place.attribute, factory)
 
 
 def _find(instance: object, attribute: str | None, factory: ProfilerFactory) -> object:

@@ -71,9 +71,9 @@ def capture(
     return _make(step, workers, engines, config, role, rank, "program")
 
 
-def capture_unedited(step: int, *, workers: object, role: str) -> Capture:
+def capture_unedited(step: int, *, workers: object, engines: object, role: str) -> Capture:
     """As `capture`, for an `instrument` entry in a program that nobody edits."""
-    return _make(step, workers, None, None, role, None, "instrument")
+    return _make(step, workers, engines, None, role, None, "instrument")
 
 
 def _make(

@@ -103,18 +103,20 @@ async def _prepare(
         )
 
 
-def before_first_step(config: ProfileConfig, workers: object, role: str) -> None:
+def before_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
     """Prepare a program that nobody edits, once: it has no line that could call `prepare`.
 
     Trouble is logged. Without selected steps nothing is prepared, as no step may ever be asked for.
     """
-    if not _is_due(config):
+    if not is_due(config):
         return
-    if workers is None:  # on the thread that is recorded: torch logs an error where it is another one
+    if (
+        workers is None and engines is None
+    ):  # on the thread that is recorded: torch logs an error where it is another one
         with _logged():
             _prepare_alone(config, role)
     else:
-        _wait_for(abefore_first_step(config, workers, role))
+        _wait_for(abefore_first_step(config, workers, engines, role))
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
@@ -123,12 +125,12 @@ def _wait_for(work: Coroutine[Any, Any, None]) -> None:
     private_loop.run(work)
 
 
-async def abefore_first_step(config: ProfileConfig, workers: object, role: str) -> None:
+async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
     """As `before_first_step`, without blocking the event loop."""
-    if not _is_due(config):
+    if not is_due(config):
         return
     with _logged():
-        await _readiness().make_ready(config, workers, None, role, edited=False)
+        await _readiness().make_ready(config, workers, engines, role, edited=False)
 
 
 def _readiness() -> ModuleType:
@@ -155,5 +157,6 @@ def _logged() -> Iterator[None]:
         failures.note("preparing before the first step", error)
 
 
-def _is_due(config: ProfileConfig) -> bool:
+def is_due(config: ProfileConfig) -> bool:
+    """Return whether a program that nobody edits is still to be prepared."""
     return bool(config.steps) and not prepared.is_prepared()

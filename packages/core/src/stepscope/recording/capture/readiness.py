@@ -55,7 +55,9 @@ async def make_ready(
     own, outcomes, engines_problems = await asyncio.gather(
         _this_process(config, role, alone),
         _workers(participants, config, STARTING_S if edited else 0.0),
-        asyncio.gather(*(_engine(engine, config) for engine in participants.profilers)),
+        asyncio.gather(
+            *(_engine(engine, config, STARTING_S if edited else 0.0) for engine in participants.profilers)
+        ),
     )
     problems = [] if own.problem is None else [own.problem]
     problems += [f"{outcome.name}: {outcome.reason}" for outcome in outcomes if outcome.state != "ok"]
@@ -95,8 +97,8 @@ async def _workers(
     return await participants.fleet.prepare(PrepareRequest(config=config, run_id=run.run_id()), deadline_s)
 
 
-async def _engine(engine: EngineProfiler, config: ProfileConfig) -> list[str]:
-    deadline_s = max(config.budget.fanout_seconds, STARTING_S)
+async def _engine(engine: EngineProfiler, config: ProfileConfig, starting_s: float) -> list[str]:
+    deadline_s = max(config.budget.fanout_seconds, starting_s)
     try:
         await within(own_thread(engine.check), deadline_s)
     except asyncio.TimeoutError:

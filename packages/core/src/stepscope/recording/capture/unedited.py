@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from stepscope.recording.capture import prepare
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stepscope.engines import registered
+from stepscope.recording.capture import configure, prepare
 from stepscope.recording.capture.capture import Capture, capture_unedited, opened
 from stepscope.recording.instrument import step_boundaries
 from stepscope.recording.instrument.step_boundaries import StepCapture
 from stepscope.recording.spans import slot
 
+if TYPE_CHECKING:
+    from stepscope.recording.fanout.unedited_engines import UneditedEngines
+
 
 class UneditedCapture:
     """A capture that prepares its program first, because no line of the loop calls `prepare`."""
 
-    def __init__(self, capture: Capture, workers: object, role: str) -> None:
+    def __init__(self, capture: Capture, workers: object, engines: UneditedEngines | None, role: str) -> None:
         self.capture = capture
         self._workers = workers
+        self._engines = engines
         self._role = role
 
     def open(self) -> None:
         """See `StepCapture`."""
-        prepare.before_first_step(self.capture.config, self._workers, self._role)
+        if self._engines is not None and self._asks_engines():
+            self._engines.number()
+        prepare.before_first_step(self.capture.config, self._workers, _profilers(self._engines), self._role)
         self.capture.open()
 
     async def aopen(self) -> None:
         """See `StepCapture`."""
-        await prepare.abefore_first_step(self.capture.config, self._workers, self._role)
+        if self._engines is not None and self._asks_engines():
+            await self._engines.anumber()
+        profilers = _profilers(self._engines)
+        await prepare.abefore_first_step(self.capture.config, self._workers, profilers, self._role)
         await self.capture.aopen()
 
     def close(self, error: str | None) -> None:
@@ -35,9 +48,12 @@ class UneditedCapture:
         """See `StepCapture`."""
         await self.capture.aclose(error=error)
 
+    def _asks_engines(self) -> bool:
+        return self.capture.selected or prepare.is_due(self.capture.config)
+
 
 def new_capture(
-    number: int, workers: object, role: str, closing: StepCapture | None
+    number: int, workers: object, groups: Mapping[str, object], role: str, closing: StepCapture | None
 ) -> UneditedCapture | None:
     """Return a capture of step `number`, to open.
 
@@ -48,7 +64,24 @@ def new_capture(
         return None
     if other is not None and not (isinstance(closing, UneditedCapture) and closing.capture is other):
         return None
-    return UneditedCapture(capture_unedited(number, workers=workers, role=role), workers, role)
+    engines = _engines(groups)
+    capture = capture_unedited(number, workers=workers, engines=_profilers(engines), role=role)
+    return UneditedCapture(capture, workers, engines, role)
+
+
+def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
+    """Return the engines of this step. None if there are none, or none is to be recorded."""
+    match = configure.current().role("rollout")
+    if match is None or not match[1].engine.profiler or not (groups or registered.registered()):
+        return None
+    from stepscope.recording.fanout.unedited_engines import UneditedEngines  # import time: asyncio
+
+    engines = UneditedEngines(groups)
+    return engines if engines.profilers else None
+
+
+def _profilers(engines: UneditedEngines | None) -> object:
+    return None if engines is None else engines.profilers
 
 
 step_boundaries.new_capture = new_capture

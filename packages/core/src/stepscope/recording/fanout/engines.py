@@ -219,6 +219,8 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
     if match is None:
         return f"no pattern in roles matches role '{ROLE}'"
     pattern, ranks = match[0], match[1].ranks
+    if not match[1].engine.profiler:
+        return f"roles.{pattern}.engine.profiler is off"
     number, size = _number(profiler), profiler.world_size
     if ranks == "all":
         return None

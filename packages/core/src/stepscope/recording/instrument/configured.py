@@ -204,5 +204,6 @@ def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:
         number=entry.number,
         workers=dict(entry.workers),
         condition=Condition(entry.where, entry.same),
+        engines=dict(entry.engines),
         counts="next" not in kinds,
     )

@@ -30,8 +30,11 @@ class StepCapture(Protocol):
     async def aclose(self, error: str | None) -> None: ...
 
 
-NewCapture: TypeAlias = "Callable[[int, object, str, StepCapture | None], StepCapture | None]"
-"""(number, workers, role, the capture that is closed first) -> the capture to open, or None for none."""
+NewCapture: TypeAlias = (
+    "Callable[[int, object, Mapping[str, object], str, StepCapture | None], StepCapture | None]"
+)
+"""(number, workers, {adapter: engines}, role, the capture that is closed first) -> the capture to open, or
+None for none."""
 new_capture: NewCapture | None = None
 """One writer: the module `OPENER`."""
 OPENER = "stepscope.recording.capture.unedited"
@@ -53,6 +56,8 @@ class Boundary(NamedTuple):
     workers: Mapping[str, str]
     """{role: path to its Ray actors}."""
     condition: Condition
+    engines: Mapping[str, str]
+    """{adapter: path to its engines, or to the Ray actors that hold them}."""
     counts: bool = True
     """True if each call of a `begin` without `number` begins a step: not beside a `next`, which counts."""
 
@@ -92,7 +97,8 @@ def wrap(fn: FunctionType, boundary: Boundary, target: str) -> FunctionType:
         raise TypeError(f"{target} is a generator: take the function that consumes it as the step's boundary")
     arguments = Arguments(fn)
     boundary.condition.check(arguments, target)
-    for path in (*([boundary.number] if boundary.number else ()), *boundary.workers.values()):
+    paths = (*boundary.workers.values(), *boundary.engines.values())
+    for path in (*([boundary.number] if boundary.number else ()), *paths):
         arguments.check(path, target)
     wrapper = (_async if inspect.iscoroutinefunction(fn) else _sync)(fn, boundary, arguments, target)
     return cast(FunctionType, wrapping.wraps(fn, wrapper, wrapping.declared(fn)))
@@ -199,20 +205,23 @@ class Call:
     def _capture(self, number: int, closing: StepCapture | None) -> StepCapture | None:
         if new_capture is None:
             importlib.import_module(OPENER)
-        return cast(NewCapture, new_capture)(number, self._workers(), self._boundary.role, closing)
+        engines = self._at(self._boundary.engines)
+        return cast(NewCapture, new_capture)(number, self._workers(), engines, self._boundary.role, closing)
 
     def _workers(self) -> dict[str, object] | None:
-        if "ray" not in sys.modules:
-            return None
-        workers = {}
-        for role, path in self._boundary.workers.items():
+        return self._at(self._boundary.workers) or None if "ray" in sys.modules else None
+
+    def _at(self, paths: Mapping[str, str]) -> dict[str, object]:
+        """Return the values at `paths`, without those that are not there or empty."""
+        values = {}
+        for name, path in paths.items():
             try:
-                group = self._arguments.read(path, *self._given)
+                value = self._arguments.read(path, *self._given)
             except LookupError:
                 continue  # a critic that this run does not have
-            if group is not None and group not in ([], {}, ()):
-                workers[role] = group
-        return workers or None
+            if value is not None and not (isinstance(value, (list, dict, tuple)) and not value):
+                values[name] = value
+        return values
 
 
 def begin(

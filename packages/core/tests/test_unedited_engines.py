@@ -1,0 +1,168 @@
+"""Engines of loops that nobody edits: found through boundaries, or registered in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, configure
+from stepscope.engines import registered
+from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.recording.capture import configure as run
+from stepscope.recording.instrument import configured, step_boundaries
+from stepscope.recording.process import failures
+
+pytest.importorskip("torch")
+
+FRAMEWORK = """
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.engine = torch.nn.Linear(4, 4)
+        self.twins = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        self.label = "no engine"
+        self.nothing = None
+
+    def step(self):
+        return float(self.engine(torch.ones(1, 4)).detach().sum())
+
+    async def step_async(self):
+        return self.step()
+"""
+
+
+@pytest.fixture
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Configure boundaries with engines, import the framework, and return a trainer."""
+    (tmp_path / "engine_loop.py").write_text(FRAMEWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run, "_configured", None)
+    monkeypatch.setattr(step_boundaries, "_next", 0)
+    monkeypatch.setattr(registered, "_entries", [])
+    monkeypatch.setattr("stepscope.recording.process.prepared._process", 0)
+
+    def build(engines: dict[str, str], **rollout: object) -> Any:
+        entries = [
+            {"module": "engine_loop", "name": f"Trainer.{name}", "step": "around", "engines": engines}
+            for name in ("step", "step_async")
+        ]
+        roles: dict[str, dict[str, object]] = {
+            "rollout": {"profiler": "off", "ranks": "all", **rollout},
+            "*": {"profiler": "off"},
+        }
+        configure(ProfileConfig(save_path=tmp_path / "run", steps="every:1", roles=roles, instrument=entries))
+        return importlib.import_module("engine_loop").Trainer()
+
+    yield build
+    step_boundaries.switch(step_boundaries._finish(None))
+    configured.apply(ProfileConfig())
+    sys.modules.pop("engine_loop", None)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Callable[[int], dict[str, Expectation]]:
+    """`rows(step)`: {label: row} of the engines in its manifest."""
+
+    def read(step: int) -> dict[str, Expectation]:
+        path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        items = [item for part in manifest.processes for item in part.expected]
+        return {item.name: item for item in items if item.kind == "engine"}
+
+    return read
+
+
+Rows = Callable[[int], dict[str, Expectation]]
+
+
+def test_the_engine_at_the_path_is_recorded_in_each_step(framework: Callable[..., Any], rows: Rows) -> None:
+    trainer = framework({"torch": "self.engine"})
+    plain = trainer.step()
+    assert trainer.step() == plain
+    for step in (0, 1):
+        (row,) = rows(step).values()
+        assert (row.name, row.state) == ("replica 0", "ok")
+        assert row.artifacts[0].path.startswith("traces/rollout/replica0/")
+
+
+def test_a_step_that_is_a_coroutine_records_its_engine(framework: Callable[..., Any], rows: Rows) -> None:
+    asyncio.run(framework({"torch": "self.engine"}).step_async())
+    assert rows(0)["replica 0"].state == "ok"
+
+
+def test_a_registered_engine_is_recorded_under_the_number_of_the_framework(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    trainer = framework({})
+    registered.register("torch", trainer.engine, 3)
+    trainer.step()
+    assert rows(0)["replica 3"].artifacts[0].path.startswith("traces/rollout/replica3/")
+
+
+def test_an_engine_that_is_registered_and_at_a_path_is_recorded_once(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    trainer = framework({"torch": "self.engine"})
+    registered.register("torch", trainer.engine, 1)
+    trainer.step()
+    assert list(rows(0)) == ["replica 1"]
+
+
+def test_engines_whose_numbers_are_equal_are_numbered_by_their_order(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    trainer = framework({})
+    for engine in trainer.twins:
+        registered.register("torch", engine, 0)
+    trainer.step()
+    assert list(rows(0)) == ["replica 0", "replica 1"]
+
+
+def test_an_engine_that_is_gone_is_forgotten(framework: Callable[..., Any], rows: Rows) -> None:
+    trainer = framework({})
+    registered.register("torch", trainer.engine, 0)
+    trainer.engine = type(trainer.engine)(4, 4)
+    trainer.step()
+    assert rows(0) == {}
+
+
+def test_a_path_that_leads_to_nothing_records_no_engine(framework: Callable[..., Any], rows: Rows) -> None:
+    framework({"torch": "self.nothing"}).step()
+    assert rows(0) == {}
+
+
+def test_what_the_adapter_does_not_know_fails_with_the_reason_and_the_step_is_captured(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    framework({"torch": "self.label"}).step()
+    row = rows(0)["replica 0"]
+    assert row.state == "failed"
+    assert "the adapter 'torch' knows no builtins.str" in str(row.reason)
+
+
+def test_an_adapter_that_is_not_installed_is_one_line(
+    framework: Callable[..., Any],
+    rows: Rows,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "_warned", set())
+    trainer = framework({"absent": "self.engine"})
+    trainer.step()
+    trainer.step()
+    assert rows(1) == {}
+    (line,) = [line for line in caplog.messages if "'absent'" in line]
+    assert "Fix: pip install" in line
+
+
+def test_engines_can_be_switched_off(framework: Callable[..., Any], rows: Rows) -> None:
+    framework({"torch": "self.engine"}, engine={"profiler": "off"}).step()
+    assert rows(0) == {}

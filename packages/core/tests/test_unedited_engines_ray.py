@@ -1,0 +1,115 @@
+"""Engines in Ray actors of a loop that nobody edits, numbered as the framework numbers them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, configure
+from stepscope.engines.registered import register
+from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope.recording.capture import configure as run
+from stepscope.recording.instrument import configured, step_boundaries
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+FRAMEWORK = """
+import ray, torch
+
+class Server:
+    def __init__(self, rank):
+        self.rank = rank
+        self.engine, self.draft = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    async def generate(self):
+        return float(self.engine(torch.ones(1, 4)).detach().sum())
+
+class Trainer:
+    def __init__(self, handles):
+        self.handles = handles
+
+    def step(self):
+        return ray.get([handle.generate.remote() for handle in self.handles])
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Provide a trainer with two servers; its boundary leads to them under two adapters."""
+    (tmp_path / "server_loop.py").write_text(FRAMEWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run, "_configured", None)
+    monkeypatch.setattr(step_boundaries, "_next", 0)
+    monkeypatch.setattr("stepscope.recording.process.prepared._process", 0)
+    engines = {"torch": "self.handles"}
+    step = {"module": "server_loop", "name": "Trainer.step", "step": "around", "engines": engines}
+    roles = {"rollout": {"profiler": "off", "ranks": "all"}, "*": {"profiler": "off"}}
+    configure(ProfileConfig(save_path=tmp_path / "run", steps="every:1", roles=roles, instrument=[step]))
+    module = importlib.import_module("server_loop")
+    environment = {"env_vars": {"PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])}}
+    handles = [ray.remote(module.Server).options(runtime_env=environment).remote(rank) for rank in (5, 4)]
+    yield module.Trainer(handles)
+    for handle in handles:
+        ray.kill(handle)
+    configured.apply(ProfileConfig())
+    sys.modules.pop("server_loop", None)
+
+
+def rows(tmp_path: Path, step: int) -> dict[str, Expectation]:
+    path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
+    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    items = [item for part in manifest.processes for item in part.expected]
+    return {item.name: item for item in items if item.kind == "engine"}
+
+
+def register_by_rank(server: Any) -> None:
+    register("torch", server.engine, server.rank)
+
+
+def register_as_anothers(server: Any) -> None:
+    register("another", server.engine, server.rank)
+
+
+def test_engines_that_nothing_registered_are_found_in_the_actors_and_numbered_by_order(
+    trainer: Any, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        trainer.step()
+    for step in (0, 1):
+        assert {name: row.state for name, row in rows(tmp_path, step).items()} == {
+            "replica 0": "ok",
+            "replica 1": "ok",
+        }
+
+
+def test_registered_engines_have_the_numbers_of_the_framework(trainer: Any, tmp_path: Path) -> None:
+    ray.get([handle.__ray_call__.remote(register_by_rank) for handle in trainer.handles])
+    trainer.step()
+    found = rows(tmp_path, 0)
+    assert sorted(found) == ["replica 4", "replica 5"]
+    for name, row in found.items():
+        (artifact,) = row.artifacts
+        assert artifact.path.startswith(f"traces/rollout/replica{name[-1]}/")
+
+
+def test_actors_with_engines_of_another_adapter_are_left_out(trainer: Any, tmp_path: Path) -> None:
+    ray.get(trainer.handles[0].__ray_call__.remote(register_as_anothers))
+    trainer.step()
+    assert list(rows(tmp_path, 0)) == ["replica 0"]
+
+
+def test_a_dead_actor_costs_its_own_row(trainer: Any, tmp_path: Path) -> None:
+    trainer.step()
+    ray.kill(trainer.handles[0])
+    with pytest.raises(ray.exceptions.RayActorError):
+        trainer.step()
+    found = rows(tmp_path, 1)
+    assert [found[name].state for name in ("replica 0", "replica 1")] == ["failed", "ok"]
