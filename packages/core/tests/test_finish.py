@@ -283,7 +283,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     assert session is not None
     other = ProcessInfo(role="actor", rank=1, world_size=2, host="elsewhere", pid=1)
     late = msgspec.structs.replace(
-        session.ledger.part,
+        session.manifest_part.record,
         process=other,
         owner=False,
         expected=(awaited("torch trace", "trace", "exporting"),),

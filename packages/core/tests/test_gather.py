@@ -437,10 +437,10 @@ async def test_workers_keep_their_files_while_an_engines_may_still_come(config: 
     participants, fleet = Participants(None, None), Fleet()
     participants.fleet, participants.apart = cast(Any, fleet), ["actor[0]"]
     participants.join(session)
-    session.ledger.fail("replica 0", "the stop timed out", kind="engine", pending="late")
+    session.manifest_part.fail("replica 0", "the stop timed out", kind="engine", pending="late")
     await participants.gather(lambda: 9)
     assert fleet.released == []
-    session.ledger.expect(Expectation(name="replica 0", kind="engine", state="ok"))
+    session.manifest_part.expect(Expectation(name="replica 0", kind="engine", state="ok"))
     await participants.gather(lambda: 9)
     await participants.gather(lambda: 9)
     assert len(fleet.released) == 1

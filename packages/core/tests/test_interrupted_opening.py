@@ -32,7 +32,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import capture as captures
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.fanout.worker_side import start_worker, stop_worker
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import shutdown
 from stepscope.recording.session.profiler_windows import Windows
 from stepscope.recording.spans import slot
@@ -204,7 +204,7 @@ def test_a_signal_at_any_moment_of_a_profilers_start_and_stop_leaves_it_off(
     for number in itertools.count():
         windows = Windows(
             kind(config), config=config, layout=RunLayout(tmp_path).step(1), process=process, step=1,
-            run_id="r", ledger=Ledger(tmp_path / "part", part),
+            run_id="r", manifest_part=ManifestPart(tmp_path / "part", part),
         )  # fmt: skip
         signal = Signal(number, lambda w=windows: handler(lambda: w.finish(discard="closed")))  # type: ignore[misc]  # mypy
         with under(signal):

@@ -17,7 +17,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import AWAITED, Expectation, Pending, ProcessPart, awaited
 from stepscope.files.sidecar import Artifact, ProcessInfo
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.report.tables.health import cut_processes
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 from stepscope.timeline import load_step
@@ -64,27 +64,27 @@ def a_part(**fields: Any) -> ProcessPart:
     return msgspec.structs.replace(made, **fields)
 
 
-def ledger(folder: Path) -> Ledger:
-    return Ledger(folder / "part.json", a_part())
+def part_in(folder: Path) -> ManifestPart:
+    return ManifestPart(folder / "part.json", a_part())
 
 
 @pytest.mark.parametrize("file_first", [True, False])
 def test_a_file_and_a_failure_are_partial_whichever_came_first(tmp_path: Path, file_first: bool) -> None:
-    mine = ledger(tmp_path)
+    part = part_in(tmp_path)
     for _ in range(2):
-        mine.export_begins("torch trace", None, {})
+        part.export_begins("torch trace", None, {})
     outcomes = [(artifact(), None), (None, "the disk is full")]
     for made, error in outcomes if file_first else reversed(outcomes):
-        mine.export_ends("torch trace", made, error, 0)
-    (item,) = mine.part.expected
+        part.export_ends("torch trace", made, error, 0)
+    (item,) = part.record.expected
     assert (item.state, item.pending, item.reason) == ("partial", None, "the disk is full")
 
 
 def test_a_failure_says_that_another_file_is_still_on_its_way(tmp_path: Path) -> None:
-    mine = ledger(tmp_path)
-    mine.export_begins("torch trace", None, {})
-    mine.fail("torch trace", "the second window did not start", kind="trace")
-    (item,) = mine.part.expected
+    part = part_in(tmp_path)
+    part.export_begins("torch trace", None, {})
+    part.fail("torch trace", "the second window did not start", kind="trace")
+    (item,) = part.record.expected
     assert (item.state, item.pending) == ("failed", "exporting")
 
 

@@ -311,7 +311,7 @@ def test_a_worker_whose_part_is_lost_is_missing_by_name(config: ProfileConfig) -
     with capture(1, config=config) as cap:
         session = slot.active
         assert isinstance(session, Session)
-        session.ledger.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
+        session.manifest_part.update(began={"env_rank0_h_pid7": "env[0] Actor(Env, 1234)"})
     manifest = msgspec.json.decode(
         (cap.result.path or Path()).joinpath("manifest.json").read_bytes(), type=Manifest
     )

@@ -154,7 +154,7 @@ def test_v13_what_another_nodes_disk_keeps_is_missing_by_name(tmp_path: Path, ba
     with capture(2, config=config) as cap:
         open_session = slot.active
         assert isinstance(open_session, session.Session)
-        open_session.ledger.update(began={"actor_rank3_node1_pid7": "actor[3] Actor(Worker, 0123)"})
+        open_session.manifest_part.update(began={"actor_rank3_node1_pid7": "actor[3] Actor(Worker, 0123)"})
     manifest = cap.result.manifest()
     assert manifest is not None
     assert manifest.state == "missing"

@@ -22,7 +22,7 @@ from stepscope.files.scalars import StepScalars
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.after.programs import COMMAND, MIRROR, SCALARS, Chores, ClosedCapture
 from stepscope.recording.output import exporter
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures, fork, shutdown
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.work_queue import WorkQueue
@@ -44,12 +44,12 @@ class _Hook:
     """One call of one hook."""
 
     def __init__(
-        self, kind: str, hook: Callable[..., object], call: Callable[[], object], ledger: Ledger
+        self, kind: str, hook: Callable[..., object], call: Callable[[], object], manifest_part: ManifestPart
     ) -> None:
         self._name = f"{kind} hook {getattr(hook, '__qualname__', repr(hook))}"
         self._hook = hook
         self._call = call
-        self._ledger = ledger
+        self._manifest_part = manifest_part
 
     def __call__(self) -> None:
         try:
@@ -58,8 +58,8 @@ class _Hook:
             self.give_up(describe(error))
 
     def give_up(self, reason: str) -> None:
-        self._ledger.fail(self._name, reason, kind="after")
-        self._ledger.write()
+        self._manifest_part.fail(self._name, reason, kind="after")
+        self._manifest_part.write()
         if self._hook not in _failed:
             _failed.add(self._hook)
             failures.warn("stepscope: the %s failed (logged once): %s", self._name, reason)
@@ -99,7 +99,7 @@ def promise(session: Session, *, alone: bool) -> None:
     if alone and rank is not None and not chosen:
         spelled = ranks if isinstance(ranks, str) else list(ranks)
         for name in wanted:
-            session.ledger.skip(name, f"rank {rank} is not in finish.ranks: {spelled}", kind="after")
+            session.manifest_part.skip(name, f"rank {rank} is not in finish.ranks: {spelled}", kind="after")
         return
     _expect(session, wanted)
 
@@ -113,18 +113,18 @@ def promise_in_worker(session: Session, *, apart: bool) -> None:
 
 def _expect(session: Session, names: Sequence[str]) -> None:
     for name in names:
-        session.ledger.expect(awaited(name, "after", "running"))
+        session.manifest_part.expect(awaited(name, "after", "running"))
     _commands.start()
 
 
 def _promised(session: Session) -> list[str]:
-    return [name for name in (COMMAND, SCALARS, MIRROR) if session.ledger.state(name) == "pending"]
+    return [name for name in (COMMAND, SCALARS, MIRROR) if session.manifest_part.state(name) == "pending"]
 
 
 def withdraw(session: Session, reason: str) -> None:
     """The capture is discarded: nothing is run after it."""
     for name in _promised(session):
-        session.ledger.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
+        session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
 
 def wanted(session: Session) -> bool:
@@ -148,7 +148,7 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 def capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
     """Queue hooks and programs: the files of this process are written, or given up."""
     for hook in tuple(capture_hooks):
-        _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.ledger))
+        _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
     if _promised(session) or closed.apart:
         _commands.put(Chores(session, closed, _tell_figures(session)))
     _awaited.discard(session.step)  # last: it is in the line now
@@ -158,7 +158,7 @@ def worker_done(session: Session, discard: str | None) -> None:
     """A worker's session is closed: once its files are written, they are mirrored."""
     if discard is not None:
         withdraw(session, discard)
-        session.ledger.write()
+        session.manifest_part.write()
         return
     deferred = session.config.export.when == "deferred"
     exporter.exporter().then(partial(_start_chores, session), deferred=deferred)
@@ -179,7 +179,7 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 def mirrors(session: Session) -> bool:
     """Return whether this process copies the step: another rank that does knows when it may go."""
-    return session.ledger.state(MIRROR) not in (None, "skipped")
+    return session.manifest_part.state(MIRROR) not in (None, "skipped")
 
 
 def is_mirrored(session: Session, step: StepLayout) -> bool:
@@ -191,16 +191,16 @@ def is_mirrored(session: Session, step: StepLayout) -> bool:
         return False
 
 
-def artifact_done(path: Path, sidecar: Sidecar | None, ledger: Ledger) -> None:
+def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
     """A file is in place. `sidecar` is None where an engine wrote it: it is read from beside the file."""
     for hook in tuple(artifact_hooks):
-        _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), ledger))
+        _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
 
 
 def _tell_figures(session: Session) -> Callable[[StepScalars], None]:
     def tell(scalars: StepScalars) -> None:
         for hook in tuple(report_hooks):
-            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.ledger))
+            _hooks.put(_Hook("on_report", hook, partial(hook, scalars), session.manifest_part))
 
     return tell
 

@@ -78,7 +78,9 @@ class Chores:
         self._session = session
         self._over = threading.Event()
         self._files_until = time.monotonic() + session.config.budget.export_seconds
-        self._chores = [chore for chore in self._all() if session.ledger.state(chore.name) == "pending"]
+        self._chores = [
+            chore for chore in self._all() if session.manifest_part.state(chore.name) == "pending"
+        ]
         # Once more at the end, for the manifest that says that the first time went well.
         self._last = self._mirror(earlier=False)
 
@@ -126,7 +128,10 @@ class Chores:
             failures.note("waiting for files of other processes", error)
         for chore in self._chores:
             self._do(chore)
-        if any(chore.name == MIRROR for chore in self._chores) and self._session.ledger.state(MIRROR) == "ok":
+        if (
+            any(chore.name == MIRROR for chore in self._chores)
+            and self._session.manifest_part.state(MIRROR) == "ok"
+        ):
             reason = self._last.run()
             if reason is not None:
                 self._say(MIRROR, f"the copy of the manifest is out of date: {self._mirrored(reason)}")
@@ -139,10 +144,10 @@ class Chores:
         self._say(chore.name, reason)
 
     def _say(self, name: str, reason: str | None) -> None:
-        ledger = self._session.ledger
+        manifest_part = self._session.manifest_part
         state: State = "failed" if reason else "ok"
-        ledger.expect(Expectation(name=name, kind="after", state=state, reason=reason))
-        ledger.write()
+        manifest_part.expect(Expectation(name=name, kind="after", state=state, reason=reason))
+        manifest_part.write()
         if reason:
             failures.warn("stepscope: step %d: %s: failed: %s", self._session.step, name, reason)
         if self._result is not None:

@@ -33,12 +33,12 @@ class CapturedFiles:
 
     def manifest(self) -> Manifest:
         """Return what is there at this moment, folded from the processes' parts."""
-        return self.session.ledger.manifest(self.session.layout)
+        return self.session.manifest_part.manifest(self.session.layout)
 
     def fold(self) -> None:
         """Write `manifest.json` anew. A disk that refuses is noted."""
         try:
-            self.session.ledger.fold(self.session.layout)
+            self.session.manifest_part.fold(self.session.layout)
         except OSError as error:
             failures.note("writing the manifest", error)
 
@@ -47,7 +47,7 @@ class CapturedFiles:
 
         It is read off the disk, because a call would hold up a busy one.
         """
-        own = self.session.ledger.part
+        own = self.session.manifest_part.record
         lost = {absent.process for absent in own.absent}
         return any(
             item.pending in ("exporting", "closing")

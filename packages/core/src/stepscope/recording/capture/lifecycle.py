@@ -165,7 +165,7 @@ class Lifecycle:
         await participants.start(request, session.config.budget.fanout_seconds)
         if not self._is_opening():
             # A signal's handler closed this, and the process goes on: what has started since is told too.
-            part = session.ledger.part
+            part = session.manifest_part.record
             ending = None if part.ended_by is None else Ending(part.ended_by, part.error or "")
             await self._tell_to_stop(participants, session, Closing(ending))
         elif self.asked.on_request:
@@ -374,7 +374,7 @@ class Lifecycle:
 
     def _write_manifest(self) -> None:
         if self.session is not None and self._files is not None:
-            self.session.ledger.write()
+            self.session.manifest_part.write()
             self._files.fold()
 
     def _free(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from stepscope.config import ProfileConfig, RoleConfig
 from stepscope.config._words import closest
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.spans import wrapping
 
@@ -72,7 +72,7 @@ def missing_workers(*, engines: bool, opened_by: OpenedBy = "program") -> str | 
 
 
 def enter_unmatched(
-    ledger: Ledger, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
+    manifest_part: ManifestPart, config: ProfileConfig, parts: Sequence[ProcessPart], *, engines: bool
 ) -> None:
     """Enter roles of the configuration that match nothing in a whole capture, and that no profiler ran.
 
@@ -83,15 +83,15 @@ def enter_unmatched(
     unmatched = unmatched_roles(config.roles, roles | {"rollout"} if engines else roles, "in this capture")
     for pattern, reason in unmatched.items():
         failures.warn_once(reason)
-        ledger.lack(f"roles.{pattern}", reason, kind="selection")
+        manifest_part.lack(f"roles.{pattern}", reason, kind="selection")
     why_none = None if unmatched else no_profiler(config, parts)
     if why_none is not None:
         failures.warn_once(why_none)
-        enter = ledger.skip if config.roles == ProfileConfig().roles else ledger.lack
+        enter = manifest_part.skip if config.roles == ProfileConfig().roles else manifest_part.lack
         enter(PROFILER, why_none, kind="selection")
 
 
-def enter_left_out(ledger: Ledger, parts: Iterable[ProcessPart], *, named: bool) -> None:
+def enter_left_out(manifest_part: ManifestPart, parts: Iterable[ProcessPart], *, named: bool) -> None:
     """Enter classes of this job's actors that have decorated methods and take no part.
 
     Args:
@@ -104,16 +104,16 @@ def enter_left_out(ledger: Ledger, parts: Iterable[ProcessPart], *, named: bool)
             "methods are not recorded. Fix: add them to capture(workers={role: handles})"
         )
         failures.warn_once(f"{name}: {reason}")
-        enter = ledger.skip if named else ledger.lack
+        enter = manifest_part.skip if named else manifest_part.lack
         enter(f"actors of {name}", reason, kind="selection")
 
 
-def enter_missing_workers(ledger: Ledger, *, engines: bool, opened_by: OpenedBy) -> None:
+def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_by: OpenedBy) -> None:
     """Enter that a capture that names no workers probably lacks them, if something says so."""
     reason = missing_workers(engines=engines, opened_by=opened_by)
     if reason is not None:
         failures.warn_once(reason)
-        enter = ledger.lack if _prepared else ledger.skip
+        enter = manifest_part.lack if _prepared else manifest_part.skip
         enter(WORKERS, reason, kind="selection")
 
 

@@ -39,7 +39,7 @@ def make_session(asked: Asked, participants: Participants | None, began_ns: int)
         participants.join(session)
     if not asked.names_workers:
         omissions.enter_missing_workers(
-            session.ledger, engines=asked.engines is not None, opened_by=asked.opened_by
+            session.manifest_part, engines=asked.engines is not None, opened_by=asked.opened_by
         )
     return session
 

@@ -27,8 +27,8 @@ _is_torch_explained = False
 def settle(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
     enter = partial(_enter_omissions, asked, session, participants)
-    manifest = session.ledger.settle(session.layout, enter)
-    session.ledger.told = True
+    manifest = session.manifest_part.settle(session.layout, enter)
+    session.manifest_part.told = True
     _log_problems(session, manifest)
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
@@ -42,8 +42,8 @@ def settle(asked: Asked, session: Session, participants: Participants | None) ->
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    manifest = session.ledger.settle(session.layout, lambda _: None)
-    session.ledger.told = True
+    manifest = session.manifest_part.settle(session.layout, lambda _: None)
+    session.manifest_part.told = True
     _log_problems(session, manifest)
     tell_asker(asked, reason)
     _retain(session)
@@ -75,14 +75,14 @@ def _enter_omissions(
     asked: Asked, session: Session, participants: Participants | None, parts: Sequence[ProcessPart]
 ) -> None:
     """Enter what was asked for and did not take part."""
-    ledger = session.ledger
-    may_ask_ray = ledger.part.ended_by is None  # else there may be no time
+    manifest_part = session.manifest_part
+    may_ask_ray = manifest_part.record.ended_by is None  # else there may be no time
     if may_ask_ray and (not asked.names_workers or participants is not None):
-        omissions.enter_left_out(ledger, parts, named=participants is not None)
-    if ledger.part.absent or ledger.state(omissions.WORKERS) is not None:
+        omissions.enter_left_out(manifest_part, parts, named=participants is not None)
+    if manifest_part.record.absent or manifest_part.state(omissions.WORKERS) is not None:
         return  # who is not there may have the role
     if _knows_all(session, participants, parts):
-        omissions.enter_unmatched(ledger, session.config, parts, engines=asked.engines is not None)
+        omissions.enter_unmatched(manifest_part, session.config, parts, engines=asked.engines is not None)
 
 
 def _knows_all(session: Session, participants: Participants | None, parts: Sequence[ProcessPart]) -> bool:

@@ -25,7 +25,7 @@ from stepscope.files.manifest.records import (
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
 from stepscope.recording.fanout import late_files
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
 
@@ -33,17 +33,17 @@ _LATE: Pending = "late"
 
 
 class EngineOutcomes:
-    """Every outcome of a replica, as an expectation `replica N` in the owner's ledger."""
+    """Every outcome of a replica, as an expectation `replica N` in the owner's part of the manifest."""
 
-    def __init__(self, layout: StepLayout, ledger: Ledger) -> None:
+    def __init__(self, layout: StepLayout, manifest_part: ManifestPart) -> None:
         self._layout = layout
-        self._ledger = ledger
+        self._manifest_part = manifest_part
         self._elsewhere: set[str] = set()
         """Labels of engines that announced files which were not here: they may yet be fetched."""
 
     def look_again(self) -> None:
         """Enter files that were not here at the stop, and have been fetched since."""
-        for item in self._ledger.part.expected:
+        for item in self._manifest_part.record.expected:
             if item.name in self._elsewhere:
                 reason = self._not_here(item.artifacts) or cut_short(item.artifacts)
                 state: State = "partial" if reason else "ok"
@@ -52,26 +52,28 @@ class EngineOutcomes:
                     for option, why in item.ignored.items()
                     if reason or not option.startswith(LEFT_BEHIND)
                 }
-                self._ledger.expect(msgspec.structs.replace(item, state=state, reason=reason, ignored=kept))
+                self._manifest_part.expect(
+                    msgspec.structs.replace(item, state=state, reason=reason, ignored=kept)
+                )
 
     def fail_for_now(self, label: str, reason: str) -> None:
-        self._ledger.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
+        self._manifest_part.fail(label, f"{reason}; {AWAITED['late']}", kind="engine", pending="late")
 
     def enter(self, label: str, artifacts: Sequence[Artifact], ignored: dict[str, str]) -> None:
         entered = {artifact.path for artifact in self._entered(label)}
-        self._ledger.expect(self._outcome(label, tuple(artifacts), ignored))
+        self._manifest_part.expect(self._outcome(label, tuple(artifacts), ignored))
         for artifact in artifacts:
             path = self._layout.root / artifact.path
             # Its sidecar may lie on another host's own disk.
             if artifact.path not in entered and sidecar_of(path).exists():
-                pipeline.artifact_done(path, None, self._ledger)
+                pipeline.artifact_done(path, None, self._manifest_part)
 
     def enter_late_stop(self, label: str, stopped: asyncio.Future[list[Artifact]]) -> None:
         """Enter the outcome of a stop that ended after its deadline."""
         try:
             artifacts = stopped.result()
         except Exception as error:
-            self._ledger.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
+            self._manifest_part.fail(label, f"stop, after its deadline: {describe(error)}", kind="engine")
             self._write()
         else:
             self._enter_late(label, artifacts)
@@ -82,7 +84,7 @@ class EngineOutcomes:
         Returns:
             Whether all have come, as far as one can tell: some are here, and no more since the last look.
         """
-        part = self._ledger.part
+        part = self._manifest_part.record
         came = [
             artifact
             for late in waiting(self._layout)
@@ -104,7 +106,7 @@ class EngineOutcomes:
     def _entered(self, label: str) -> list[Artifact]:
         return [
             artifact
-            for item in self._ledger.part.expected
+            for item in self._manifest_part.record.expected
             if item.name == label
             for artifact in item.artifacts
         ]
@@ -143,8 +145,8 @@ class EngineOutcomes:
 
     def _write(self) -> None:
         """Write this part and the manifest again, because the capture is closed."""
-        self._ledger.write()
+        self._manifest_part.write()
         try:
-            self._ledger.fold(self._layout)
+            self._manifest_part.fold(self._layout)
         except OSError as error:
             failures.note("writing the manifest", error)

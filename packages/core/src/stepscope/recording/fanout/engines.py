@@ -16,7 +16,7 @@ from stepscope.files.manifest.records import LATE, awaited
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.fanout import late_files
 from stepscope.recording.fanout.engine_outcomes import EngineOutcomes
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures, identity
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.private_loop import within
@@ -50,7 +50,7 @@ class EngineGroup:
         *,
         config: ProfileConfig,
         layout: StepLayout,
-        ledger: Ledger,
+        manifest_part: ManifestPart,
         step: int,
         name: str,
         over_budget: Callable[[], str | None],
@@ -60,11 +60,11 @@ class EngineGroup:
         self._profilers = profilers
         self._config = config
         self._layout = layout
-        self._ledger = ledger
+        self._manifest_part = manifest_part
         self._step = step
         self._name = name
         self._started: list[EngineProfiler] = []
-        self.outcomes = EngineOutcomes(layout, ledger)
+        self.outcomes = EngineOutcomes(layout, manifest_part)
 
     async def start(self, deadline_s: float) -> None:
         """Start the selected replicas concurrently. One that fails or hangs costs its deadline and nothing
@@ -82,7 +82,7 @@ class EngineGroup:
             failures.note("looking for room before a capture", error)
         if full is not None:
             for profiler in selected:
-                self._ledger.fail(_label(profiler), full, kind="engine")
+                self._manifest_part.fail(_label(profiler), full, kind="engine")
             return
         await asyncio.gather(*(self._start(profiler, deadline_s) for profiler in selected))
         await late_files.enter_what_came()  # an engine that has started is through with its last stop
@@ -96,12 +96,12 @@ class EngineGroup:
             return  # other processes have the other replicas
         sizes = [(_number(profiler), profiler.world_size) for profiler in self._profilers]
         for rank, reason in selection.unreachable_in_engines(self._config, ROLE, sizes).items():
-            self._ledger.lack(f"{ROLE} rank {rank}", reason, kind="selection")
+            self._manifest_part.lack(f"{ROLE} rank {rank}", reason, kind="selection")
 
     def _selects(self, profiler: EngineProfiler) -> bool:
         reason = _unselected(self._config, profiler)
         if reason is not None:
-            self._ledger.skip(_label(profiler), reason, kind="engine")
+            self._manifest_part.skip(_label(profiler), reason, kind="engine")
         return reason is None
 
     async def _start(self, profiler: EngineProfiler, deadline_s: float) -> None:
@@ -112,16 +112,16 @@ class EngineGroup:
         try:
             await within(_checked_start(profiler, self._capture_of(profiler)), deadline_s)
         except Exception as error:
-            self._ledger.fail(label, _why("start", error, deadline_s), kind="engine")
+            self._manifest_part.fail(label, _why("start", error, deadline_s), kind="engine")
             return
         if profiler not in self._started:  # it was told to stop before it had started: it is told again
             self._started.append(profiler)
-        self._ledger.expect(awaited(label, "engine", "closing"))
+        self._manifest_part.expect(awaited(label, "engine", "closing"))
 
     async def _stop(self, profiler: EngineProfiler, deadline_s: float) -> None:
         label = _label(profiler)
         # One that did not is stopped to leave nothing behind, and why it did not is what is worth knowing.
-        started = self._ledger.state(label) != "failed"
+        started = self._manifest_part.state(label) != "failed"
         waited_s.set(deadline_s)  # in the task that this is
         stopping = asyncio.ensure_future(profiler.stop())
         try:
@@ -160,7 +160,7 @@ class EngineGroup:
         except (Exception, asyncio.CancelledError) as error:
             reason = _why("stop", error, deadline_s)
             if profiler.ignored.get(LATE) is None:
-                self._ledger.fail(label, reason, kind="engine")
+                self._manifest_part.fail(label, reason, kind="engine")
             else:
                 self.outcomes.fail_for_now(label, reason)
                 late_files.expect(partial(self.outcomes.enter_given_up, label))
@@ -173,7 +173,7 @@ class EngineGroup:
         torch, window, replica = self._config.torch, role.engine.iterations, _number(profiler)
         return EngineCapture(
             step=self._step,
-            run_id=self._ledger.part.run_id,
+            run_id=self._manifest_part.record.run_id,
             seconds=self._config.budget.seconds,
             stop_seconds=self._config.budget.fanout_seconds,
             out_dir=os.path.abspath(self._layout.engine_dir(replica)),

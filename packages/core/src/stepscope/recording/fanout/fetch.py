@@ -73,12 +73,12 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
         EngineError: this process knows of no such capture, or has not closed it.
     """
     session = _session(capture_id)
-    layout, part = session.layout, session.ledger.part
+    layout, part = session.layout, session.manifest_part.record
     if part.closed is None:
         raise EngineError("its capture is still open there")
     own = layout.part_of(session.process, session.run_id, session.number)
     if not own.is_file():
-        session.ledger.write()
+        session.manifest_part.write()
     written = [artifact.path for item in part.expected for artifact in item.artifacts]
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]

@@ -13,13 +13,13 @@ from stepscope.recording.fanout.fetch import Home
 from stepscope.recording.fanout.fleet import Fleet, WorkerOutcome, load_fleet
 from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.fanout.messages import GatherRequest, StartRequest, StopRequest
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.session.session import Session
 
 
 class Participants:
-    """Workers and engines of one capture. Outcomes go into the owner's ledger, and no failure is raised."""
+    """Workers and engines of one capture. Outcomes go into the manifest, and no failure is raised."""
 
     def __init__(self, workers: object, engines: object) -> None:
         """Raises: ConfigError, EngineError: nothing installed knows a worker or an engine."""
@@ -33,20 +33,20 @@ class Participants:
         self.apart: list[str] = []
         """Workers whose files are to be fetched: they write to a folder that this process does not see."""
         self._group: EngineGroup | None = None
-        self._ledger: Ledger | None = None
+        self._manifest_part: ManifestPart | None = None
         self._home: Home | None = None
         self._capture_id = ""
         self._released = False
 
     def join(self, session: Session) -> None:
         """Connect workers and engines to the owner's session."""
-        part, layout, config = session.ledger.part, session.layout, session.config
-        self._ledger, self._home = session.ledger, Home(layout, config)
+        part, layout, config = session.manifest_part.record, session.layout, session.config
+        self._manifest_part, self._home = session.manifest_part, Home(layout, config)
         self._group = EngineGroup(
             self.profilers,
             config=config,
             layout=layout,
-            ledger=session.ledger,
+            manifest_part=session.manifest_part,
             step=part.step,
             name=f"step_{part.step:06d}_{part.run_id}",
             over_budget=session.over_budget,
@@ -54,30 +54,30 @@ class Participants:
 
     async def start(self, request: StartRequest, deadline_s: float) -> None:
         """Return when every one has begun, failed, or used up its deadline."""
-        ledger, group = self._joined()
+        manifest_part, group = self._joined()
         self._capture_id = request.capture_id
-        await asyncio.gather(self._start_workers(ledger, request, deadline_s), group.start(deadline_s))
+        await asyncio.gather(self._start_workers(manifest_part, request, deadline_s), group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
         """Stop those that began, those that may have, and those that answered too late."""
-        ledger, group = self._joined()
-        await asyncio.gather(self._stop_workers(ledger, request, deadline_s), group.stop(deadline_s))
+        manifest_part, group = self._joined()
+        await asyncio.gather(self._stop_workers(manifest_part, request, deadline_s), group.stop(deadline_s))
 
     async def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart, and of engines on their hosts."""
-        ledger, group = self._joined()
+        manifest_part, group = self._joined()
         group.outcomes.look_again()  # a shared disk may lag
         home = self._home
         if self.fleet is None or home is None:
             return
-        artifacts = [artifact for item in ledger.part.expected for artifact in item.artifacts]
+        artifacts = [artifact for item in manifest_part.record.expected for artifact in item.artifacts]
         remote = [artifact for artifact in artifacts if not home.path_of(artifact.path).exists()]
         files: dict[str, list[str]] = {}
         for artifact in remote:
             files.setdefault(artifact.host, []).append(artifact.path)
-        fetched = [name for name in self.apart if ledger.state(files_of(name)) == "ok"]
+        fetched = [name for name in self.apart if manifest_part.state(files_of(name)) == "ok"]
         if len(fetched) == len(self.apart) and not remote:
-            self._release(ledger, home)
+            self._release(manifest_part, home)
             return
         request = GatherRequest(capture_id=self._capture_id, engine_files=files)
         for outcome in await self.fleet.gather(request, home, left_s):
@@ -85,22 +85,22 @@ class Participants:
                 continue  # it was asked for an engine's files; its own are here
             name = files_of(outcome.name)
             state: State = "ok" if outcome.state == "ok" else "failed"
-            ledger.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
+            manifest_part.expect(Expectation(name=name, kind="fetch", state=state, reason=outcome.reason))
             if state != "ok":
-                failures.warn("stepscope: step %d: %s: %s", ledger.part.step, name, outcome.reason)
+                failures.warn("stepscope: step %d: %s: %s", manifest_part.record.step, name, outcome.reason)
         group.outcomes.look_again()
-        ledger.write()
+        manifest_part.write()
         here = [path for path in (home.path_of(artifact.path) for artifact in remote) if path.exists()]
         for path in here:
             if sidecar_of(path).exists():
-                pipeline.artifact_done(path, None, ledger)
-        self._release(ledger, home)
+                pipeline.artifact_done(path, None, manifest_part)
+        self._release(manifest_part, home)
 
-    def _release(self, ledger: Ledger, home: Home) -> None:
+    def _release(self, manifest_part: ManifestPart, home: Home) -> None:
         """Let the workers forget the capture once all is here, and no engine's files may still come."""
-        items = ledger.part.expected
+        items = manifest_part.record.expected
         is_over = (
-            all(ledger.state(files_of(name)) == "ok" for name in self.apart)
+            all(manifest_part.state(files_of(name)) == "ok" for name in self.apart)
             and all(home.path_of(artifact.path).exists() for item in items for artifact in item.artifacts)
             and not any(item.pending == "late" for item in items)
         )
@@ -110,7 +110,7 @@ class Participants:
 
     def taking_part(self) -> dict[str, str]:
         """Return {worker or replica: `began`, or the reason why it takes no part}, after the start."""
-        part = self._joined()[0].part
+        part = self._joined()[0].record
         answers = dict.fromkeys((*part.began.values(), *self.apart), "began")
         answers |= {absent.name: absent.reason for absent in part.absent}
         for item in part.expected:
@@ -118,25 +118,29 @@ class Participants:
                 answers[item.name] = "began" if item.pending == "closing" else item.reason or item.state
         return answers
 
-    async def _start_workers(self, ledger: Ledger, request: StartRequest, deadline_s: float) -> None:
+    async def _start_workers(
+        self, manifest_part: ManifestPart, request: StartRequest, deadline_s: float
+    ) -> None:
         if self.fleet is not None:
             outcomes = await self.fleet.start(request, deadline_s)
             fetched = request.config.finish.fetches
             self.apart = [outcome.name for outcome in outcomes if outcome.apart and fetched]
             for name in self.apart:
-                ledger.expect(awaited(files_of(name), "fetch", "fetching"))
+                manifest_part.expect(awaited(files_of(name), "fetch", "fetching"))
             began = {outcome.process: outcome.name for outcome in outcomes if outcome.process is not None}
-            ledger.update(began={key: name for key, name in began.items() if name not in self.apart})
-            _enter(ledger, outcomes)
+            manifest_part.update(began={key: name for key, name in began.items() if name not in self.apart})
+            _enter(manifest_part, outcomes)
 
-    async def _stop_workers(self, ledger: Ledger, request: StopRequest, deadline_s: float) -> None:
+    async def _stop_workers(
+        self, manifest_part: ManifestPart, request: StopRequest, deadline_s: float
+    ) -> None:
         if self.fleet is not None:
-            _enter(ledger, await self.fleet.stop(request, deadline_s))
+            _enter(manifest_part, await self.fleet.stop(request, deadline_s))
 
-    def _joined(self) -> tuple[Ledger, EngineGroup]:
-        if self._ledger is None or self._group is None:
+    def _joined(self) -> tuple[ManifestPart, EngineGroup]:
+        if self._manifest_part is None or self._group is None:
             raise RuntimeError("Participants.join comes first")
-        return self._ledger, self._group
+        return self._manifest_part, self._group
 
 
 def files_of(name: str) -> str:
@@ -144,8 +148,8 @@ def files_of(name: str) -> str:
     return f"files of {name}"
 
 
-def _enter(ledger: Ledger, outcomes: list[WorkerOutcome]) -> None:
-    ledger.add_absent(
+def _enter(manifest_part: ManifestPart, outcomes: list[WorkerOutcome]) -> None:
+    manifest_part.add_absent(
         tuple(
             Absent(
                 name=outcome.name, state=outcome.state, reason=outcome.reason or "", process=outcome.process
@@ -154,4 +158,4 @@ def _enter(ledger: Ledger, outcomes: list[WorkerOutcome]) -> None:
             if outcome.state != "ok"
         )
     )
-    ledger.add_clocks(tuple(outcome.clock for outcome in outcomes if outcome.clock is not None))
+    manifest_part.add_clocks(tuple(outcome.clock for outcome in outcomes if outcome.clock is not None))

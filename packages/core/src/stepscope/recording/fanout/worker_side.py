@@ -119,10 +119,10 @@ def stop_worker(request: StopRequest) -> StopAnswer:
         return StopAnswer(process=None)
     _stopped.discard(request.capture_id)
     session.close(ending=request.ending, discard=request.discard)
-    session.ledger.told = True  # in the answer
+    session.manifest_part.told = True  # in the answer
     session.write_cost()
     session.hand_back()
-    return StopAnswer(process=session.process, problems=tuple(session.ledger.problems()))
+    return StopAnswer(process=session.process, problems=tuple(session.manifest_part.problems()))
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:

@@ -33,7 +33,7 @@ from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.process import failures
 
 
-class Ledger:
+class ManifestPart:
     """The part in memory. Thread-safe. `write` puts it on disk after opening, closing and each export."""
 
     def __init__(self, path: Path, part: ProcessPart) -> None:
@@ -49,7 +49,7 @@ class Ledger:
         self._folding = threading.RLock()  # the same, and the fold that looked later is to be written later
 
     @property
-    def part(self) -> ProcessPart:
+    def record(self) -> ProcessPart:
         with self._lock:
             return msgspec.structs.replace(self._part, expected=tuple(self._items.values()))
 
@@ -57,7 +57,7 @@ class Ledger:
         """Return a line for each thing that is missing, partial or failed."""
         return [
             f"{item.name}: {item.state}: {item.reason}"
-            for item in self.part.expected
+            for item in self.record.expected
             if item.state in ("missing", "partial", "failed")
         ]
 
@@ -182,7 +182,7 @@ class Ledger:
 
     def manifest(self, step: StepLayout) -> Manifest:
         """Return the manifest of this moment, folded from the parts of all processes of the step."""
-        return fold([self.part, *self._others(step)])
+        return fold([self.record, *self._others(step)])
 
     def _others(self, step: StepLayout) -> list[ProcessPart]:
         """Return the other processes' parts. This one's is in memory: a full disk cannot hide it."""
@@ -195,13 +195,13 @@ class Ledger:
         A disk that refuses is noted.
 
         Args:
-            enter: Adds to this ledger what follows from the parts of all processes.
+            enter: Adds to this part what follows from the parts of all processes.
         """
         with self._folding:
             others = self._others(step)
-            enter([self.part, *others])
+            enter([self.record, *others])
             self.write()
-            manifest = fold([self.part, *others])
+            manifest = fold([self.record, *others])
             try:
                 write_manifest(step, manifest)
             except OSError as error:
@@ -221,6 +221,6 @@ class Ledger:
         """Write the whole part to disk. A disk that refuses is noted as a failure."""
         with self._lock:
             try:
-                write_atomic(self._path, msgspec.json.encode(self.part))
+                write_atomic(self._path, msgspec.json.encode(self.record))
             except OSError as error:
                 failures.note("writing the manifest", error)

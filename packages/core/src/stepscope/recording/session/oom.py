@@ -111,8 +111,8 @@ class _Watch:
         failures.warn("stepscope: CUDA out of memory: %s; %s", what, kept)
         if isinstance(session, Session):
             item = Expectation(name=ITEM, kind="memory", state="ok", reason=f"{what}; {kept}")
-            session.ledger.expect(item)
-            session.ledger.write()
+            session.manifest_part.expect(item)
+            session.manifest_part.write()
 
     def _why_none(self, run: RunLayout) -> str | None:
         most = self.config.cuda_memory.oom_snapshots

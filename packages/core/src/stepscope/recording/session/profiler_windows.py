@@ -21,7 +21,7 @@ from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.files.spans import PROFILING
 from stepscope.files.values import AttrValue, bounded
 from stepscope.recording.output import exporter
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.session import selection
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from stepscope.recording.spans.wrapping import Declared
 
-OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, Ledger], None]
-"""Called with a file that is in place, its sidecar (None: read it from beside the file), and the ledger."""
+OnArtifact: TypeAlias = Callable[[Path, Sidecar | None, ManifestPart], None]
+"""Called with a file in place, its sidecar (None: read it from beside the file), and the manifest's part."""
 
 
 class Windows:
-    """Owns the backend of one session. Its failures go to the ledger; they never reach the recorded code."""
+    """Owner of the backend of one session. Its failures go to the manifest, never to the recorded code."""
 
     def __init__(
         self,
@@ -52,19 +52,19 @@ class Windows:
         process: ProcessInfo,
         step: int,
         run_id: str,
-        ledger: Ledger,
+        manifest_part: ManifestPart,
         on_artifact: OnArtifact | None = None,
     ) -> None:
         self.discrete = config.mode == "discrete"
         self.running: str | None = None
-        """The ledger's name of the window that is open now."""
+        """Name in the manifest of the window that is open now."""
         self._backend = backend
         self._config = config
         self._layout = layout
         self._process = process
         self._step = step
         self._run_id = run_id
-        self._ledger = ledger
+        self._manifest_part = manifest_part
         self._on_artifact = on_artifact
         self._starting = False
         self._off: str | None = None
@@ -77,16 +77,16 @@ class Windows:
         self._lock = threading.RLock()
 
     def open(self, stage: str | None, role: str) -> bool:
-        """Starts the backend; False (and the reason in the ledger) when it does not start."""
+        """Starts the backend; False (and the reason in the manifest) when it does not start."""
         name = self._name(stage)
         with self._lock:
             reason = self._refusal(stage, role)
             if reason is not None:
-                self._ledger.skip(name, reason, kind="trace")
+                self._manifest_part.skip(name, reason, kind="trace")
                 return False
             reason = self._used_up()
             if reason is not None:
-                self._ledger.cut(name, reason, kind="trace")
+                self._manifest_part.cut(name, reason, kind="trace")
                 self._warn_once(f"is truncated: {reason}; no further window opens")
                 return False
             try:
@@ -105,23 +105,23 @@ class Windows:
         except BackendError as error:
             # The user's own profiler, say, which ends: the next window may do better.
             self.running = None
-            self._ledger.fail(name, failures.describe(error), kind="trace")
+            self._manifest_part.fail(name, failures.describe(error), kind="trace")
             self._warn_once(f"lacks the {name}: {failures.describe(error)}")
             return False
         except Exception as error:
             self.running, self._off = None, failures.describe(error)
-            self._ledger.fail(name, self._off, kind="trace")
+            self._manifest_part.fail(name, self._off, kind="trace")
             failures.note(f"starting the {self._backend.name} profiler", error)
             return False
         finally:
             self._starting = False
         self._indices[stage] += 1
-        self._ledger.update(profiled=True)
-        if self._indices[stage] == 1 and self._ledger.state(name) != "failed":
-            self._ledger.expect(awaited(name, "trace", "closing"))
+        self._manifest_part.update(profiled=True)
+        if self._indices[stage] == 1 and self._manifest_part.state(name) != "failed":
+            self._manifest_part.expect(awaited(name, "trace", "closing"))
         self._opened = clock.read_anchor()
         if stage is not None:
-            self._ledger.spend(inside_ns=time.monotonic_ns() - began)
+            self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
         if self._off is not None:
             self._undo_start(name, self._off)
             return False
@@ -145,13 +145,15 @@ class Windows:
             except BackendError as error:
                 # An outcome: nothing was recorded, and this is why. The next window may do better.
                 if discard is None:
-                    self._ledger.fail(name, failures.describe(error), kind="trace")
+                    self._manifest_part.fail(name, failures.describe(error), kind="trace")
                 else:
-                    self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
+                    self._manifest_part.expect(
+                        Expectation(name=name, kind="trace", state="skipped", reason=discard)
+                    )
                 return
             except Exception as error:
                 self._off = failures.describe(error)
-                self._ledger.fail(name, self._off, kind="trace")
+                self._manifest_part.fail(name, self._off, kind="trace")
                 failures.note(f"stopping the {self._backend.name} profiler", error)
                 return
             except BaseException:  # a Ctrl-C: who closes after it stops what still runs
@@ -159,14 +161,16 @@ class Windows:
                 raise
             finally:
                 if self.discrete and self._off is None:
-                    self._ledger.spend(inside_ns=time.monotonic_ns() - began)
+                    self._manifest_part.spend(inside_ns=time.monotonic_ns() - began)
             if discard is not None:
                 for artifact in pending:
                     artifact.discard()
-                self._ledger.expect(Expectation(name=name, kind="trace", state="skipped", reason=discard))
+                self._manifest_part.expect(
+                    Expectation(name=name, kind="trace", state="skipped", reason=discard)
+                )
                 return
             if not pending:
-                self._ledger.fail(name, "the profiler recorded nothing", kind="trace")
+                self._manifest_part.fail(name, "the profiler recorded nothing", kind="trace")
             for artifact in pending:
                 self._submit(name, artifact, closed, truncated or artifact.truncated)
 
@@ -175,9 +179,9 @@ class Windows:
         with self._lock:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
-            for item in self._ledger.part.expected:  # a Ctrl-C between a stop and the exporter
+            for item in self._manifest_part.record.expected:  # a Ctrl-C between a stop and the exporter
                 if (item.kind, item.pending) == ("trace", "closing"):
-                    self._ledger.fail(
+                    self._manifest_part.fail(
                         item.name, "interrupted while it was closed: the recording is lost", kind="trace"
                     )
 
@@ -267,9 +271,9 @@ class Windows:
 
     def _tell_late(self, name: str) -> None:
         """Log what went wrong with a file after the capture has told of all that went wrong before."""
-        if not self._ledger.told:
+        if not self._manifest_part.told:
             return
-        for item in self._ledger.part.expected:
+        for item in self._manifest_part.record.expected:
             if item.name == name and item.state in ("partial", "failed"):
                 failures.warn("stepscope: step %d: %s: %s: %s", self._step, name, item.state, item.reason)
 
@@ -318,13 +322,13 @@ class Windows:
 
         def done(result: exporter.ExportResult) -> None:
             trouble = result.error or pending.lacking
-            self._ledger.export_ends(name, result.artifact, trouble, result.cost_ns)
+            self._manifest_part.export_ends(name, result.artifact, trouble, result.cost_ns)
             self._tell_late(name)
             if result.sidecar is not None and self._on_artifact is not None:
                 path = self._layout.root / result.sidecar.artifact.path
-                self._on_artifact(path, result.sidecar, self._ledger)
+                self._on_artifact(path, result.sidecar, self._manifest_part)
 
-        self._ledger.export_begins(name, truncated, pending.ignored)
+        self._manifest_part.export_begins(name, truncated, pending.ignored)
         exporter.exporter().submit(
             pending,
             target=target,

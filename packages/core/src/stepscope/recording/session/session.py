@@ -31,7 +31,7 @@ from stepscope.files.spans import CONSUME
 from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.files.values import AttrValue, settled
 from stepscope.recording.output import exporter
-from stepscope.recording.output.manifest_part import Ledger
+from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
@@ -117,7 +117,7 @@ class Session:
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
         """The how-manieth capture of this step here."""
-        self.ledger = Ledger(self.layout.part_of(process, run_id, number), part)
+        self.manifest_part = ManifestPart(self.layout.part_of(process, run_id, number), part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),
             process=process,
@@ -165,19 +165,19 @@ class Session:
         if self.config.export.when == "deferred":
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
-        self.ledger.expect(awaited("spans", "spans", "closing"))
+        self.manifest_part.expect(awaited("spans", "spans", "closing"))
         shared = selection.is_shared(self.config, self.process.role)
         for name, why in selection.missing_ranks(self.config, self.process).items():
-            (self.ledger.skip if shared else self.ledger.lack)(name, why, kind="selection")
+            (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
         reason = self._no_profiler()
         if reason is not None:
-            self.ledger.skip(f"{self.config.tool} trace", reason, kind="trace")
+            self.manifest_part.skip(f"{self.config.tool} trace", reason, kind="trace")
         elif full := self.over_budget():
-            self.ledger.fail(f"{self.config.tool} trace", full, kind="trace")
+            self.manifest_part.fail(f"{self.config.tool} trace", full, kind="trace")
             failures.warn("stepscope: step %d has spans alone: %s", self.step, full)
         else:
             self._windows = self.log.observer = self._make_windows()
-        self.ledger.write()
+        self.manifest_part.write()
 
     def _no_profiler(self) -> str | None:
         """Why no profiler runs here; None when one does."""
@@ -196,7 +196,7 @@ class Session:
             backend.check()
             backend.prepare()
         except Exception as error:
-            self.ledger.fail(f"{self.config.tool} trace", describe(error), kind="trace")
+            self.manifest_part.fail(f"{self.config.tool} trace", describe(error), kind="trace")
             if not isinstance(error, BackendError):
                 failures.note(f"preparing the {self.config.tool} profiler", error)
             else:
@@ -209,7 +209,7 @@ class Session:
             process=self.process,
             step=self.step,
             run_id=self.run_id,
-            ledger=self.ledger,
+            manifest_part=self.manifest_part,
             on_artifact=self._on_artifact,
         )
 
@@ -224,9 +224,9 @@ class Session:
                 self.log.open()
             except OSError as error:
                 if not self._closed:
-                    self.ledger.fail("spans", describe(error), kind="spans")
+                    self.manifest_part.fail("spans", describe(error), kind="spans")
                     failures.note("opening the span file", error)
-            self.ledger.write()
+            self.manifest_part.write()
             if not self._closed:
                 self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
                 self._watchdog.start()
@@ -237,8 +237,8 @@ class Session:
             return
         anchor = clock.read_anchor()
         self.log.start(anchor)
-        self.ledger.update(opened=anchor)
-        self.ledger.spend(start_ns=anchor.mono_ns - self._began_ns)
+        self.manifest_part.update(opened=anchor)
+        self.manifest_part.spend(start_ns=anchor.mono_ns - self._began_ns)
 
     @property
     def state(self) -> None:
@@ -259,7 +259,7 @@ class Session:
     def hand_back(self) -> None:
         """Ends the closing: the caller goes on. Idempotent."""
         if self._closing is not None and not self._handed_back.is_set():
-            self.ledger.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
+            self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
             self._handed_back.set()
 
     def write_cost(self) -> None:
@@ -268,7 +268,7 @@ class Session:
 
     def _write_cost(self) -> None:
         if self._handed_back.wait(_HAND_BACK_S) and self.layout.root.exists():  # it may have been removed
-            self.ledger.write()
+            self.manifest_part.write()
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
         """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
@@ -298,23 +298,23 @@ class Session:
 
     def _write_the_end(self, ending: Ending | None, discard: str | None) -> None:
         ended = self._end(discard=discard)
-        self.ledger.update(closed=ended)
+        self.manifest_part.update(closed=ended)
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
-            self.ledger.update(ended_by=ending.by, error=error)
+            self.manifest_part.update(ended_by=ending.by, error=error)
         self._close_spans(ended, discard)
         self._say_instrumented()
         if self.forks:
             forks, self.forks = self.forks, 0
-            self.ledger.add_absent((_forked(forks),))
-        self.ledger.write()
+            self.manifest_part.add_absent((_forked(forks),))
+        self.manifest_part.write()
 
     def _say_instrumented(self) -> None:
         instrumented = sys.modules.get("stepscope.recording.instrument.configured")
         if instrumented is not None and self.config.instrument:
-            self.ledger.update(instrumented=instrumented.timed())
+            self.manifest_part.update(instrumented=instrumented.timed())
             for target, reason in instrumented.failed().items():
-                self.ledger.lack(f"instrument {target}", reason, kind="selection")
+                self.manifest_part.lack(f"instrument {target}", reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its
@@ -326,9 +326,9 @@ class Session:
             failures.warn("stepscope: step %d is truncated: %s", self.step, reason)
             began = time.monotonic_ns()
             self._end(truncated=reason)
-            self.ledger.spend(stop_ns=time.monotonic_ns() - began)
+            self.manifest_part.spend(stop_ns=time.monotonic_ns() - began)
             if self.owner:
-                self.ledger.write()
+                self.manifest_part.write()
             else:
                 self.close()  # nobody may ever come to do it: the owner is perhaps gone
 
@@ -342,31 +342,35 @@ class Session:
         if self._windows is not None:
             self._windows.finish(truncated=truncated, discard=discard)
         if truncated is not None:
-            self.ledger.expect(awaited("spans", "spans", "closing", truncated=truncated))
+            self.manifest_part.expect(awaited("spans", "spans", "closing", truncated=truncated))
         return self._ended
 
     def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
         log = self.log
         log.close(ended)
         # Before what became of them: an export that ends meanwhile writes the part as it is.
-        self.ledger.update(spans=log.written, dropped=log.dropped)
-        self.ledger.update(roles=tuple(dict.fromkeys((*self.ledger.part.roles, *sorted(log.roles)))))
-        truncated = next((item.truncated for item in self.ledger.part.expected if item.kind == "spans"), None)
+        self.manifest_part.update(spans=log.written, dropped=log.dropped)
+        self.manifest_part.update(
+            roles=tuple(dict.fromkeys((*self.manifest_part.record.roles, *sorted(log.roles))))
+        )
+        truncated = next(
+            (item.truncated for item in self.manifest_part.record.expected if item.kind == "spans"), None
+        )
         if log.failed is not None:
-            self.ledger.fail("spans", log.failed, kind="spans")
+            self.manifest_part.fail("spans", log.failed, kind="spans")
         elif not log.began:  # rolled back, or ended by a signal, before there was a file
             reason = discard or "the capture was ended before it began"
-            self.ledger.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
+            self.manifest_part.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
         elif log.dropped or truncated:
             reason = (
                 truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
             )
-            self.ledger.expect(
+            self.manifest_part.expect(
                 Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
             )
         else:
-            self.ledger.expect(Expectation(name="spans", kind="spans", state="ok"))
-        self.ledger.spend(spans_ns=log.written * span_cost_ns())
+            self.manifest_part.expect(Expectation(name="spans", kind="spans", state="ok"))
+        self.manifest_part.spend(spans_ns=log.written * span_cost_ns())
 
     @property
     def ended(self) -> bool:
