@@ -53,7 +53,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 PROCESS_STATE = {
     "stepscope.recording.after.pipeline": ("artifact_hooks", "capture_hooks", "report_hooks", "_failed"),
-    "stepscope.recording.capture.settling": ("_is_torch_explained",),
+    "stepscope.recording.capture.conclusion": ("_is_torch_explained",),
     "stepscope.recording.capture.configure": ("_configured",),
     "stepscope.recording.capture.omissions": ("_prepared",),
     "stepscope.recording.instrument.no_step": ("_config", "_steps", "_selected"),

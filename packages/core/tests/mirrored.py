@@ -46,6 +46,6 @@ def a_config(tmp_path: Path, url: str, **settings: object) -> ProfileConfig:
     )
 
 
-def settle() -> None:
+def drain() -> None:
     assert not exporter.exporter().drain(60)
     assert not pipeline._commands.drain(120)

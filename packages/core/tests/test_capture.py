@@ -29,7 +29,7 @@ from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Artifact
 from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import capture as capture_module
-from stepscope.recording.capture import settling
+from stepscope.recording.capture import conclusion
 from stepscope.recording.fanout import worker_side
 from stepscope.recording.output import manifest_part
 from stepscope.recording.process import failures, prepared
@@ -74,7 +74,7 @@ def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
 def test_a_capture_says_where_its_files_are_and_what_reads_them(
     config: ProfileConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "_is_torch_explained", True)  # torch may have run in another test
+    monkeypatch.setattr(conclusion, "_is_torch_explained", True)  # torch may have run in another test
     with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
         pass
     (said,) = [line for line in caplog.messages if "captured" in line]

@@ -21,7 +21,7 @@ from stepscope.files.manifest import parts
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import settling
+from stepscope.recording.capture import conclusion
 from stepscope.recording.output import manifest_part
 from stepscope.recording.spans.log import SpanLog
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -139,7 +139,7 @@ def test_hooks_run_although_a_ctrl_c_came_as_the_capture_was_told(
         raise KeyboardInterrupt
 
     cap = capture(1, config=config_of(tmp_path)).open()
-    monkeypatch.setattr(settling, "tell_summary", interrupt)
+    monkeypatch.setattr(conclusion, "tell_summary", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cap.close()
     flush()

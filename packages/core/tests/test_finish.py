@@ -55,7 +55,7 @@ def captured(config: ProfileConfig, step: int = 1, rank: int | None = None) -> C
     return block.result
 
 
-def settle() -> None:
+def drain() -> None:
     """Wait until files, hooks and commands are done."""
     assert not exporter.exporter().drain(60)
     assert not pipeline._hooks.drain(60)
@@ -100,7 +100,7 @@ def test_each_artifact_is_told_with_its_sidecar_and_the_capture_once_after_them(
 
     on_capture(whole)  # a second time is no second call
     captured(a_config(tmp_path, roles={"trainer": {"ranks": "all"}}))
-    settle()
+    drain()
     assert told == ["torch_trace", "ok"]
     assert threads == {"stepscope-hooks"}
 
@@ -116,7 +116,7 @@ async def test_what_an_engine_wrote_is_told_too(tmp_path: Path) -> None:
     config = a_config(tmp_path, roles={"rollout": {"ranks": "all"}})
     async with capture(1, config=config, engines=[FakeEngineProfiler(FakeEngine())]) as block:
         pass
-    settle()
+    drain()
     item = said(block.result)["replica 0"]
     assert sorted(told) == sorted(artifact.path for artifact in item.artifacts) != []
 
@@ -130,7 +130,7 @@ def test_a_hook_that_raises_is_logged_once_and_stands_in_the_manifest(
     on_capture(broken)
     config = a_config(tmp_path)
     results = [captured(config, step) for step in (1, 2)]
-    settle()
+    drain()
     for result in results:
         assert any("on_capture hook" in line and "OSError: no bucket" in line for line in result.problems())
     assert caplog.text.count("no bucket") == 1
@@ -154,14 +154,14 @@ def test_a_hook_that_hangs_holds_up_neither_the_capture_nor_the_exit(
     assert "unfinished at the end: the process exited" in caplog.text
     assert any("on_capture hook" in line for line in first.problems())
     release.set()
-    settle()
+    drain()
 
 
 def test_a_step_that_is_not_selected_is_told_to_nobody(tmp_path: Path) -> None:
     told: list[CaptureResult] = []
     on_capture(told.append)
     captured(a_config(tmp_path, steps=[7]), 1)
-    settle()
+    drain()
     assert told == []
 
 
@@ -183,7 +183,7 @@ SHOW = f"{sys.executable} -c 'import os, json; print(json.dumps(dict(os.environ)
 def test_the_command_runs_once_a_capture_and_knows_what_was_captured(tmp_path: Path) -> None:
     config = a_config(tmp_path, finish={"command": SHOW})
     result = captured(config, 3, rank=0)
-    settle()
+    drain()
     known = json.loads(log_of(result))
     layout = RunLayout(config.save_path)
     assert {
@@ -205,7 +205,7 @@ def test_a_program_that_imports_stepscope_can_be_the_command(tmp_path: Path) -> 
     program = "import stepscope.config as c; print(c.resolve().save_path)"
     config = a_config(tmp_path, finish={"command": f"{sys.executable} -c '{program}'"})
     result = captured(config)
-    settle()
+    drain()
     assert log_of(result).strip() == config.save_path
 
 
@@ -216,7 +216,7 @@ def test_alone_the_variable_of_the_step_is_a_slip() -> None:
 
 def test_a_command_that_fails_is_recorded_with_its_exit_code_and_output(tmp_path: Path) -> None:
     result = captured(a_config(tmp_path, finish={"command": "echo no bucket >&2; exit 3"}))
-    settle()
+    drain()
     item = said(result)["finish command"]
     assert (item.state, item.reason) == ("failed", f"exit code 3; see {_log_name(result)}")
     assert log_of(result) == "no bucket\n"
@@ -235,7 +235,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
     command = f"sleep 600 > {pipe} & wait"
     result = captured(a_config(tmp_path, finish={"command": command, "timeout_s": 0.3}))
     assert pipe.read_bytes() == b""
-    settle()
+    drain()
     assert said(result)["finish command"].reason == "timeout: killed after 0.3 s"
 
 
@@ -247,7 +247,7 @@ def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
     item = said(result)["finish command"]
     assert (item.state, item.reason) == ("pending", "it has not run yet")
     go.write_text("done")
-    settle()
+    drain()
     assert said(result)["finish command"].state == "ok"
 
 
@@ -262,7 +262,7 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
     captured(config, 2)
     assert set(layout.steps()) == {1, 2}
     go.write_text("done")
-    settle()
+    drain()
     captured(config, 3)
     assert set(layout.steps()) == {3}
 
@@ -270,7 +270,7 @@ def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> Non
 def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Path) -> None:
     config = a_config(tmp_path, finish={"command": "true"})
     result = captured(config, rank=1)
-    settle()
+    drain()
     item = said(result)["finish command"]
     assert (item.state, item.reason) == ("skipped", "rank 1 is not in finish.ranks: first")
 
@@ -301,7 +301,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
         late, expected=(Expectation(name="torch trace", kind="trace", state="ok"),)
     )
     part.write_bytes(msgspec.json.encode(done))
-    settle()
+    drain()
     assert said(block.result)["finish command"].state == "ok"
 
 
@@ -316,7 +316,7 @@ def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: p
     block = capture(1, config=a_config(tmp_path, finish={"command": "true"}))
     with pytest.raises(RuntimeError, match="no signals here"):
         block.open()
-    settle()
+    drain()
     assert told == []
     assert said(block.result)["finish command"].state == "skipped"
 

@@ -120,7 +120,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(on_demand, "_listener", None)
     yield f"/proc/self/cwd/{tmp_path.name}"
-    settle()  # what is written later would be so in the next folder
+    drain()  # what is written later would be so in the next folder
     if on_demand._listener is not None:
         on_demand._listener.close()
 
@@ -157,7 +157,7 @@ def alone(config: ProfileConfig, host: Any, step: int = 0) -> CaptureResult:
     return cap.result
 
 
-def settle() -> None:
+def drain() -> None:
     """Finish the work after a capture, and the work at the end of the process."""
     baseline.flush()
     assert exporter.exporter().drain(120) == []
@@ -260,7 +260,7 @@ def test_without_a_wait_they_come_home_beside_the_training(
     result = alone(config, hosts["host-b"])
     assert not result.problems()  # what is on its way is no problem yet
     assert "1 on other hosts" in result.summary()
-    settle()
+    drain()
     manifest = msgspec.json.decode(RunLayout(here).step(0).manifest.read_bytes(), type=Manifest)
     assert [part.process.host for part in manifest.processes if not part.owner] == ["host-b"]
 
@@ -374,7 +374,7 @@ def test_what_is_here_stays_so_when_it_is_asked_for_again(
     config: ProfileConfig, hosts: dict[str, Any]
 ) -> None:
     result = alone(config, hosts["host-b"])
-    settle()
+    drain()
     files_of(result).gather(lambda: 0.0)
     assert not result.problems()
 

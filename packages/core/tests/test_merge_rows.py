@@ -128,14 +128,14 @@ texts = st.lists(st.binary(min_size=1, max_size=400).map(lambda part: part * 40)
 
 
 @given(st.lists(st.tuples(st.booleans(), texts), max_size=5))
-def test_the_file_is_one_gzip_member_whenever_it_is_settled(parts: list[tuple[bool, list[bytes]]]) -> None:
+def test_the_file_is_one_gzip_member_whenever_it_is_flushed(parts: list[tuple[bool, list[bytes]]]) -> None:
     sink = io.BytesIO()
     file = TimelineFile(sink, 7)
-    for settle, batch in parts:
+    for flush, batch in parts:
         for text in batch:
             file.events(text)
-        if settle:
-            assert file.settle() == len(sink.getvalue())
+        if flush:
+            assert file.flush() == len(sink.getvalue())
     file.finish({})
     member = zlib.decompressobj(31)
     content = member.decompress(sink.getvalue())

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settle
+from packages.core.tests.mirrored import HOST, a_config, a_step, contents, drain
 from stepscope import ProfileConfig, capture
 from stepscope.cli.app import run
 from stepscope.config import check_finish
@@ -207,7 +207,7 @@ def test_the_command_takes_the_runs_own_mirror_and_copies_its_record(
     config = a_config(tmp_path, url)
     with capture(1, config=config):
         pass
-    settle()
+    drain()
     (RunLayout(config.save_path).step(1).root / "notes.txt").write_text("mine")
     assert run(["mirror", config.save_path]) == 0
     assert "1 sent (4 B)" in capsys.readouterr().err

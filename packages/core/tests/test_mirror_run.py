@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packages.core.tests.mirrored import HOST, a_config, a_step, contents, settle
+from packages.core.tests.mirrored import HOST, a_config, a_step, contents, drain
 from stepscope import ProfileConfig, capture, span
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import fold, read_parts
@@ -33,7 +33,7 @@ def test_after_a_capture_its_folder_is_copied_with_the_manifest_that_says_so(
     with capture(1, config=config) as block, span("update"):
         pass
     assert block.result.problems() == []  # under way is no problem
-    settle()
+    drain()
     step = RunLayout(config.save_path).step(1)
     assert said(step)["mirror"].state == "ok"
     there = tmp_path / "store" / "step_000001"
@@ -49,7 +49,7 @@ def test_a_mirror_that_cannot_be_reached_is_recorded_and_training_goes_on(
     config = a_config(tmp_path, f"file://{tmp_path}/store/x")
     with capture(1, config=config):
         pass
-    settle()
+    drain()
     item = said(RunLayout(config.save_path).step(1))["mirror"]
     assert item.state == "failed"
     assert re.search(r"file\(s\) are not there, \S+: (NotADirectory|FileExists)Error", str(item.reason))
@@ -61,7 +61,7 @@ def test_a_restarted_run_sends_what_the_killed_one_did_not(tmp_path: Path, url: 
     config = a_config(tmp_path, url)
     with capture(2, config=config):
         pass
-    settle()
+    drain()
     assert contents(tmp_path / "store" / "step_000001") == contents(killed.root)
 
 
@@ -84,14 +84,14 @@ def test_an_old_step_is_removed_once_its_copy_is_whole_and_not_before(
     for step in (1, 2):
         with capture(step, config=config):
             pass
-        settle()
+        drain()
     assert list(layout.steps()) == [1, 2]
     assert "budget.keep_steps leaves step 1" in caplog.text
     store.unlink()  # the store is back
     for step in (3, 4):
         with capture(step, config=config):
             pass
-        settle()
+        drain()
     assert list(layout.steps()) == [4]
     assert sorted(path.name for path in store.glob("step*")) == [f"step_00000{step}" for step in (1, 2, 3, 4)]
 
@@ -104,13 +104,13 @@ def test_a_rank_that_does_not_mirror_leaves_old_steps_to_the_one_that_does(
     for step in (1, 2):
         with capture(step, config=config, rank=1):
             pass
-        settle()
+        drain()
     assert list(RunLayout(config.save_path).steps()) == [1, 2]
     assert "no whole copy" not in caplog.text
     for step in (3, 4):
         with capture(step, config=config, rank=0):
             pass
-        settle()
+        drain()
     assert 3 not in RunLayout(config.save_path).steps()
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_shares_no_folder_with_the_owner_sends_its_own_files(tmp_p
     config = a_config(tmp_path, url)
     start(config)
     worker_side.stop_worker(StopRequest(capture_id="c1"))
-    settle()
+    drain()
     step = RunLayout(config.save_path).step(1)
     assert said(step)["mirror"].state == "ok"
     assert contents(tmp_path / "store" / "step_000001") == contents(step.root)
@@ -144,7 +144,7 @@ def test_a_worker_that_shares_the_folder_leaves_it_to_the_owner(tmp_path: Path, 
     folder.write()
     start(config, RunLayout(config.save_path).step(1).part_of(owner.info, "run1").name)
     worker_side.stop_worker(StopRequest(capture_id="c1"))
-    settle()
+    drain()
     assert "mirror" not in said(RunLayout(config.save_path).step(1))
     assert not (tmp_path / "store").exists()
 
@@ -153,6 +153,6 @@ def test_what_a_worker_recorded_for_nothing_is_not_sent(tmp_path: Path, url: str
     config = a_config(tmp_path, url)
     start(config)
     worker_side.stop_worker(StopRequest(capture_id="c1", discard="started too late"))
-    settle()
+    drain()
     assert said(RunLayout(config.save_path).step(1))["mirror"].state == "skipped"
     assert not (tmp_path / "store").exists()

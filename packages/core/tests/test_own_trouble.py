@@ -25,7 +25,7 @@ from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.files.requests import Control, Request, read_requests
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.temporary import remove_abandoned, temporary
-from stepscope.files.values import settled_value
+from stepscope.files.values import attr_value
 from stepscope.recording.capture import on_demand
 from stepscope.recording.fanout.messages import StartRequest
 from stepscope.recording.fanout.worker_side import start_worker
@@ -327,7 +327,7 @@ def test_a_tensor_on_a_device_is_named_and_not_read() -> None:
         def item(self) -> float:
             raise AssertionError("waited for the device")
 
-    assert settled_value(OnTheDevice()) == "<OnTheDevice on cuda:0>"
+    assert attr_value(OnTheDevice()) == "<OnTheDevice on cuda:0>"
 
 
 def test_a_name_with_an_impossible_process_id_is_left_alone(tmp_path: Path) -> None:

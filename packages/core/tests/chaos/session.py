@@ -109,7 +109,7 @@ class Session:
             return
         if slot.active is not None:
             self.say(one.number, "the capture is closed and this process is still being recorded")
-        manifest = _settled(one.cap.result)
+        manifest = _written_manifest(one.cap.result)
         harmed = gone if fault is None else {*gone, *fault.harmed}
         if fault is not None and fault.harmed == {"*"}:
             harmed.add("*")
@@ -220,7 +220,7 @@ class _Step:
             self.session.say(self.number, f"the step computed {result}, not {expected(self.number)}")
 
 
-def _settled(result: CaptureResult) -> Manifest | None:
+def _written_manifest(result: CaptureResult) -> Manifest | None:
     """Return the manifest once all is written, the command has run, and manifest.json has it too."""
     manifest = result.wait(20)
     until = time.monotonic() + 8

@@ -12,7 +12,7 @@ import moto.server
 import pytest
 import s3fs
 
-from packages.core.tests.mirrored import a_config, a_step, contents, settle
+from packages.core.tests.mirrored import a_config, a_step, contents, drain
 from stepscope import capture, span
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
@@ -80,7 +80,7 @@ def test_after_a_capture_the_step_is_there(tmp_path: Path, s3: s3fs.S3FileSystem
     config = a_config(tmp_path, URL)
     with capture(1, config=config), span("update"):
         pass
-    settle()
+    drain()
     step = RunLayout(config.save_path).step(1)
     said = {item.name: item for part in fold(read_parts(step)[0]).processes for item in part.expected}
     assert said["mirror"].state == "ok", said["mirror"].reason

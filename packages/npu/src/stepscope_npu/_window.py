@@ -138,7 +138,7 @@ class NpuWindow:
             if self._profile is not None:
                 leaves = to.phase == "off" or to.cycle != self._cycle
                 if leaves:
-                    self._settle()
+                    self._drain()
                 self._step()
                 if leaves:
                     self._close(None)
@@ -156,7 +156,7 @@ class NpuWindow:
             if self.phase != "active":
                 self._kept.lost = self._kept.lost or truncated or self._never_active()
             if self._profile is not None:
-                self._settle()
+                self._drain()
                 if self._schedule is None:
                     self._step()  # the schedule's one mini-batch: without it, torch_npu warns at the stop
                 self._close(truncated or self._cut_short())
@@ -227,7 +227,7 @@ class NpuWindow:
         with _recordings.ours(self._calls):
             self._profile.step()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Wait for the device, which torch_npu up to 2.10 omits before a stop, and close open ranges."""
         if self.options.records_device:
             try:

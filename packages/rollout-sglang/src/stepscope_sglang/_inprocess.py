@@ -81,7 +81,7 @@ class InProcess:
             )
         return self._facts
 
-    def settle_on(self, running: asyncio.AbstractEventLoop | None) -> None:
+    def find_loop(self, running: asyncio.AbstractEventLoop | None) -> None:
         """Find the loop that owns the TokenizerManager.
 
         Args:
@@ -211,7 +211,7 @@ def _is_off(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("0", "false", "no", "n")
 
 
-_settled: WeakKeyDictionary[TokenizerManager, Mapping[str, object]] = WeakKeyDictionary()
+_settings_of: WeakKeyDictionary[TokenizerManager, Mapping[str, object]] = WeakKeyDictionary()
 """Cache of `_settings`, its only writer."""
 
 
@@ -220,11 +220,11 @@ def _settings(manager: TokenizerManager) -> Mapping[str, object]:
     for 500 of
     them, so that it is done once. What a capture wants to know of them never changes.
     """
-    found = _settled.get(manager)
+    found = _settings_of.get(manager)
     if found is None:
         resolved = getattr(manager.server_args, "resolved_dict", None)
         found = vars(manager.server_args) if resolved is None else resolved()
-        _settled[manager] = found
+        _settings_of[manager] = found
     return found
 
 

@@ -192,7 +192,7 @@ class SglangProfiler(Replica):
 
     def _prepare(self) -> None:  # only some kinds have to
         ours = of_ours(threading.current_thread())
-        self._line.settle_on(None if ours else asyncio.get_running_loop())
+        self._line.find_loop(None if ours else asyncio.get_running_loop())
 
     def _later(self, work: Callable[[], None]) -> None:
         def when_reachable() -> None:

@@ -261,7 +261,7 @@ class Session:
             self._left = self._known.pp > 1  # until all of them are seen to have written
             self._closed = read_anchor()
             if not self._all_there():
-                self._settle()
+                self._disarm()
         else:
             self._state = self._without_us()
 
@@ -409,7 +409,7 @@ class Session:
         stages = {name.stage for _, name in self._files()}
         return not self._planned.by_stage or ("prefill" in stages and len(stages) > 1)
 
-    def _settle(self) -> None:
+    def _disarm(self) -> None:
         """Clear whatever is armed still."""
         if self._cleared():
             return

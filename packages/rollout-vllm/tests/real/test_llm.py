@@ -76,16 +76,14 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
-        await _line.outcome(
-            _line.submit(_settled(profiler._desk))
-        )  # what a cancelled start has begun is undone
+        await _line.outcome(_line.submit(_idle(profiler._desk)))  # what a cancelled start has begun is undone
         (active,) = profiler.engine.collective_rpc(
             lambda worker: bool(getattr(worker.profiler, "_active", False))
         )
         return bool(active)
 
 
-async def _settled(desk: Desk) -> None:
+async def _idle(desk: Desk) -> None:
     async with desk.turn:
         pass
 

@@ -35,7 +35,7 @@ SESSION = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the processes that it records."""
 DOMAIN = "stepscope"
 _NOTHING = nullcontext()
-_SETTLED_S = 1.0
+_QUIET_S = 1.0
 """A report is complete once it has not grown for this long and no file of nsys' own stands beside it."""
 _POLL_S = 0.2
 _FIX_CUPTI = "Fix: run without torch.profiler beside nsys: CUPTI serves one of them"
@@ -174,7 +174,7 @@ class NsysBackend:
                 last_size, since = sizes.get(path, (-1, 0.0))
                 if size != last_size:
                     sizes[path] = (size, time.monotonic())
-                elif size and time.monotonic() - since >= _SETTLED_S and not _unfinished(path):
+                elif size and time.monotonic() - since >= _QUIET_S and not _unfinished(path):
                     return path
             time.sleep(_POLL_S)
         raise BackendError(

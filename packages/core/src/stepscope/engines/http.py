@@ -121,9 +121,9 @@ class _Call:
             try:
                 answer = self.run()
             except BaseException as error:
-                _settle(future, error)
+                _resolve(future, error)
             else:
-                _settle(future, answer)
+                _resolve(future, answer)
 
         threading.Thread(target=run, name="stepscope-http", daemon=True).start()
         return future
@@ -224,7 +224,7 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _settle(future: Future[Answer], outcome: Answer | BaseException) -> None:
+def _resolve(future: Future[Answer], outcome: Answer | BaseException) -> None:
     if not future.set_running_or_notify_cancel():
         return  # the caller has given up
     if isinstance(outcome, BaseException):

@@ -172,7 +172,7 @@ class Seat:
         self.stopping.add_done_callback(_seen)
         return self.stopping
 
-    async def settle(self) -> None:
+    async def await_stop(self) -> None:
         """Return once the latest stop is over; one that takes too long is cancelled."""
         if self.stopping is None:
             return
@@ -206,7 +206,7 @@ async def start(
     await take_back(instance, place, given_up)
     seat = await _seat(instance, place)
     async with seat.starting:
-        await seat.settle()
+        await seat.await_stop()
         if token not in _taken_back:
             await seat.profiler.start(capture)
             seat.token = token

@@ -157,7 +157,7 @@ def has_ended(listening: Listening) -> bool:
     return listening.ended_ns is not None or (here and not is_running(listening.pid))
 
 
-def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
+def answer_by_now(request: Request, answer: Answer, *, gone: str | None) -> Answer:
     """Return the present state of `answer`: a `heard` one ends with its deadline or its process.
 
     Args:
@@ -171,13 +171,13 @@ def settled(request: Request, answer: Answer, *, gone: str | None) -> Answer:
 
 
 def answers_by_now(listening: Listening, requests: Sequence[Request]) -> Listening:
-    """Settle all answers of a process. Only its own host knows whether it still runs."""
+    """Return all answers of a process. Only its own host knows whether it still runs."""
     gone = None
     if has_ended(listening):
         gone = "its process ended before such a step began"
     by_id = {request.id: request for request in requests}
     answers = {
-        name: settled(by_id[name], answer, gone=gone) if name in by_id else answer
+        name: answer_by_now(by_id[name], answer, gone=gone) if name in by_id else answer
         for name, answer in listening.answers.items()
     }
     return msgspec.structs.replace(listening, answers=answers)

@@ -12,12 +12,12 @@ MAX_TEXT = 500
 _PLAIN = {int, float, bool, type(None)}
 
 
-def settled(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
+def attr_values(attrs: Mapping[str, object]) -> dict[str, AttrValue]:
     """Return a copy of `attrs`, which later changes by their owner do not reach."""
-    return {str(key): settled_value(value) for key, value in attrs.items()}
+    return {str(key): attr_value(value) for key, value in attrs.items()}
 
 
-def settled_value(value: object) -> AttrValue:
+def attr_value(value: object) -> AttrValue:
     """Return `value` if JSON has it, a numpy or torch scalar as a number, the rest as text up to MAX_TEXT."""
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # by the line above

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
-from stepscope.files.manifest.parts import part_files, settled
+from stepscope.files.manifest.parts import expire_pending, part_files
 from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
@@ -72,12 +72,12 @@ def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
     closed = end.anchor if end is not None else part.closed if part is not None else None
     if end is not None and part is not None:
         part = _closed(part)
-    part = None if part is None else settled(part)
+    part = None if part is None else expire_pending(part)
     return Source(record.run_id, record.step, record.process, opened, closed, part, file)
 
 
 def _closed(part: ProcessPart) -> ProcessPart:
-    """Settle the part of a process whose span file shows that it closed its capture.
+    """Return the part of a process, whose span file shows that it closed its capture.
 
     A full disk may have prevented the last update of the part.
     """

@@ -41,7 +41,7 @@ def part_files(
     """
     read = {path: _part(path) for path in sorted(step.processes.glob("[!.]*.json"), key=str) if path != but}
     if not as_written:
-        read = {path: _settled(path, part) for path, part in read.items()}
+        read = {path: _reread(path, part) for path, part in read.items()}
     parts = {path: part for path, part in read.items() if isinstance(part, ProcessPart)}
     return parts, {path: reason for path, reason in read.items() if isinstance(reason, str)}
 
@@ -72,15 +72,15 @@ def _decoded(data: bytes) -> ProcessPart:
     )
 
 
-def _settled(path: Path, part: ProcessPart | str) -> ProcessPart | str:
-    """Settle a part, read again, since its process may have written it just before it ended."""
+def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
+    """Read an abandoned part again: its process may have written it just before it ended."""
     if isinstance(part, str) or not _is_abandoned(part):
         return part
     last = _part(path)
-    return last if isinstance(last, str) else settled(last)
+    return last if isinstance(last, str) else expire_pending(last)
 
 
-def settled(part: ProcessPart) -> ProcessPart:
+def expire_pending(part: ProcessPart) -> ProcessPart:
     """Return the part; if its process is gone, pending things are missing."""
     if not _is_abandoned(part):
         return part

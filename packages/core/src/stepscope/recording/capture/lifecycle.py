@@ -1,9 +1,9 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is a list of stages with one index: switch off, close the session, stop the participants, settle the
-manifest, hand the files over. A closer that is interrupted leaves the index where it is, and
-whoever closes next continues there: the same call once more, a signal's handler, the end of the process. Each
-stage may be entered twice. Opening that fails or is cancelled is rolled back by the same stages.
+Closing is a list of stages with one index: switch off, close the session, stop the participants, conclude
+with the manifest, hand the files over. A closer that is interrupted leaves the index where it is, and whoever
+closes next continues there: the same call once more, a signal's handler, the end of the process. Each stage
+may be entered twice. Opening that fails or is cancelled is rolled back by the same stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stepscope.engines.own_thread import own_thread
 from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
 from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import configure, on_demand, settling
+from stepscope.recording.capture import conclusion, configure, on_demand
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.opening import make_session, refusal
@@ -109,7 +109,7 @@ class Lifecycle:
                 raise cancelled from None
 
     def _fail(self, error: BaseException, reason: str) -> None:
-        settling.tell_asker(self.asked, reason)
+        conclusion.tell_asker(self.asked, reason)
         if self._is_for_the_user(error):
             raise error
         failures.note("opening a capture", error)
@@ -332,14 +332,14 @@ class Lifecycle:
             stop.close()
             failures.note("stopping workers and engines", failure)
 
-    def settle_manifest(self, closing: Closing) -> None:
+    def conclude(self, closing: Closing) -> None:
         """Fold the manifest, once, and do all that follows from it."""
         if self.session is None:
             return
         if closing.discard is None:
-            self._manifest = settling.settle(self.asked, self.session, self.participants)
+            self._manifest = conclusion.conclude(self.asked, self.session, self.participants)
         else:
-            settling.discard(self.asked, self.session, closing.discard)
+            conclusion.discard(self.asked, self.session, closing.discard)
 
     def hand_over(self, closing: Closing) -> None:
         """Free the process for the next capture, and begin what comes after this one."""
@@ -348,7 +348,7 @@ class Lifecycle:
             if self.session is not None:
                 self.session.write_cost()  # before the chores, which read it
                 if self._manifest is not None and self._files is not None and not self._is_handed_over:
-                    settling.tell_summary(self.session, self._files, self._manifest)
+                    conclusion.tell_summary(self.session, self._files, self._manifest)
                     if not self._is_handed_over:  # a signal's handler may have come in between
                         self._is_handed_over = True
                         pipeline.hand_over(self._files, self.result, self.session)
@@ -369,7 +369,7 @@ class Lifecycle:
             if not isinstance(failure, Exception):
                 self._stop = None  # their loop is shut down: who goes on closing tells them again
             raise
-        if self._index > STAGES.index(Lifecycle.settle_manifest):  # interrupted, the caller did not wait
+        if self._index > STAGES.index(Lifecycle.conclude):  # interrupted, the caller did not wait
             self._write_manifest()
 
     def _write_manifest(self) -> None:
@@ -391,7 +391,7 @@ STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
     Lifecycle.switch_off,
     Lifecycle.close_session,
     Lifecycle.stop_participants,
-    Lifecycle.settle_manifest,
+    Lifecycle.conclude,
     Lifecycle.hand_over,
 )
 """Stages of closing, in order. `aclose` begins `stop_participants` before `close_session`, awaits it after.

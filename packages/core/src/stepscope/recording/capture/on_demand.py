@@ -25,9 +25,9 @@ from stepscope.files.requests import (
     AnswerState,
     Listening,
     Request,
+    answer_by_now,
     claim_step,
     read_requests,
-    settled,
     write_listening,
 )
 from stepscope.files.sidecar import ProcessInfo
@@ -133,7 +133,7 @@ class Listener:
         with self._lock:
             self._look()
             answers = {
-                request.id: settled(request, self._said.answers[request.id], gone=why)
+                request.id: answer_by_now(request, self._said.answers[request.id], gone=why)
                 for request in self._requests
             }
             last = msgspec.structs.replace(

@@ -167,12 +167,12 @@ class ManifestPart:
             if error is not None:
                 self.fail(name, error, kind="trace")
             elif self._pending[name] == 0:
-                self._settle(old)
+                self._end_exports(old)
             self.spend(export_ns=cost_ns)
             self.write()
 
-    def _settle(self, item: Expectation) -> None:
-        """Settle an item at its last file. One that failed before is partial now, in either order."""
+    def _end_exports(self, item: Expectation) -> None:
+        """Enter the outcome of an item at its last file. One that failed before is partial now."""
         cut = self._cut.get(item.name) or item.truncated
         if item.state == "pending":
             item = msgspec.structs.replace(item, state="partial" if cut else "ok", reason=cut)
@@ -189,7 +189,7 @@ class ManifestPart:
         parts = part_files(step, but=self._path)[0].values()
         return [part for part in parts if part.run_id == self._part.run_id]
 
-    def settle(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
+    def write_last(self, step: StepLayout, enter: Callable[[Sequence[ProcessPart]], None]) -> Manifest:
         """Write the part and the manifest at the end of a capture. The other parts are read once.
 
         A disk that refuses is noted.

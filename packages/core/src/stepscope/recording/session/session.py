@@ -29,7 +29,7 @@ from stepscope.files.manifest.records import Absent, Ending, Expectation, Opened
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
 from stepscope.files.storage.temporary import remove_abandoned
-from stepscope.files.values import AttrValue, settled
+from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared
@@ -387,7 +387,7 @@ class Session:
         **place: Unpack[Placing],
     ) -> Span:
         """A span that says more of its place: step, policy_version, trajectory, turn."""
-        attrs = settled(attrs) if attrs else None
+        attrs = attr_values(attrs) if attrs else None
         if self._windows is not None:
             return self._windows.new(self.log, stage, role, attrs, **place)
         return PlacedSpan(self.log, stage, role, attrs, **place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stepscope.files.values import AttrValue, settled, whole
+from stepscope.files.values import AttrValue, attr_values, whole
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import OFF, Place, Scope
 
@@ -76,5 +76,5 @@ def span(
     if session is None:
         return OFF
     if step is None and policy_version is None:
-        return session.log.new(stage, role, settled(attrs) if attrs else None)
+        return session.log.new(stage, role, attr_values(attrs) if attrs else None)
     return session.placed_span(stage, role, attrs, step=whole(step), policy_version=whole(policy_version))

@@ -6,7 +6,7 @@ import msgspec
 
 from stepscope.files import spans as records
 from stepscope.files.spans import SpanLink
-from stepscope.files.values import MAX_TEXT, bounded, settled_value
+from stepscope.files.values import MAX_TEXT, attr_value, bounded
 from stepscope.recording.spans import redaction, scopes
 from stepscope.recording.spans.span import Span
 
@@ -25,7 +25,7 @@ def span_line(span: Span, end_ns: int | None) -> bytes:
     except Exception:
         # The values are the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The span
         # is kept, and they are written as text.
-        span.attrs = {_ascii(key): _ascii(settled_value(value)) for key, value in (span.attrs or {}).items()}
+        span.attrs = {_ascii(key): _ascii(attr_value(value)) for key, value in (span.attrs or {}).items()}
         span.stage = _ascii(span.stage)
         span.role = None if span.role is None else _ascii(span.role)
         return _encode(_record(span, end_ns)) + b"\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from stepscope.files.values import AttrValue, settled_value
+from stepscope.files.values import AttrValue, attr_value
 from stepscope.recording.process import failures
 
 MAX_KEY = 100
@@ -26,10 +26,10 @@ def written(attrs: Mapping[str, AttrValue], patterns: tuple[str, ...]) -> dict[s
     """
     kept = attrs if len(attrs) <= MAX_COUNT else dict(list(attrs.items())[:MAX_COUNT])
     if not patterns and hook is None:
-        safe = {_key(key): settled_value(value) for key, value in kept.items()}
+        safe = {_key(key): attr_value(value) for key, value in kept.items()}
     else:
         safe = {
-            _key(key): settled_value(_redacted(str(key), settled_value(value), patterns))
+            _key(key): attr_value(_redacted(str(key), attr_value(value), patterns))
             for key, value in kept.items()
         }
     if kept is not attrs:

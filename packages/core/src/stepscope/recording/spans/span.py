@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import SpanLink
 from stepscope.files.trace_context import SpanIds
-from stepscope.files.values import AttrValue, settled
+from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import Place, Placing, Scope, current
@@ -123,7 +123,7 @@ class Span(Scope):
         if copy is not None and copy is not self:
             copy.set(**attrs)
             return
-        new = settled(attrs)
+        new = attr_values(attrs)
         self.attrs = {**self.attrs, **new} if self.attrs else new
 
     def add(

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, KeysV
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from stepscope.files.values import AttrValue, settled
+from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.process import failures
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.scopes import OFF
@@ -54,7 +54,7 @@ class Declared:
         compute = cast("Callable[..., Mapping[str, AttrValue] | None]", self.attrs)
         try:
             attrs = compute(*args, **kwargs)
-            return None if attrs is None else settled(attrs)
+            return None if attrs is None else attr_values(attrs)
         except Exception as failure:
             failures.note(f"the attrs of {self.role or 'any role'}/{self.stage}", failure)
             return None

@@ -118,7 +118,7 @@ def _limit(max_mb: float | None, out: TimelineFile, shares: Iterator[int]) -> in
     share = next(shares)
     if max_mb is None:
         return None
-    written = out.settle()
+    written = out.flush()
     return written + max(0, int(max_mb * 1_000_000) - _RESERVE - written) // share
 
 

@@ -25,7 +25,7 @@ class Output(Protocol):
     def written(self) -> int: ...
     def events(self, text: bytes | memoryview) -> None: ...
     def objects(self, events: list[dict[str, object]]) -> None: ...
-    def settle(self) -> int: ...
+    def flush(self) -> int: ...
 
 
 class RowTrace(NamedTuple):
@@ -121,7 +121,7 @@ class TraceTexts(NamedTuple):
         left_out = list[str]()
         latest = 0
         for text in self.texts:
-            if limit is not None and out.settle() + latest > limit:
+            if limit is not None and out.flush() + latest > limit:
                 left_out.append(
                     f"{self.name}: what follows its first {self.counts.written} events, for its size"
                 )
@@ -131,7 +131,7 @@ class TraceTexts(NamedTuple):
                     show(row, tracks, out)
                 before = out.written
                 out.events(text)
-                latest = 0 if limit is None else out.settle() - before
+                latest = 0 if limit is None else out.flush() - before
         out.objects(tracks.take() + tracks.take_unnamed())
         if self.counts.outside:
             left_out.append(f"{self.name}: {self.counts.outside} events outside the selected time")

@@ -28,7 +28,7 @@ class TimelineFile:
         self._sink = sink
         self._between = b""
         self.written = 0
-        """Bytes of the file, as of the last `settle`."""
+        """Bytes of the file, as of the last `flush`."""
         head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
         self._put(msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n')
 
@@ -43,7 +43,7 @@ class TimelineFile:
         """Encode and write events."""
         self.events(b",\n".join(map(msgspec.json.encode, events)))
 
-    def settle(self) -> int:
+    def flush(self) -> int:
         """Write what the compressor holds back, and return the size of the file."""
         self._out(self._deflate.flush(self._sync))
         return self.written

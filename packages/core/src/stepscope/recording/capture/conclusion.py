@@ -24,10 +24,10 @@ _is_torch_explained = False
 """True if this process has explained the lines that torch prints. One writer: `_about_torch`."""
 
 
-def settle(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
+def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
     enter = partial(_enter_omissions, asked, session, participants)
-    manifest = session.manifest_part.settle(session.layout, enter)
+    manifest = session.manifest_part.write_last(session.layout, enter)
     session.manifest_part.told = True
     _log_problems(session, manifest)
     if asked.on_request:
@@ -42,7 +42,7 @@ def settle(asked: Asked, session: Session, participants: Participants | None) ->
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    manifest = session.manifest_part.settle(session.layout, lambda _: None)
+    manifest = session.manifest_part.write_last(session.layout, lambda _: None)
     session.manifest_part.told = True
     _log_problems(session, manifest)
     tell_asker(asked, reason)
