@@ -26,6 +26,7 @@ print(line)
 """
 
 
+@pytest.mark.needs("torch")
 def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     if subprocess.run([*MOUNTED, "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a disk")

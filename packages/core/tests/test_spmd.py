@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from stepscope.cli import run
 
 MAIN = Path(__file__).with_name("spmd_main.py")
 
 
+@pytest.mark.needs("torch")
 def test_one_rank_tells_of_a_step_and_it_is_one_that_closed_last(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
     done = subprocess.run(

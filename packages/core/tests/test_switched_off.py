@@ -109,7 +109,10 @@ def test_a_program_under_stepscope_run_is_not_patched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize("words", [["trigger", "."], ["demo", "out"]])
+DEMO = pytest.param(["demo", "out"], marks=[pytest.mark.needs("torch"), pytest.mark.needs("ray")])
+
+
+@pytest.mark.parametrize("words", [["trigger", "."], DEMO])
 def test_a_command_that_would_record_says_why_it_does_not(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stepscope", *words]
     environment = {**os.environ, "STEPSCOPE_DISABLE": "1"}

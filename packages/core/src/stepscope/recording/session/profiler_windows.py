@@ -209,14 +209,9 @@ class Windows:
         # A window per resumption would be thousands for a token stream: the first one in the capture stands
         # for the generator, which may be older than the capture.
         opens = self.discrete and first
+        is_async = declared.is_async
         span = MarkedSpan(
-            log,
-            declared.stage,
-            declared.role,
-            attrs,
-            windows=self,
-            is_async=declared.is_async,
-            opens=opens,
+            log, declared.stage, declared.role, attrs, windows=self, is_async=is_async, opens=opens
         )
         return span.__enter__()
 
