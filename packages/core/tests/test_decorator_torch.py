@@ -13,7 +13,8 @@ import pytest
 from stepscope import ProfileConfig, capture, profile_step
 from stepscope.files.spans import Line, Span
 from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.patch import Instrument, Timing
+from stepscope.recording.instrument.kinds import Timing
+from stepscope.recording.instrument.patch import Instrument
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")

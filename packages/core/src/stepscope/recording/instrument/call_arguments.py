@@ -1,43 +1,70 @@
-"""Values that the arguments of a call lead to, by paths such as `self.state.global_step`."""
+"""Values that the arguments of a call, or its result, lead to, by paths such as `self.state.global_step`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from stepscope.errors import ConfigError
+
+Number: TypeAlias = int | float | bool
+
+RESULT = "result"
+"""The first part of a path that begins with what the call returned."""
+MAX_NAME = 128
+"""Characters of an id or a tool's name."""
+_LENGTH = "len("
 
 
 class Arguments:
     """Reader of paths in the calls of one function."""
 
     def __init__(self, fn: FunctionType) -> None:
-        signature = inspect.signature(fn)
-        # Without annotations: it may travel with its class by value, and they may not.
-        bare = [item.replace(annotation=item.empty) for item in signature.parameters.values()]
-        self._signature = inspect.Signature(bare)
+        # Names and defaults alone: the reader may travel with a class by value, and annotations may not.
+        kind = inspect.Parameter
+        parameters = list(inspect.signature(fn).parameters.values())
+        positional = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+        self._positions = {p.name: at for at, p in enumerate(parameters) if p.kind in positional}
+        self._names = [p.name for p in parameters if p.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)]
+        self._defaults = {p.name: p.default for p in parameters if p.default is not kind.empty}
+        self._star = next((p.name for p in parameters if p.kind is kind.VAR_POSITIONAL), None)
+        self._stars = next((p.name for p in parameters if p.kind is kind.VAR_KEYWORD), None)
 
-    def check(self, path: str, target: str) -> None:
-        """Raise `ConfigError` for a path that does not begin with an argument."""
-        first = path.partition(".")[0].partition("+")[0]
-        kinds = {parameter.kind for parameter in self._signature.parameters.values()}
-        if first not in self._signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            allowed = f"paths from its arguments: {', '.join(self._signature.parameters) or 'it has none'}"
-            raise ConfigError(f"instrument({target!r})", path, allowed, "begin the path with one of them")
+    def check(self, path: str, target: str, *, after: bool = False) -> None:
+        """Raise `ConfigError` for a path that does not begin with an argument.
 
-    def read(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return the value at `path`: attributes, or keys of mappings.
+        Args:
+            after: It is read after the call, and may begin with the result.
+        """
+        first = _first_of(path)
+        known = [*self._names, *filter(None, (self._star, self._stars))]
+        if first not in known and self._stars is None and not (after and first == RESULT):
+            allowed = f"paths from its arguments: {', '.join(known) or 'it has none'}"
+            fix = "begin the path with one of them" + (f", or with {RESULT}" if after else "")
+            raise ConfigError(f"instrument({target!r})", path, allowed, fix)
+
+    def read(
+        self, path: str, args: Sequence[object], kwargs: Mapping[str, object], returned: Sequence[object] = ()
+    ) -> object:
+        """Return the value at `path`: attributes, keys of mappings, indexes, and the length of one.
+
+        Args:
+            returned: The call's result as the only item; empty before the call.
 
         Raises:
             LookupError: There is none.
         """
-        bound = self._signature.bind_partial(*args, **kwargs)
-        bound.apply_defaults()
+        if path.startswith(_LENGTH):
+            value = self.read(path[len(_LENGTH) : -1], args, kwargs, returned)
+            try:
+                return len(value)  # type: ignore[arg-type]  # any object of the user's
+            except TypeError:
+                raise LookupError(f"a {type(value).__name__} has no length") from None
         first, *rest = path.split(".")
-        value: object = bound.arguments
-        for name in (first, *rest):
+        value = returned[0] if returned and first == RESULT else self._first(first, args, kwargs)
+        for name in rest:
             value = _below(value, name)
         return value
 
@@ -52,6 +79,20 @@ class Arguments:
         if isinstance(value, bool) or not isinstance(value, int):
             raise LookupError(f"{place} is {value!r}, not a whole number")
         return value + int(more or 0)
+
+    def _first(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        position = self._positions.get(name)
+        if position is not None and position < len(args):
+            return args[position]
+        if name in kwargs:
+            return kwargs[name]
+        if name in self._defaults:
+            return self._defaults[name]
+        if name == self._star:
+            return args[len(self._positions) :]
+        if name == self._stars:
+            return {key: value for key, value in kwargs.items() if key not in self._names}
+        raise LookupError(f"no {name!r} among the arguments")
 
 
 class Condition(NamedTuple):
@@ -83,6 +124,82 @@ class Condition(NamedTuple):
             return False
 
 
+def is_result(path: str) -> bool:
+    """Return whether a path begins with what the call returned."""
+    return _first_of(path) == RESULT
+
+
+def _first_of(path: str) -> str:
+    return path.removeprefix(_LENGTH).rstrip(")").partition(".")[0].partition("+")[0]
+
+
+def number_of(value: object) -> Number | None:
+    """Return a number or a boolean, numpy's and torch's scalars too; None for None.
+
+    Raises:
+        LookupError: It is something else. A tensor on a device is: reading it would wait for the device.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value if type(value) in (bool, int, float, type(None)) else _plain(value)
+    device = str(getattr(value, "device", "cpu"))
+    if device != "cpu":
+        raise LookupError(f"it is a {type(value).__name__} on {device}, which is not waited for")
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        item: object = value.item()
+        if isinstance(item, (bool, int, float)):
+            return item
+    raise LookupError(f"it is a {type(value).__name__}, not a number")
+
+
+def name_of(value: object) -> str:
+    """Return a text or a whole number as a name of at most 128 characters.
+
+    Raises:
+        LookupError: It is something else, or empty.
+    """
+    if isinstance(value, str):
+        text = str(value)
+    else:
+        number = number_of(value)
+        if number is None or isinstance(number, (bool, float)):
+            raise LookupError(f"it is {number}, not a name")
+        text = str(number)
+    if not text:
+        raise LookupError("it is empty")
+    return text[:MAX_NAME]
+
+
+def names_of(value: object) -> list[str]:
+    """Return the names of a list or a one-dimensional array, or the only one.
+
+    Raises:
+        LookupError: One is no name.
+    """
+    items = _items(value)
+    return [name_of(value)] if items is None else [name_of(item) for item in items]
+
+
+def numbers_of(value: object) -> list[Number | None]:
+    """Return the numbers of a list or a one-dimensional array, or the only one.
+
+    Raises:
+        LookupError: One is no number.
+    """
+    items = _items(value)
+    return [number_of(value)] if items is None else [number_of(item) for item in items]
+
+
+def _items(value: object) -> Sequence[object] | None:
+    if getattr(value, "ndim", None) == 1 and str(getattr(value, "device", "cpu")) == "cpu":
+        value = value.tolist()  # type: ignore[attr-defined]  # numpy's or torch's
+    return value if isinstance(value, (list, tuple)) else None
+
+
+def _plain(value: object) -> Number:
+    """Return the number that an enumeration's member or a numpy.float64 is."""
+    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # a float then
+
+
 def _equal(actual: object, value: object) -> bool:
     # By type first: 1 is not true, and a tensor is not compared.
     return type(actual) is type(value) and actual == value
@@ -93,6 +210,7 @@ def _below(owner: object, name: str) -> object:
         value: object = owner[name]
         return value
     try:
-        return getattr(owner, name)
-    except AttributeError:
+        # A number is no attribute: an index of a list, or a key that is a number.
+        return owner[int(name)] if name.isdecimal() else getattr(owner, name)  # type: ignore[index]
+    except (AttributeError, TypeError, IndexError):
         raise LookupError(f"no {name!r} in a {type(owner).__name__}") from None

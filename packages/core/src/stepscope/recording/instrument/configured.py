@@ -10,9 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
+from stepscope.files.spans import CONSUME
 from stepscope.recording.instrument import patch
 from stepscope.recording.instrument.call_arguments import Condition
-from stepscope.recording.instrument.patch import Instrument, Timing
+from stepscope.recording.instrument.kinds import Paths, Timing
+from stepscope.recording.instrument.patch import Instrument
 from stepscope.recording.instrument.step_boundaries import Boundary, calls_of
 
 _applied: dict[tuple[str, str], Instrument] = {}
@@ -72,11 +74,9 @@ def apply_to(instance: object) -> None:
 
 
 def timed() -> dict[str, tuple[str, ...]]:
-    """Return the functions that are replaced and timed in this process: {`module:name`: roles/stages}."""
+    """Return the functions that are replaced and recorded in this process: {`module:name`: roles/stages}."""
     return {
-        f"{handle.module}:{handle.name}": tuple(
-            f"{timing.role}/{timing.stage or handle.name.rpartition('.')[2]}" for timing in handle.timings
-        )
+        f"{handle.module}:{handle.name}": tuple(timing.label(handle.name) for timing in handle.timings)
         for handle in _applied.values()
         if handle.installed and handle.timings
     }
@@ -147,7 +147,7 @@ def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Ins
     """Return one handle per function. Earlier entries of a function come first, and presets come last."""
     grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, lenient):
-        if entry.kind != "span":
+        if entry.kind == "engine":
             continue
         key = (str(entry.module), str(entry.name))
         grouped.setdefault(key, (origin, []))[1].append(entry)
@@ -192,8 +192,26 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
+_NAMES: dict[str, tuple[str, str | None]] = {
+    "trajectory": ("agent_loop", "trajectory"),
+    "turn": ("agent_loop", "turn"),
+    "tool": ("env", None),
+    "weight_sync": ("trainer", "sync_weights"),
+    "consume": ("*", CONSUME),
+}
+"""Kind -> the role and the stage of its spans; a None is the function's name."""
+
+
 def _timing(entry: InstrumentConfig) -> Timing:
-    return Timing(str(entry.role), entry.stage, dict(entry.attrs) or None, Condition(entry.where, entry.same))
+    role, stage = _NAMES.get(entry.kind, ("", None))
+    return Timing(
+        role=entry.role or role,
+        stage=entry.stage or stage,
+        attrs=dict(entry.attrs) or None,
+        condition=Condition(entry.where, entry.same),
+        kind=entry.kind,
+        paths=Paths(entry.id, entry.policy_version, entry.index, entry.tool, dict(entry.values)),
+    )
 
 
 def _boundary(entry: InstrumentConfig, kinds: Set[str | None]) -> Boundary:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 
 from stepscope import switch
 from stepscope.errors import ConfigError
-from stepscope.recording.instrument import step_boundaries
+from stepscope.recording.instrument import kinds, step_boundaries
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
+from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.step_boundaries import Boundary
 from stepscope.recording.process import failures
 from stepscope.recording.spans import decorator, slot, wrapping
@@ -25,16 +26,6 @@ _instruments: dict[tuple[str, str], Instrument] = {}
 """(module, name) -> handle that is installed, or waits for the import. One writer: this module."""
 refusals: dict[tuple[str, str], str] = {}
 """(module, name) -> reason why nothing is installed. One writer: this module."""
-
-
-class Timing(NamedTuple):
-    """The span of a function's calls."""
-
-    role: str
-    stage: str | None
-    attrs: Attrs | None
-    condition: Condition
-    """The calls that are meant. Of several timings of one function the first that holds is used."""
 
 
 class Patched(NamedTuple):
@@ -124,7 +115,7 @@ class Instrument:
             else inspect.getattr_static(parent, attribute)
         )
         declared = wrapping.declared(original)
-        if declared is not None and self.timings:
+        if declared is not None and any(timing.kind in kinds.SPANS for timing in self.timings):
             role = "" if declared.role is None else f"{declared.role}/"
             fix = f"nothing to do: it is recorded as {role}{declared.stage}"
             raise ConfigError("instrument()", self._target, "a function that is not timed yet", fix)
@@ -142,8 +133,10 @@ class Instrument:
             inner = cast(FunctionType, self._replacement(original.__func__))
             return type(original)(inner)
         made = decorator.function(original)
-        if self.timings:
-            made = _timed(made, self.timings, self._target)
+        for layer in kinds.LAYERS:
+            timings = [timing for timing in self.timings if timing.kind in layer]
+            if timings:
+                made = _timed(made, timings, self._target)
         if self.boundary is not None:
             made = step_boundaries.wrap(made, self.boundary, self._target)
         wrapping.mark_replacement(made)
@@ -235,11 +228,8 @@ def same(one: Instrument, other: Instrument) -> bool:
 
 
 def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> FunctionType:
-    """Return `fn`, timed by the first of `timings` whose condition a call meets."""
-    versions = [
-        (timing.condition, wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs))
-        for timing in timings
-    ]
+    """Return `fn`, recorded by the first of `timings` whose condition a call meets: all of one layer."""
+    versions = [(timing.condition, kinds.wrap(fn, timing, target)) for timing in timings]
     if versions[0][0].any_call:
         return versions[0][1]
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
@@ -256,16 +246,19 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
         )
         return next(fitting, fn)
 
+    always = kinds.is_always(timings)
     if inspect.iscoroutinefunction(fn):
 
         async def choose_async(*args: Any, **kwargs: Any) -> Any:
-            return await (fn if slot.active is None else version(args, kwargs))(*args, **kwargs)
+            return await (fn if slot.active is None and not always else version(args, kwargs))(
+                *args, **kwargs
+            )
 
         made: Callable[..., Any] = choose_async
     else:
 
         def choose(*args: Any, **kwargs: Any) -> Any:
-            return (fn if slot.active is None else version(args, kwargs))(*args, **kwargs)
+            return (fn if slot.active is None and not always else version(args, kwargs))(*args, **kwargs)
 
         made = choose
     # The roles of a class are read off it.

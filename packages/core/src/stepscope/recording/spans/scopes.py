@@ -8,7 +8,8 @@ and `attach` it there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
@@ -43,6 +44,8 @@ class Scope:
         resolved: Inherited | None
         token: Token[Scope | None] | None
         """Leaves the scope; None before it is entered and once it is left, SHARED when entered again."""
+        turns: Iterator[int] | None
+        """Numbers of its turns that are counted, if it is a trajectory."""
         origin: Scope
         """The scope that this is a copy of (`_again`); unset in others."""
     else:
@@ -162,7 +165,7 @@ class Place(Scope):
 
     __slots__ = (
         "context", "link", "origin", "parent", "policy_version", "process", "resolved", "step", "token",
-        "trajectory", "turn",
+        "trajectory", "turn", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -180,7 +183,7 @@ class Place(Scope):
         process: The process that made the carrier.
         context: The `traceparent` of the carrier.
         """
-        self.resolved = self.parent = self.token = None
+        self.resolved = self.parent = self.token = self.turns = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory
@@ -239,6 +242,20 @@ def inherited(scope: Scope | None) -> Inherited:
         )
         inner.resolved = fields
     return fields
+
+
+def next_turn() -> int | None:
+    """Count a turn of the trajectory that the running task is in, from 0. None outside of trajectories."""
+    scope = current.get()
+    for _ in range(MAX_DEPTH):
+        if scope is None or scope.trajectory is not None:
+            break
+        scope = scope.parent
+    if scope is None or scope.trajectory is None:
+        return None
+    if scope.turns is None:
+        scope.turns = itertools.count()
+    return next(scope.turns)
 
 
 class _Off(Scope):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SpanFactory(Protocol):
-    """A span log, as code that opens spans needs it. The generated wrappers also call its `begin`."""
+    """A span log, as code that opens spans needs it. Wrappers also call its `begin`."""
 
     def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
         """Return a span to enter once."""

@@ -165,7 +165,7 @@ class Span(Scope):
 class PlacedSpan(Span):
     """A span with a place of its own: a trajectory, a turn, another step's work."""
 
-    __slots__ = ("policy_version", "step", "trajectory", "turn")
+    __slots__ = ("policy_version", "step", "trajectory", "turn", "turns")
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class PlacedSpan(Span):
         self.stage = stage
         self.role = role
         self.attrs = attrs
-        self.resolved = self.end_ns = self.error = self.token = None
+        self.resolved = self.end_ns = self.error = self.token = self.turns = None
         self.step = step
         self.policy_version = policy_version
         self.trajectory = trajectory

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -160,12 +161,17 @@ def _uncalled(timeline: Timeline) -> tuple[str, ...]:
     replaced = {target: stages for part in parts for target, stages in part.instrumented.items()}
     if not replaced:
         return ()
-    seen = {f"{span.role}/{span.stage}" for span in timeline.spans}
+    seen = {f"{span.role}/{span.stage}" for span in (*timeline.spans, *timeline.consumed)}
     return tuple(
         f"{target} ({', '.join(dict.fromkeys(stages))})"
         for target, stages in sorted(replaced.items())
-        if not seen & set(stages)
+        if not any(_is_among(seen, stage) for stage in stages)
     )
+
+
+def _is_among(labels: Set[str], stage: str) -> bool:
+    """Return whether a `role/stage` is one of `labels`; a `*` in it stands for what a call decides."""
+    return stage in labels or ("*" in stage and any(fnmatchcase(label, stage) for label in labels))
 
 
 def _user_error(timeline: Timeline) -> str | None:

@@ -1,0 +1,342 @@
+"""Kinds of entries: the scope that a call of each opens, and the values that it leaves there.
+
+A wrapper travels with a Ray class by value, and so does its closure: it holds importable things alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
+
+from stepscope.files.values import AttrValue, whole
+from stepscope.recording.instrument.call_arguments import (
+    Arguments,
+    Condition,
+    Number,
+    is_result,
+    name_of,
+    names_of,
+    number_of,
+    numbers_of,
+)
+from stepscope.recording.process import failures
+from stepscope.recording.spans import api, slot, wrapping
+from stepscope.recording.spans.scopes import OFF, Place, Scope, next_turn
+from stepscope.recording.spans.wrapping import Attrs, Declared
+
+if TYPE_CHECKING:
+    from stepscope.recording.spans.log import SpanLog
+
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
+T = TypeVar("T")
+
+_ids = itertools.count()
+"""Numbers of the trajectories that have no id. One writer: `TrajectoryCalls`."""
+
+
+class Paths(NamedTuple):
+    """Paths to what a call says of itself."""
+
+    id: tuple[str, ...] = ()
+    policy_version: str | None = None
+    turn: str | None = None
+    tool: str | None = None
+    values: Mapping[str, str] = {}  # never written
+
+
+class Timing(NamedTuple):
+    """The record of a function's calls: one entry."""
+
+    role: str
+    stage: str | None
+    attrs: Attrs | None
+    condition: Condition
+    """The calls that are meant. Of several timings of one function the first that holds is used."""
+    kind: str = "span"
+    paths: Paths = Paths()
+
+    def label(self, name: str) -> str:
+        """Return the `role/stage` of the spans of a function `name`, `*` for what a call decides."""
+        return f"{self.role}/{'*' if self.paths.tool else self.stage or name.rpartition('.')[2]}"
+
+
+class Calls:
+    """The calls that one entry means."""
+
+    always: ClassVar[bool] = False
+    """True if they have a scope without a capture too: one that opens meanwhile then knows its place."""
+
+    def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
+        self.timing = timing
+        self.paths = timing.paths
+        self.target = target
+        self.name = fn.__name__
+        self.is_async = inspect.iscoroutinefunction(fn)
+        self.arguments = Arguments(fn)
+        self._logged: set[str] = set()
+        """Fields whose path led nowhere."""
+        single = (self.paths.policy_version, self.paths.turn, self.paths.tool)
+        for path in (*self.paths.id, *filter(None, single), *self.paths.values.values()):
+            self.arguments.check(path, target, after=True)
+
+    def enter(self, args: Args, kwargs: Kwargs) -> Scope:
+        """Open the scope of a call. Never raise: without one the call goes on unrecorded."""
+        try:
+            return self.open(args, kwargs)
+        except RecursionError:
+            return OFF  # the depth that is left is for the call
+        except Exception as error:
+            failures.note(f"the {self.timing.kind} of {self.target}", error)
+            return OFF
+
+    def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        """Read the values of a call that returned `result`, and close its scope."""
+        try:
+            if slot.active is not None:
+                self.returned(scope, args, kwargs, result)
+        except RecursionError:
+            pass
+        except Exception as error:
+            failures.note(f"the values of {self.target}", error)
+        finally:
+            scope.__exit__(None, None, None)
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        """Return the scope of a call that is about to be made, entered."""
+        return OFF
+
+    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        """Add the values that the entry reads."""
+        numbers = {
+            name: self.number(f"values.{name}", path, args, kwargs, (result,))
+            for name, path in self.paths.values.items()
+        }
+        values = {name: number for name, number in numbers.items() if number is not None}
+        if values:
+            scope.set(**values)
+
+    def number(
+        self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
+    ) -> Number | None:
+        """Return the number at a path. None if it leads nowhere or to None."""
+        return None if path is None else self._read(field, path, number_of, args, kwargs, returned)
+
+    def version(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()) -> int | None:
+        """Return the version of the weights, if this is the time to read it: before or after the call."""
+        path = self.paths.policy_version
+        if path is None or is_result(path) != bool(returned):
+            return None
+        return whole(self.number("policy_version", path, args, kwargs, returned))
+
+    def _read(
+        self,
+        field: str,
+        path: str,
+        convert: Callable[[object], T],
+        args: Args,
+        kwargs: Kwargs,
+        returned: tuple[object, ...] = (),
+    ) -> T | None:
+        try:
+            return convert(self.arguments.read(path, args, kwargs, returned))
+        except Exception as error:  # the objects are theirs, and so is what their attributes do
+            if field not in self._logged:
+                self._logged.add(field)
+                reason = str(error) if isinstance(error, LookupError) else failures.describe(error)
+                failures.warn(
+                    "stepscope: %s of %s (kind: %s) is left out: nothing to read at %s: %s",
+                    field, self.target, self.timing.kind, path, reason,
+                )  # fmt: skip
+            return None
+
+
+class SpanCalls(Calls):
+    """Calls that are spans: of kind `weight_sync`, or `span` with values."""
+
+    def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
+        super().__init__(fn, timing, target)
+        self.declared = Declared(timing.role, timing.stage or self.name, timing.attrs, self.is_async)
+        wrapping.declared_roles.add(timing.role)
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        # As a decorated function: in discrete mode it has a window of its own.
+        session = slot.active
+        if session is None:
+            return OFF
+        return cast("SpanLog", session.log).begin(self.declared, _constants(self.timing))
+
+
+class ToolCalls(Calls):
+    """Calls of a tool: spans of role `env` with the tool's name."""
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        path = self.paths.tool
+        name = None if path is None else self._read("tool", path, name_of, args, kwargs)
+        stage = name or self.timing.stage or self.name
+        return api.span(stage, role=self.timing.role, attrs=_constants(self.timing)).__enter__()
+
+
+class TrajectoryCalls(Calls):
+    """Calls that are trajectories."""
+
+    always = True
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        version = self.version(args, kwargs)
+        return api.trajectory(
+            self._id(args, kwargs), policy_version=version, attrs=_constants(self.timing)
+        ).__enter__()
+
+    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        super().returned(scope, args, kwargs, result)
+        version = self.version(args, kwargs, (result,))
+        if version is not None:
+            scope.policy_version, scope.resolved = version, None
+
+    def _id(self, args: Args, kwargs: Kwargs) -> str:
+        names = [self._read("id", path, name_of, args, kwargs) for path in self.paths.id]
+        if names and None not in names:
+            return "/".join(filter(None, names))
+        return f"{self.name}-{os.uname().nodename}-{os.getpid()}-{next(_ids)}"
+
+
+class TurnCalls(Calls):
+    """Calls that are turns of a trajectory."""
+
+    always = True
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        path = self.paths.turn
+        index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
+        return api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
+
+
+class ConsumeCalls(Calls):
+    """Calls that take trajectories for training: before the call, or after it if its result has them."""
+
+    def __init__(self, fn: FunctionType, timing: Timing, target: str) -> None:
+        super().__init__(fn, timing, target)
+        self.is_late = any(map(is_result, (*self.paths.id, self.paths.policy_version or "")))
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        if not self.is_late:
+            self._consume(args, kwargs, ())
+        return OFF
+
+    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        if self.is_late:
+            self._consume(args, kwargs, (result,))
+
+    def _consume(self, args: Args, kwargs: Kwargs, returned: tuple[object, ...]) -> None:
+        session = slot.active
+        parts = [self._read("id", path, names_of, args, kwargs, returned) for path in self.paths.id]
+        if session is None or None in parts:
+            return
+        ids = joined(cast("list[list[str]]", parts))
+        path = self.paths.policy_version
+        read = path and self._read("policy_version", path, numbers_of, args, kwargs, returned)
+        versions = [None] if not read or len(read) not in (1, len(ids)) else read
+        for at, name in enumerate(ids):
+            session.consume(name, None, whole(versions[at % len(versions)]))
+
+
+class VersionCalls(Calls):
+    """Calls that run under a version of the weights: around their span."""
+
+    def open(self, args: Args, kwargs: Kwargs) -> Scope:
+        return Place(policy_version=self.version(args, kwargs)).__enter__()
+
+    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        """Read nothing: the values are the span's."""
+
+
+_CALLS: dict[str, type[Calls]] = {
+    "span": SpanCalls,
+    "weight_sync": SpanCalls,
+    "tool": ToolCalls,
+    "turn": TurnCalls,
+    "trajectory": TrajectoryCalls,
+    "consume": ConsumeCalls,
+}
+SPANS = ("span", "weight_sync", "tool")
+LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",))
+"""Kinds of one layer stand for each other: a call is one of them. The first layer is the innermost."""
+
+
+def is_always(timings: Iterable[Timing]) -> bool:
+    """Return whether their calls have a scope without a capture too."""
+    return any(_CALLS[timing.kind].always for timing in timings)
+
+
+def wrap(fn: FunctionType, timing: Timing, target: str) -> FunctionType:
+    """Return a function of `fn`'s kind whose calls are what `timing` says.
+
+    Raises:
+        ConfigError: A path begins with no argument of `fn`.
+        TypeError: `fn` is a generator, and `timing` is more than a plain span.
+    """
+    if timing.kind == "span" and timing.paths == Paths():
+        return wrapping.wrap(fn, role=timing.role, stage=timing.stage, attrs=timing.attrs)
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{target} is a generator: it can be a plain span alone. Fix: take the function that reads it, "
+            "or write {kind: span, role: ...} without values and policy_version"
+        )
+    calls = _CALLS[timing.kind](fn, timing, target)
+    made = _around(fn, calls)
+    if isinstance(calls, SpanCalls) and timing.paths.policy_version is not None:
+        made = _around(made, VersionCalls(made, timing, target))
+    return made
+
+
+def _around(fn: FunctionType, calls: Calls) -> FunctionType:
+    wrapper = (_async if calls.is_async else _sync)(fn, calls)
+    declared = calls.declared if isinstance(calls, SpanCalls) else wrapping.declared(fn)
+    return cast(FunctionType, wrapping.wraps(fn, wrapper, declared))
+
+
+def _sync(fn: FunctionType, calls: Calls) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if slot.active is None and not calls.always:
+            return fn(*args, **kwargs)
+        scope = calls.enter(args, kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            scope.__exit__(None, error, None)
+            raise
+        calls.leave(scope, args, kwargs, result)
+        return result
+
+    return call
+
+
+def _async(fn: FunctionType, calls: Calls) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        if slot.active is None and not calls.always:
+            return await fn(*args, **kwargs)
+        scope = calls.enter(args, kwargs)
+        try:
+            result = await fn(*args, **kwargs)
+        except BaseException as error:
+            scope.__exit__(None, error, None)
+            raise
+        calls.leave(scope, args, kwargs, result)
+        return result
+
+    return call
+
+
+def joined(parts: list[list[str]]) -> list[str]:
+    """Return ids from their parts, of which those with one name belong to every id."""
+    count = min((len(part) for part in parts if len(part) != 1), default=1)
+    return ["/".join(part[at % len(part)] for part in parts) for at in range(count)]
+
+
+def _constants(timing: Timing) -> Mapping[str, AttrValue] | None:
+    return cast("Mapping[str, AttrValue] | None", timing.attrs)

@@ -1,0 +1,369 @@
+"""Entries of every kind: what a call of each records, and what it reads from the call."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope import ProfileConfig, capture, configure
+from stepscope.files.spans import Line, Span
+from stepscope.recording.capture import configure as run
+from stepscope.recording.instrument import configured
+from stepscope.recording.process import failures
+
+FRAMEWORK = '''
+import asyncio
+
+class Output:
+    def __init__(self, tokens, score=0.5):
+        self.token_ids = list(range(tokens))
+        self.score = score
+        self.metrics = {"cached": 3, "text": "a prompt of a user"}
+
+class Batch:
+    def __init__(self, uids, versions=None):
+        self.uids = uids
+        self.versions = versions
+
+class Agent:
+    version = 4
+
+    async def run(self, turns=2, **kwargs):
+        """Answer a question."""
+        for _ in range(turns):
+            await self.generate(3)
+        await self.call_tool({"name": "calculator"})
+        return Output(7)
+
+    async def run_at_once(self, turns, **kwargs):
+        await asyncio.gather(*(self.generate(1) for _ in range(turns)))
+
+    async def generate(self, tokens, number=None):
+        return Output(tokens)
+
+    async def call_tool(self, tool_call):
+        await asyncio.sleep(0)
+
+    def play(self, *args, **kwargs):
+        if kwargs.get("broken"):
+            raise ValueError("theirs")
+        return Output(2)
+
+    def stream(self, prompt):
+        yield prompt
+
+class Trainer:
+    version = 5
+
+    def sample(self):
+        return Batch(["a", "b"], [3, 4])
+
+    def update(self, batch):
+        return batch
+
+    def sync(self, buckets):
+        return {"sent": 1024}
+'''
+
+Entries = Callable[..., Any]
+Spans = Callable[[], list[Span]]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Provide the framework, under a name of the test's own, not yet imported."""
+    name = "kinds_" + request.node.name.partition("[")[0]
+    (tmp_path / f"{name}.py").write_text(FRAMEWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run, "_configured", None)
+    yield name
+    configured.apply(ProfileConfig())
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def framework(module: str, tmp_path: Path) -> Entries:
+    """Configure these entries, and return the framework."""
+
+    def build(*entries: dict[str, object]) -> Any:
+        listed: list[Any] = [{"module": module, **entry} for entry in entries]
+        configure(
+            save_path=tmp_path / "run", steps="every:1", roles={"*": {"profiler": "off"}}, instrument=listed
+        )
+        return importlib.import_module(module)
+
+    return build
+
+
+@pytest.fixture
+def spans(tmp_path: Path) -> Spans:
+    """Return the recorded spans, in the order of their begin."""
+
+    def read() -> list[Span]:
+        lines = [
+            line
+            for file in tmp_path.glob("run/step_*/spans/*.jsonl")
+            for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
+        ]
+        return sorted((line for line in lines if isinstance(line, Span)), key=lambda line: line.start_ns)
+
+    return read
+
+
+TRAJECTORY = {"name": "Agent.run", "kind": "trajectory", "id": "uid", "policy_version": "self.version"}
+TURN = {"name": "Agent.generate", "kind": "turn"}
+TOOL = {"name": "Agent.call_tool", "kind": "tool", "tool": "tool_call.name"}
+
+
+def test_a_rollout_is_a_trajectory_with_turns_and_tools(framework: Entries, spans: Spans) -> None:
+    agent = framework(TRAJECTORY, TURN, TOOL).Agent()
+    with capture(0):
+        asyncio.run(agent.run(uid="q1"))
+    assert [(span.role, span.stage, span.trajectory, span.turn) for span in spans()] == [
+        ("agent_loop", "trajectory", "q1", None),
+        ("agent_loop", "turn", "q1", 0),
+        ("agent_loop", "turn", "q1", 1),
+        ("env", "calculator", "q1", None),
+    ]
+    assert {span.policy_version for span in spans()} == {4}
+
+
+def test_values_are_read_from_arguments_and_the_result(framework: Entries, spans: Spans) -> None:
+    values = {
+        "output_tokens": "len(result.token_ids)",
+        "last": "result.token_ids.6",
+        "cached": "result.metrics.cached",
+        "reward": "result.score",
+        "turns": "turns",
+        "attempt": "kwargs.attempt",
+    }
+    agent = framework({**TRAJECTORY, "values": values, "attrs": {"env": "math"}}).Agent()
+    with capture(0):
+        asyncio.run(agent.run(uid="q1", attempt=2))
+    (span,) = spans()
+    assert span.attrs == {
+        "env": "math", "output_tokens": 7, "last": 6, "cached": 3, "reward": 0.5, "turns": 2, "attempt": 2
+    }  # fmt: skip
+
+
+def test_the_parts_of_an_id_are_joined(framework: Entries, spans: Spans) -> None:
+    agent = framework({**TRAJECTORY, "id": ["kwargs.uid", "attempt"]}).Agent()
+    with capture(0):
+        asyncio.run(agent.run(uid="q1", attempt=2))
+    assert spans()[0].trajectory == "q1/2"
+
+
+def test_a_trajectory_without_an_id_has_one_of_its_own(framework: Entries, spans: Spans) -> None:
+    agent = framework({"name": "Agent.run", "kind": "trajectory"}).Agent()
+    with capture(0):
+        for _ in range(2):
+            asyncio.run(agent.run())
+    one, other = [span.trajectory or "" for span in spans()]
+    assert one != other
+    assert one.startswith("run-")
+
+
+def test_a_capture_that_opens_in_the_middle_of_a_trajectory_names_it(
+    framework: Entries, spans: Spans
+) -> None:
+    agent = framework(TRAJECTORY, TURN).Agent()
+    turn, calls = agent.generate, []
+
+    async def captured_from_the_second_on(tokens: int) -> Any:
+        calls.append(tokens)
+        with capture(0) if len(calls) > 1 else nullcontext():
+            return await turn(tokens)
+
+    agent.generate = captured_from_the_second_on
+    asyncio.run(agent.run(uid="q1"))
+    assert [(span.stage, span.trajectory, span.turn) for span in spans()] == [("turn", "q1", 1)]
+
+
+def test_turns_in_tasks_of_one_trajectory_are_counted_together(framework: Entries, spans: Spans) -> None:
+    agent = framework({**TRAJECTORY, "name": "Agent.run_at_once"}, TURN).Agent()
+    with capture(0):
+        asyncio.run(agent.run_at_once(3, uid="a"))
+        asyncio.run(agent.run_at_once(2, uid="b"))
+    turns = [(span.trajectory, span.turn) for span in spans() if span.stage == "turn"]
+    assert turns == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+
+
+def test_a_turn_takes_its_number_from_a_path(framework: Entries, spans: Spans) -> None:
+    agent = framework({**TURN, "index": "number"}).Agent()
+    with capture(0):
+        asyncio.run(agent.generate(1, number=6))
+    assert spans()[0].turn == 6
+
+
+def test_a_weight_sync_has_its_stage_and_its_bytes(framework: Entries, spans: Spans) -> None:
+    entry = {"name": "Trainer.sync", "kind": "weight_sync", "values": {"bytes": "result.sent"}}
+    trainer = framework(entry).Trainer()
+    with capture(0):
+        trainer.sync([])
+    (span,) = spans()
+    assert (span.role, span.stage, span.attrs) == ("trainer", "sync_weights", {"bytes": 1024})
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "versions"),
+    [
+        ("Trainer.sample", "result.uids", "result.versions"),
+        ("Trainer.update", "batch.uids", "batch.versions"),
+    ],
+)
+def test_consumed_trajectories_are_read_from_the_arguments_or_the_result(
+    framework: Entries, spans: Spans, name: str, ids: str, versions: str
+) -> None:
+    import numpy
+
+    built = framework({"name": name, "kind": "consume", "id": ids, "policy_version": versions})
+    with capture(0):
+        if name == "Trainer.sample":
+            built.Trainer().sample()
+        else:
+            batch = built.Batch(numpy.array(["a", "b"], dtype=object), numpy.array([3, 4]))
+            built.Trainer().update(batch)
+    marks = [(span.stage, span.trajectory, (span.attrs or {})["begun_version"]) for span in spans()]
+    assert marks == [("consume", "a", 3), ("consume", "b", 4)]
+
+
+def test_one_function_is_a_trajectory_outside_and_a_span_inside(framework: Entries, spans: Spans) -> None:
+    inner = {"name": "Agent.run", "role": "agent_loop", "stage": "answer"}
+    agent = framework(inner, TRAJECTORY).Agent()
+    with capture(0):
+        asyncio.run(agent.run(uid="q1"))
+    assert [(span.stage, span.trajectory) for span in spans()] == [("trajectory", "q1"), ("answer", "q1")]
+
+
+def test_a_span_carries_the_version_of_the_weights(framework: Entries, spans: Spans) -> None:
+    consumed = {"name": "Trainer.update", "kind": "consume", "id": "batch.uids"}
+    update = {"name": "Trainer.update", "role": "actor", "policy_version": "self.version"}
+    built = framework(update | {"values": {"rows": "len(batch.uids)"}}, consumed)
+    with capture(0):
+        built.Trainer().update(built.Batch(["a"]))
+    span, mark = spans()
+    assert (span.stage, span.policy_version, span.attrs) == ("update", 5, {"rows": 1})
+    assert (mark.stage, mark.parent) == ("consume", span.span)
+
+
+def test_conditions_tell_the_calls_of_a_kind_apart(framework: Entries, spans: Spans) -> None:
+    agent = framework({"name": "Agent.play", "kind": "trajectory", "id": "uid", "where": {"train": True}})
+    with capture(0):
+        agent.Agent().play(uid="a", train=True)
+        agent.Agent().play(uid="b", train=False)
+    assert [span.trajectory for span in spans()] == ["a"]
+
+
+def test_exceptions_pass_unchanged_and_end_the_trajectory(framework: Entries, spans: Spans) -> None:
+    values = {"tokens": "len(result.token_ids)"}
+    agent = framework({"name": "Agent.play", "kind": "trajectory", "id": "uid", "values": values}).Agent()
+    with capture(0), pytest.raises(ValueError, match="theirs"):
+        agent.play(uid="a", broken=True)
+    (span,) = spans()
+    assert (span.error, span.attrs) == ("ValueError: theirs", None)
+
+
+def test_a_path_that_leads_nowhere_is_left_out_and_logged_once(
+    framework: Entries, spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"tokens": "result.token_idz", "n": "result.token_ids.99"}
+    agent = framework({"name": "Agent.play", "kind": "trajectory", "id": "uid", "values": values}).Agent()
+    with capture(0):
+        for _ in range(3):
+            agent.play()
+    lines = [line for line in caplog.messages if "is left out" in line]
+    assert len(lines) == 3
+    assert "nothing to read at result.token_idz: no 'token_idz' in a Output" in "".join(lines)
+    assert [span.attrs for span in spans()] == [None] * 3
+
+
+def test_texts_and_tensors_are_no_values(
+    framework: Entries, spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    paths = {name: name for name in ("text", "vector", "elsewhere", "none", "scalar", "half")}
+    agent = framework({"name": "Agent.play", "role": "actor", "values": paths}).Agent()
+    with capture(0):
+        agent.play(
+            text="a prompt", vector=torch.ones(2), elsewhere=torch.ones((), device="meta"), none=None,
+            scalar=torch.tensor(3), half=torch.tensor(0.5),
+        )  # fmt: skip
+    (span,) = spans()
+    assert span.attrs == {"scalar": 3, "half": 0.5}
+    assert "it is a Tensor on meta, which is not waited for" in caplog.text
+    assert "it is a str, not a number" in caplog.text
+    assert "values.none" not in caplog.text
+
+
+def test_an_objects_own_errors_stay_out_of_the_call(
+    framework: Entries, spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        @property
+        def size(self) -> int:
+            raise RuntimeError("not yet")
+
+    agent = framework({"name": "Agent.play", "role": "actor", "values": {"size": "batch.size"}}).Agent()
+    with capture(0):
+        agent.play(batch=Broken())
+    assert spans()[0].attrs is None
+    assert "RuntimeError: not yet" in caplog.text
+
+
+def test_names_are_cut(framework: Entries, spans: Spans) -> None:
+    agent = framework(TOOL, {"name": "Agent.play", "kind": "trajectory", "id": "uid"}).Agent()
+    with capture(0):
+        asyncio.run(agent.call_tool({"name": "x" * 1000}))
+        agent.play(uid="y" * 1000)
+    tool, trajectory = spans()
+    assert (tool.stage, trajectory.trajectory) == ("x" * 128, "y" * 128)
+
+
+def test_functions_keep_their_kind_and_signature(framework: Entries) -> None:
+    built = framework(TRAJECTORY, TURN, {"name": "Agent.play", "kind": "tool"})
+    assert inspect.iscoroutinefunction(built.Agent.run)
+    assert list(inspect.signature(built.Agent.run).parameters) == ["self", "turns", "kwargs"]
+    assert built.Agent.run.__doc__ == "Answer a question."
+    assert not inspect.iscoroutinefunction(built.Agent.play)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"name": "Agent.stream", "kind": "turn"}, "is a generator: it can be a plain span alone"),
+        ({"name": "Trainer.sync", "kind": "trajectory", "id": "uid"}, "its arguments: self, buckets"),
+        ({"name": "Trainer.sync", "kind": "weight_sync", "values": {"n": "uid"}}, "or with result"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_logged_at_the_import(
+    framework: Entries,
+    entry: dict[str, object],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    failures.take()
+    assert framework(entry).Trainer().sync([]) == {"sent": 1024}
+    failures.take()
+    assert expected in caplog.text
+
+
+def test_the_kinds_that_no_call_recorded_are_named(framework: Entries) -> None:
+    framework(TRAJECTORY, TURN, TOOL, {"name": "Trainer.sample", "kind": "consume", "id": "result.uids"})
+    assert sorted(stage for stages in configured.timed().values() for stage in stages) == [
+        "*/consume",
+        "agent_loop/trajectory",
+        "agent_loop/turn",
+        "env/*",
+    ]
