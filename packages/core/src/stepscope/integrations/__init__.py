@@ -1,0 +1,1 @@
+"""Places for stepscope inside frameworks: callbacks, loggers and options. The rest imports none of them."""
