@@ -24,7 +24,19 @@ hypothesis.settings.load_profile("stepscope")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ENGINES = {"vllm", "sglang", "torch_npu", "hta", "moto", "wandb", "trl", "viztracer", "atheris", "lightning"}
+ENGINES = {
+    "vllm",
+    "sglang",
+    "torch_npu",
+    "hta",
+    "moto",
+    "wandb",
+    "trl",
+    "viztracer",
+    "atheris",
+    "lightning",
+    "hydra",
+}
 """And what else has an environment of its own for its tests."""
 OPTIONAL = {"torch", "ray", "numpy", *ENGINES}
 ABSENT = {name for name in OPTIONAL if find_spec(name) is None}

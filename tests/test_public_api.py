@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +20,9 @@ from stepscope import (
     Sidecar,
     Span,
     StepScalars,
+    add_arguments,
     capture,
+    config_from_args,
     configure,
     consume,
     on_artifact,
@@ -39,11 +42,13 @@ PUBLIC = {
     "Sidecar",
     "Span",
     "StepScalars",
+    "add_arguments",
     "advance",
     "aprepare",
     "attach",
     "capture",
     "carrier",
+    "config_from_args",
     "configure",
     "consume",
     "flush",
@@ -138,6 +143,11 @@ def test_settings_are_typed_one_by_one(tmp_path: Path) -> None:
         configure(save_paht=tmp_path)  # type: ignore[call-arg]  # the fact of this test
     with pytest.raises(ConfigError, match="mode is 'twice'"):
         configure(mode="twice")  # type: ignore[arg-type]  # likewise
+
+
+def test_options_are_typed() -> None:
+    parser = assert_type(add_arguments(ArgumentParser()), ArgumentParser)
+    assert_type(config_from_args(parser.parse_args([])), ProfileConfig)
 
 
 def test_workers_and_ranks_are_typed(tmp_path: Path) -> None:

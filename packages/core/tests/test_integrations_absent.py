@@ -7,6 +7,7 @@ import sys
 import pytest
 
 MODULES = {
+    "hydra": ["hydra", "hydra.core", "hydra.core.config_store"],
     "transformers": ["transformers"],
     "lightning": ["lightning", "lightning.pytorch", "pytorch_lightning"],
 }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stepscope.config import ProfileConfig
     from stepscope.files.scalars import StepScalars
     from stepscope.files.sidecar import Sidecar
+    from stepscope.integrations.arguments import add_arguments, config_from_args
     from stepscope.recording.capture.capture import Capture, capture
     from stepscope.recording.capture.configure import configure
     from stepscope.recording.capture.prepare import aprepare, prepare
@@ -42,11 +43,13 @@ __all__ = [
     "Sidecar",
     "Span",
     "StepScalars",
+    "add_arguments",
     "advance",
     "aprepare",
     "attach",
     "capture",
     "carrier",
+    "config_from_args",
     "configure",
     "consume",
     "flush",
@@ -69,8 +72,10 @@ _LATER = {
     "ProfileConfig": "stepscope.config",
     "Sidecar": "stepscope.files.sidecar",
     "StepScalars": "stepscope.files.scalars",
+    "add_arguments": "stepscope.integrations.arguments",
     "aprepare": "stepscope.recording.capture.prepare",
     "capture": "stepscope.recording.capture.capture",
+    "config_from_args": "stepscope.integrations.arguments",
     "configure": "stepscope.recording.capture.configure",
     "instrument": "stepscope.recording.instrument.patch",
     "on_capture": "stepscope.recording.capture.result",
