@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from stepscope import ProfileConfig
 from stepscope.engines import EngineCapture, EngineFactory
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope_vllm import _ascend, _engines, _options, _plugin, _versions
+from stepscope_vllm import _ascend, _engines, _launch, _options, _plugin, _versions
 from stepscope_vllm._engines import Driver
 from stepscope_vllm._recording import Desk, DeskProfiler
 
@@ -83,6 +84,10 @@ class VllmFactory(EngineFactory):
     """The adapter `vllm`: knows `AsyncLLM` and `LLM`, and finds those of this process."""
 
     distributions = (*_versions.DISTRIBUTIONS, "vllm-ascend")
+    builder = _launch.BUILDER
+
+    def arm(self, config: ProfileConfig, settings: object) -> None:
+        _launch.arm(config, settings)
 
     def recognises(self, engine: object) -> bool:
         return _engines.is_engine(engine)

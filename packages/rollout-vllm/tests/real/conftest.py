@@ -54,6 +54,7 @@ RUN_BY = {
     "test_async_llm.py": ("0.27.1", "0.32.0"),
     "test_server.py": ("0.29.0", "0.32.0"),
     "test_ray.py": ("0.32.0",),
+    "test_unedited.py": ("0.27.1", "0.32.0"),
     "test_readme.py": ("0.32.0",),
     "test_owner.py": ("0.29.0", "0.31.0"),
     "test_router.py": ("0.32.0",),

@@ -12,6 +12,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import msgspec
 
+from stepscope.config import ProfileConfig
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -163,6 +164,19 @@ class EngineFactory(Protocol):
     distributions: Sequence[str] = ()
     """Packages that bring the engine, any one of them: `run.json` records their versions, and
     `stepscope doctor` compares them with the range in the adapter's `engine` extra."""
+
+    builder: str = ""
+    """`module:Class.method` that every engine is built with, where `arm` has to come first. Under `stepscope
+    run` its calls are patched if an `instrument` entry names the adapter. The module's library has the
+    adapter's name."""
+
+    def arm(self, config: ProfileConfig, settings: object) -> None:
+        """Have the engine that is about to be built made ready for its profiler. Keep what the user has set.
+
+        Args:
+            settings: First argument of the call of `builder`.
+        """
+        return
 
     def recognises(self, engine: object) -> bool:
         """Return whether `engine` is one of this adapter's. Must not import the engine's library."""

@@ -65,14 +65,14 @@ class UneditedEngines:
         if self._rollouts:
             private_loop.run(self.anumber())
         else:
-            self._settle()
+            self._position()
 
     async def anumber(self) -> None:
         """As `number`, without blocking the event loop."""
         await asyncio.gather(*(self._ask(rollout) for _, rollout in self._rollouts))
         for adapter, rollout in self._rollouts:
             self._take(adapter, rollout)
-        self._settle()
+        self._position()
 
     def _add(self, adapter: str, item: object, replica: int | None) -> None:
         if adapter not in installed():
@@ -110,7 +110,7 @@ class UneditedEngines:
         elif len(numbers[adapter]) == 1:
             rollout.replica = numbers[adapter][0]
 
-    def _settle(self) -> None:
+    def _position(self) -> None:
         numbers = [profiler.replica for profiler in self.profilers]
         if None in numbers or len(set(numbers)) < len(numbers):
             for profiler in self.profilers:

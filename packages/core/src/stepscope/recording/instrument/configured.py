@@ -11,7 +11,7 @@ from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
 from stepscope.files.spans import CONSUME
-from stepscope.recording.instrument import patch
+from stepscope.recording.instrument import arming, patch
 from stepscope.recording.instrument.call_arguments import Condition
 from stepscope.recording.instrument.kinds import Paths, Timing
 from stepscope.recording.instrument.patch import Instrument
@@ -21,6 +21,8 @@ _applied: dict[tuple[str, str], Instrument] = {}
 """Functions that are instrumented because of a configuration. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
 """The list that was applied. One writer: `apply`."""
+_adapters: set[str] = set()
+"""Adapters of the engines that the list names. One writer: `apply`."""
 
 
 def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
@@ -34,9 +36,13 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
         ConfigError: An entry names a module, or a function of an imported module, that does not exist. An
             entry of a preset that does not fit is logged, and the rest of the preset is used.
     """
-    global _entries
-    if config.instrument == _entries:
-        return
+    if config.instrument != _entries:
+        _apply(config, lenient)
+    arming.watch(config, _adapters)
+
+
+def _apply(config: ProfileConfig, lenient: bool) -> None:
+    global _entries, _adapters
     wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, lenient)}
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()
@@ -51,6 +57,8 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
                 raise
             patch.note_failure(handle, error)
     _entries = config.instrument
+    entries = [entry for _, entry in _flat(_entries, lenient=True)]
+    _adapters = {name for entry in entries for name in (*entry.engines, entry.adapter) if name is not None}
 
 
 def note_absent() -> None:

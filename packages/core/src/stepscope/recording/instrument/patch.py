@@ -88,7 +88,7 @@ class Instrument:
             ConfigError: It does not exist, or is timed already.
             TypeError: It is not a Python function.
         """
-        parent, attribute = _parent_of(module, self.name)
+        parent, attribute = parent_of(module, self.name)
         self._replace(parent, attribute)
         refusals.pop((self.module, self.name), None)
 
@@ -265,7 +265,7 @@ def _timed(fn: FunctionType, timings: Sequence[Timing], target: str) -> Function
     return cast(FunctionType, wrapping.wraps(fn, made, wrapping.declared(versions[0][1])))
 
 
-def _parent_of(module: ModuleType, name: str) -> tuple[object, str]:
+def parent_of(module: ModuleType, name: str) -> tuple[object, str]:
     """Return the class or module that holds `name`, and the last part of `name`."""
     *path, attribute = name.split(".")
     parent: object = module

@@ -1,0 +1,28 @@
+"""Worker extensions of others, each joined with ours in one class: vLLM takes a single name.
+
+`stepscope_vllm._beside.their:module:Class` is the class of both, made when a worker asks this module for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from stepscope_vllm._extension import WorkerExtension
+
+
+def name_of(extension: str) -> str:
+    """Return the `worker_extension_cls` of the extension `their.module.Class` together with ours."""
+    if extension.startswith("stepscope_vllm."):
+        return extension
+    return f"{__name__}.{extension.replace('.', ':')}"
+
+
+def __getattr__(name: str) -> Any:
+    module, colon, kind = name.rpartition(":")
+    if not colon:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    theirs = getattr(import_module(module.replace(":", ".")), kind)
+    both = theirs if issubclass(theirs, WorkerExtension) else type(kind, (WorkerExtension, theirs), {})
+    globals()[name] = both  # asked again, vLLM must find the same class
+    return both

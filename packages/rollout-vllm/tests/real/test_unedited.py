@@ -1,0 +1,116 @@
+"""Engines of an unedited framework: armed when it builds them, and recorded with its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import vllm
+
+from stepscope import ProfileConfig
+from stepscope.files.manifest.records import Expectation, Manifest
+from stepscope_vllm import _launch
+
+assert vllm
+
+LOCAL = """
+import json, os, sys
+import unedited_loop
+
+if __name__ == "__main__":
+    trainer = unedited_loop.LocalTrainer(json.loads(os.environ["ENGINE"]))
+    print([trainer.step() for _ in range(3)])
+    print(trainer.llm.collective_rpc("greet"))
+"""
+ON_RAY = """
+import asyncio, json, os, sys
+import ray
+import unedited_loop
+
+ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+trainer = unedited_loop.RayTrainer(json.loads(os.environ["ENGINE"]))
+print([asyncio.run(trainer.step()) for _ in range(3)])
+trainer.end()
+"""
+LOOP = "module: unedited_loop"
+STEP = "{{{loop}, name: {trainer}.step, step: around, engines: {{vllm: {path}}}}}"
+ROLES = "roles: {rollout: {ranks: all, profiler: off}, '*': {profiler: off}}\n"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(model: str, sizes: dict[str, Any], tmp_path: Path) -> Run:
+    """`run(program, entries, **engine)`: the program under `stepscope run`, which captures steps 1 and 2."""
+
+    def running(program: str, *entries: str, **engine: object) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(program)
+        listed = "".join(f"- {entry}\n" for entry in entries)
+        (tmp_path / "stepscope.yaml").write_text(f"steps: [1, 2]\n{ROLES}instrument:\n{listed}")
+        command = ["run", "--config", "stepscope.yaml", "--save-path", "run", "train.py"]
+        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for Ray's sockets
+            environment = {
+                **os.environ,
+                "ENGINE": json.dumps({"model": model, **sizes, **engine}),
+                "PYTHONPATH": os.pathsep.join(paths),
+                "RAY_TMPDIR": folder,
+                "STEPSCOPE_RAISE": "0",
+            }
+            return subprocess.run(
+                [sys.executable, "-m", "stepscope", *command],
+                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500,
+            )  # fmt: skip
+
+    return running
+
+
+def engines(tmp_path: Path, step: int) -> dict[str, Expectation]:
+    path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
+    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    items = [item for part in manifest.processes for item in part.expected]
+    return {item.name: item for item in items if item.kind == "engine"}
+
+
+def problems(tmp_path: Path, step: int) -> list[str]:
+    path = tmp_path / "run" / f"step_{step:06d}" / "manifest.json"
+    return msgspec.json.decode(path.read_bytes(), type=Manifest).problems()
+
+
+def test_a_profiler_that_the_user_has_chosen_stays(model: str, config: ProfileConfig) -> None:
+    chosen = vllm.config.ProfilerConfig(profiler="cuda")
+    settings = vllm.EngineArgs(model=model, profiler_config=chosen)
+    _launch.arm(config, settings)
+    assert settings.profiler_config is chosen
+    assert settings.worker_extension_cls == ""
+
+
+def test_an_llm_of_the_loops_own_process_is_recorded(run: Run, tmp_path: Path) -> None:
+    entry = STEP.format(loop=LOOP, trainer="LocalTrainer", path="self.llm")
+    done = run(LOCAL, entry, worker_extension_cls="unedited_loop.Extension")
+    assert "['hello from rank 0']" in done.stdout
+    assert "[[4, 4, 4], [4, 4, 4], [4, 4, 4]]" in done.stdout, done.stderr[-3000:]
+    for step in (1, 2):
+        assert problems(tmp_path, step) == [], done.stderr[-3000:]
+        assert {name: row.state for name, row in engines(tmp_path, step).items()} == {"replica 0": "ok"}
+        (trace,) = (tmp_path / "run" / f"step_{step:06d}" / "traces/rollout/replica0").glob("*.gz")
+        assert trace.stat().st_size > 1000
+
+
+def test_engines_in_ray_actors_are_recorded(run: Run, tmp_path: Path) -> None:
+    done = run(ON_RAY, STEP.format(loop=LOOP, trainer="RayTrainer", path="self.replicas"))
+    assert "[[4, 4, 4, 4, 4, 4]," in done.stdout, done.stderr[-3000:]
+    for step in (1, 2):
+        assert problems(tmp_path, step) == [], done.stderr[-3000:]
+        assert {name: row.state for name, row in engines(tmp_path, step).items()} == {
+            "replica 0": "ok",
+            "replica 1": "ok",
+        }

@@ -1,0 +1,82 @@
+"""A framework with engines in its process and in Ray actors. It knows nothing of stepscope."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+PROMPTS = ["hello world", "hello", "world"]
+
+
+class Replica:
+    """A rollout worker with an engine in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.engine: Any = None
+
+    async def launch(self, arguments: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def generate(self, prompt: str, request: str) -> int:
+        from vllm import SamplingParams
+
+        count = 0
+        sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        async for output in self.engine.generate(prompt, sampling, request):
+            count = len(output.outputs[0].token_ids)
+        return count
+
+    async def shut_down(self) -> None:
+        self.engine.shutdown()
+
+
+class Extension:
+    """The framework's own methods in vLLM's workers."""
+
+    def greet(self) -> str:
+        return f"hello from rank {self.rank}"  # type: ignore[attr-defined]  # of the worker
+
+
+class LocalTrainer:
+    """A loop with an LLM in its own process."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+
+    def step(self) -> list[int]:
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+
+class RayTrainer:
+    """A loop with two replicas in Ray actors, the second of which comes first in its list."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import ray
+
+        kind: Any = ray.remote(num_cpus=0)(Replica)
+        self.replicas = [kind.remote(rank) for rank in (1, 0)]
+        ray.get([replica.launch.remote(arguments) for replica in self.replicas])
+        self.steps = 0
+
+    async def step(self) -> list[int]:
+        self.steps += 1
+        calls = [
+            replica.generate.remote(prompt, f"{self.steps}-{number}-{place}")
+            for place, replica in enumerate(self.replicas)
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    def end(self) -> None:
+        import ray
+
+        ray.get([replica.shut_down.remote() for replica in self.replicas])
