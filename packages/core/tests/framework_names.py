@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stepscope.config.presets import preset_names, read_preset
+from tests.downloads import members, wheel
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -29,6 +30,16 @@ def _tree(path: Path) -> ast.Module:
 def _file(source: Path, module: str) -> Path | None:
     at = source.joinpath(*module.split("."))
     return next((path for path in (at.with_suffix(".py"), at / "__init__.py") if path.exists()), None)
+
+
+def released(preset: str, version: str) -> Path:
+    """Return the folder with the source of the preset's framework, as released."""
+    loaded = read_preset(preset, lambda _: version)
+    requirement = f"{loaded.distribution}=={version}"
+    if preset == "rllib":  # 70 MB of Ray, most of it no Python
+        return members(requirement, [f"{str(entry.module).replace('.', '/')}.py" for entry in loaded.entries])
+    folder = wheel(requirement)
+    return next(iter(folder.glob("*.data/purelib")), folder)
 
 
 def definition(source: Path, module: str, name: str) -> Function | None:

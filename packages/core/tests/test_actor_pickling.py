@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from packages.core.tests.framework_names import DATA, definition
+from packages.core.tests.framework_names import DATA, definition, released
 from stepscope import ProfileConfig, instrument
 from stepscope.config import InstrumentConfig
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.recording.instrument import configured, patch
 from stepscope.recording.spans.wrapping import declared, is_replacement
-from tests.downloads import wheel
 
 ray = pytest.importorskip("ray")
 
@@ -185,7 +184,13 @@ def test_what_ray_made_of_an_instrumented_method_is_known_as_its_replacement(mod
 # the released source of its functions, beside a lock that all of them refer to. Bases, and decorators other
 # than classmethod and staticmethod, are left out.
 
-WHEELS = [("trl", "1.16.0"), ("verl", "0.9.1"), ("openrlhf", "0.11.2"), ("areal", "1.0.4")]
+WHEELS = [
+    ("trl", "1.16.0"),
+    ("verl", "0.9.1"),
+    ("openrlhf", "0.11.2"),
+    ("areal", "1.0.4"),
+    ("rllib", "2.60.0"),
+]
 RECORDED = ["nemo-rl", "slime"]
 """On no index with their code: built from the recorded arguments."""
 HEADER = "from __future__ import annotations\nimport threading\nLOCK = threading.Lock()\n"
@@ -207,10 +212,9 @@ def _function(preset: str, module: str, name: str) -> ast.FunctionDef | ast.Asyn
         (function,) = ast.parse(f"def {name.split('.')[-1]}({signature}): pass").body
         assert isinstance(function, ast.FunctionDef)
     else:
-        folder = wheel(f"{preset}=={dict(WHEELS)[preset]}")
-        released = definition(next(iter(folder.glob("*.data/purelib")), folder), module, name)
-        assert released is not None
-        function = copy.deepcopy(released)
+        found = definition(released(preset, dict(WHEELS)[preset]), module, name)
+        assert found is not None
+        function = copy.deepcopy(found)
     kinds = ("classmethod", "staticmethod")
     function.decorator_list = [
         each for each in function.decorator_list if isinstance(each, ast.Name) and each.id in kinds
@@ -234,7 +238,7 @@ def test_the_classes_of_a_preset_are_pickled_as_ray_does_it(
     # What TRL calls of other packages is in no wheel of its own.
     entries = [
         entry
-        for entry in read_preset(preset, dict(WHEELS).get).entries
+        for entry in read_preset(preset, lambda _: dict(WHEELS).get(preset)).entries
         if str(entry.module).split(".")[0] not in ("transformers", "accelerate")
     ]
     names: dict[tuple[str, str], str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from packages.core.tests.framework_names import DATA, arguments, definition
+from packages.core.tests.framework_names import DATA, arguments, definition, released
 from stepscope import ProfileConfig
 from stepscope.cli import app as main
 from stepscope.config import InstrumentConfig
@@ -22,7 +22,6 @@ from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
 from stepscope.recording.instrument import configured
 from stepscope.recording.process import failures
-from tests.downloads import wheel
 
 WHEELS = [
     ("trl", "0.29.0"),
@@ -32,6 +31,7 @@ WHEELS = [
     ("openrlhf", "0.10.4"),
     ("openrlhf", "0.11.2"),
     ("areal", "1.0.4"),
+    ("rllib", "2.60.0"),
 ]
 RECORDED = ["nemo-rl", "slime"]
 """On no index with their code: the names are recorded from their repositories."""
@@ -51,8 +51,7 @@ def test_every_preset_is_held_to_names() -> None:
 
 @pytest.mark.parametrize(("preset", "version"), WHEELS)
 def test_every_function_of_a_preset_is_in_the_released_package(preset: str, version: str) -> None:
-    folder = wheel(f"{preset}=={version}")
-    source = next(iter(folder.glob("*.data/purelib")), folder)
+    source = released(preset, version)
     for entry in read_preset(preset, lambda _: version).entries:
         if str(entry.module).split(".")[0] not in NOT_THEIRS:
             found = definition(source, str(entry.module), str(entry.name))
@@ -71,7 +70,7 @@ def test_every_function_of_a_preset_is_in_the_repository_as_recorded(preset: str
 
 def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() -> None:
     for preset in preset_names():
-        spec = find_spec(preset.replace("-", "_"))
+        spec = find_spec(read_preset(preset).distribution.replace("-", "_"))
         for entry in read_preset(preset, configured._installed).entries if spec and spec.origin else ():
             source = Path(str(spec and spec.origin)).parents[1]
             assert definition(source, str(entry.module), str(entry.name)), f"{entry.module}:{entry.name}"
