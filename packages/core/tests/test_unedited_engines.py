@@ -30,6 +30,14 @@ class Trainer:
         self.twins = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
         self.label = "no engine"
         self.nothing = None
+        self.rank = 2
+
+    def build(self):
+        self.engine = torch.nn.Linear(4, 4)
+        return self.engine
+
+    def build_none(self):
+        return None
 
     def step(self):
         return float(self.engine(torch.ones(1, 4)).detach().sum())
@@ -49,11 +57,12 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.setattr(registered, "_entries", [])
     monkeypatch.setattr("stepscope.recording.process.prepared._process", 0)
 
-    def build(engines: dict[str, str], **rollout: object) -> Any:
-        entries = [
+    def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
+        entries: list[dict[str, object]] = [
             {"module": "engine_loop", "name": f"Trainer.{name}", "step": "around", "engines": engines}
             for name in ("step", "step_async")
         ]
+        entries += [{"module": "engine_loop", "kind": "engine", "adapter": "torch", **kind} for kind in kinds]
         roles: dict[str, dict[str, object]] = {
             "rollout": {"profiler": "off", "ranks": "all", **rollout},
             "*": {"profiler": "off"},
@@ -123,7 +132,7 @@ def test_engines_whose_numbers_are_equal_are_numbered_by_their_order(
     for engine in trainer.twins:
         registered.register("torch", engine, 0)
     trainer.step()
-    assert list(rows(0)) == ["replica 0", "replica 1"]
+    assert sorted(rows(0)) == ["replica 0", "replica 1"]
 
 
 def test_an_engine_that_is_gone_is_forgotten(framework: Callable[..., Any], rows: Rows) -> None:
@@ -166,3 +175,43 @@ def test_an_adapter_that_is_not_installed_is_one_line(
 def test_engines_can_be_switched_off(framework: Callable[..., Any], rows: Rows) -> None:
     framework({"torch": "self.engine"}, engine={"profiler": "off"}).step()
     assert rows(0) == {}
+
+
+BUILD = {"name": "Trainer.build", "engine": "result", "replica": "self.rank"}
+
+
+def test_the_engine_that_a_call_returned_is_recorded_under_the_number_of_the_framework(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    trainer = framework({}, BUILD)
+    trainer.build()
+    trainer.step()
+    (row,) = rows(0).values()
+    assert (row.name, row.state) == ("replica 2", "ok")
+
+
+def test_an_engine_that_is_built_anew_takes_the_place_of_the_old_one(
+    framework: Callable[..., Any], rows: Rows
+) -> None:
+    trainer = framework({}, BUILD)
+    for _ in range(2):
+        trainer.build()
+    trainer.step()
+    assert list(rows(0)) == ["replica 2"]
+
+
+def test_a_call_that_made_no_engine_registers_none(
+    framework: Callable[..., Any], rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = framework({}, {"name": "Trainer.build_none", "engine": "result"})
+    trainer.build_none()
+    trainer.step()
+    assert rows(0) == {}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_an_engine_entry_is_no_function_that_a_step_has_to_call(
+    framework: Callable[..., Any], tmp_path: Path
+) -> None:
+    framework({}, BUILD).step()
+    assert configured.timed() == {}

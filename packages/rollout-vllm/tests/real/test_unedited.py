@@ -105,12 +105,20 @@ def test_an_llm_of_the_loops_own_process_is_recorded(run: Run, tmp_path: Path) -
         assert trace.stat().st_size > 1000
 
 
-def test_engines_in_ray_actors_are_recorded(run: Run, tmp_path: Path) -> None:
-    done = run(ON_RAY, STEP.format(loop=LOOP, trainer="RayTrainer", path="self.replicas"))
+def test_engines_in_ray_actors_are_recorded_under_the_numbers_of_the_framework(
+    run: Run, tmp_path: Path
+) -> None:
+    launch = (
+        f"{{{LOOP}, name: Replica.launch, kind: engine, adapter: vllm, engine: self.engine, "
+        "replica: self.rank}"
+    )
+    done = run(ON_RAY, STEP.format(loop=LOOP, trainer="RayTrainer", path="self.replicas"), launch)
     assert "[[4, 4, 4, 4, 4, 4]," in done.stdout, done.stderr[-3000:]
     for step in (1, 2):
         assert problems(tmp_path, step) == [], done.stderr[-3000:]
         assert {name: row.state for name, row in engines(tmp_path, step).items()} == {
-            "replica 0": "ok",
-            "replica 1": "ok",
+            "replica 2": "ok",
+            "replica 3": "ok",
         }
+        traces = tmp_path / "run" / f"step_{step:06d}" / "traces" / "rollout"
+        assert sorted(path.parent.name for path in traces.rglob("*.gz")) == ["replica2", "replica3"]

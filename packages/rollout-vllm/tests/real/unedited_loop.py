@@ -57,13 +57,13 @@ class LocalTrainer:
 
 
 class RayTrainer:
-    """A loop with two replicas in Ray actors, the second of which comes first in its list."""
+    """A loop with two replicas in Ray actors, numbered 3 and 2 in this order."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         import ray
 
         kind: Any = ray.remote(num_cpus=0)(Replica)
-        self.replicas = [kind.remote(rank) for rank in (1, 0)]
+        self.replicas = [kind.remote(rank) for rank in (3, 2)]
         ray.get([replica.launch.remote(arguments) for replica in self.replicas])
         self.steps = 0
 

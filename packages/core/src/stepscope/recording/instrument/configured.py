@@ -84,9 +84,9 @@ def apply_to(instance: object) -> None:
 def timed() -> dict[str, tuple[str, ...]]:
     """Return the functions that are replaced and recorded in this process: {`module:name`: roles/stages}."""
     return {
-        f"{handle.module}:{handle.name}": tuple(timing.label(handle.name) for timing in handle.timings)
+        f"{handle.module}:{handle.name}": tuple(timing.label(handle.name) for timing in recorded)
         for handle in _applied.values()
-        if handle.installed and handle.timings
+        if handle.installed and (recorded := [timing for timing in handle.timings if timing.kind != "engine"])
     }
 
 
@@ -155,8 +155,6 @@ def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Ins
     """Return one handle per function. Earlier entries of a function come first, and presets come last."""
     grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
     for origin, entry in _flat(entries, lenient):
-        if entry.kind == "engine":
-            continue
         key = (str(entry.module), str(entry.name))
         grouped.setdefault(key, (origin, []))[1].append(entry)
     kinds = {entry.step for _, group in grouped.values() for entry in group}
@@ -218,7 +216,16 @@ def _timing(entry: InstrumentConfig) -> Timing:
         attrs=dict(entry.attrs) or None,
         condition=Condition(entry.where, entry.same),
         kind=entry.kind,
-        paths=Paths(entry.id, entry.policy_version, entry.index, entry.tool, dict(entry.values)),
+        paths=Paths(
+            id=entry.id,
+            policy_version=entry.policy_version,
+            turn=entry.index,
+            tool=entry.tool,
+            values=dict(entry.values),
+            adapter=entry.adapter,
+            engine=entry.engine,
+            replica=entry.replica,
+        ),
     )
 
 

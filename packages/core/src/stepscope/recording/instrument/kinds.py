@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
+from stepscope.engines import registered
 from stepscope.files.values import AttrValue, whole
 from stepscope.recording.instrument.call_arguments import (
     Arguments,
@@ -47,6 +48,10 @@ class Paths(NamedTuple):
     turn: str | None = None
     tool: str | None = None
     values: Mapping[str, str] = {}  # never written
+    adapter: str | None = None
+    """Of an engine: no path, but the name of its adapter."""
+    engine: str | None = None
+    replica: str | None = None
 
 
 class Timing(NamedTuple):
@@ -80,8 +85,9 @@ class Calls:
         self.arguments = Arguments(fn)
         self._logged: set[str] = set()
         """Fields whose path led nowhere."""
-        single = (self.paths.policy_version, self.paths.turn, self.paths.tool)
-        for path in (*self.paths.id, *filter(None, single), *self.paths.values.values()):
+        paths = self.paths
+        single = (paths.policy_version, paths.turn, paths.tool, paths.engine, paths.replica)
+        for path in (*paths.id, *filter(None, single), *paths.values.values()):
             self.arguments.check(path, target, after=True)
 
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
@@ -255,6 +261,23 @@ class VersionCalls(Calls):
         """Read nothing: the values are the span's."""
 
 
+class EngineCalls(Calls):
+    """Calls after which there is an engine to record."""
+
+    always = True
+
+    def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
+        """Register the engine that the call has made. A path that leads to None means none."""
+        try:
+            path, adapter = str(self.paths.engine), str(self.paths.adapter)
+            engine = self._read("engine", path, lambda value: value, args, kwargs, (result,))
+            if engine is not None:
+                number = self.number("replica", self.paths.replica, args, kwargs, (result,))
+                registered.register(adapter, engine, whole(number))
+        except Exception as error:
+            failures.note(f"the engine of {self.target}", error)
+
+
 _CALLS: dict[str, type[Calls]] = {
     "span": SpanCalls,
     "weight_sync": SpanCalls,
@@ -262,9 +285,10 @@ _CALLS: dict[str, type[Calls]] = {
     "turn": TurnCalls,
     "trajectory": TrajectoryCalls,
     "consume": ConsumeCalls,
+    "engine": EngineCalls,
 }
 SPANS = ("span", "weight_sync", "tool")
-LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",))
+LAYERS = (("consume",), SPANS, ("turn",), ("trajectory",), ("engine",))
 """Kinds of one layer stand for each other: a call is one of them. The first layer is the innermost."""
 
 
