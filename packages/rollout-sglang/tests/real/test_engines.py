@@ -27,7 +27,7 @@ VERSION = tuple(int(part) for part in sglang.__version__.split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
 if VERSION >= _OLDEST_WITH_ALL:
-    GROUPS[0] += ["engine_contract.py", "engine_readme.py"]
+    GROUPS[0] += ["engine_contract.py", "engine_documented_loop.py"]
     GROUPS += [["engine_server.py"], ["engine_ray.py"]]
 if VERSION == _LAYOUTS:
     GROUPS += [["engine_parallel.py"], ["engine_router.py"]]

@@ -1,4 +1,4 @@
-"""The lines that the README adds to an existing loop, as they stand there. Run by `test_engines.py`."""
+"""The loop of the page on SGLang, as it stands there. Run by `test_engines.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_sglang import on_its_loop
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.timeline import load_step
 
-README = Path(__file__).parents[4] / "README.md"
+PAGE = Path(__file__).parents[4] / "docs" / "engines-sglang.md"
 CONFIG = """
 save_path: profile
 steps: [3]
@@ -25,26 +25,26 @@ torch: {activities: [cpu]}
 def code() -> str:
     (found,) = [
         block
-        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-        if "sglang" in block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if "training_step" in block
     ]
     return str(found)
 
 
 @pytest.fixture
 def layout(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepLayout:
-    """Run the README's loop and return the folder of step 3."""
+    """Run the page's loop and return the folder of step 3."""
 
     def made(model_path: str, **options: object) -> Any:
         told = {name: getattr(engine.server_args, name) for name in options}
-        assert told == options, "the engine of these tests is built as the README says"
+        assert told == options, "the engine of these tests is built as the page says"
         return engine
 
     monkeypatch.setattr(sglang, "Engine", made)
     monkeypatch.chdir(tmp_path)
     Path("stepscope.yaml").write_text(CONFIG)
     names: dict[str, Any] = {}
-    exec(compile(code(), str(README), "exec"), names)
+    exec(compile(code(), str(PAGE), "exec"), names)
     on_its_loop(engine, names["training_step"](3, [[1, 2, 3], [4, 5, 6, 7]]))
     return RunLayout(tmp_path / "profile").steps()[3]
 

@@ -1,4 +1,4 @@
-"""The lines of the README, as they stand there, on an engine of two workers (tensor parallel 2)."""
+"""The loop of the page on vLLM, as it stands there, on an engine of two workers (tensor parallel 2)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from stepscope.timeline import Span, load_step
 from stepscope_vllm import VllmProfiler
 
 T = TypeVar("T")
-README = Path(__file__).parents[4] / "README.md"
-FENCE = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = DOCS / "engines-vllm.md"
+FENCE = {kind: re.compile(rf"```{kind}\n(.*?)```", re.DOTALL) for kind in ("python", "yaml")}
 
 
 class User:
-    """The README's program, in the event loop that it runs in."""
+    """The page's program, in the event loop that it runs in."""
 
     def __init__(self, save_path: Path, names: dict[str, Any]) -> None:
         self.save_path = save_path
@@ -56,9 +57,8 @@ class User:
 @pytest.fixture(scope="module")
 def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     folder = tmp_path_factory.mktemp("user")
-    blocks = FENCE.findall(README.read_text())
-    (lines,) = [text for kind, text in blocks if kind == "python" and "stepscope_vllm" in text]
-    yaml = next(text for kind, text in blocks if kind == "yaml")
+    (lines,) = [text for text in FENCE["python"].findall(PAGE.read_text()) if "training_step" in text]
+    yaml = FENCE["yaml"].findall((DOCS / "first-capture.md").read_text())[0]
     (folder / "stepscope.yaml").write_text(yaml.replace("/data/profile", str(folder / "profile")))
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def user(model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFac
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each worker: they wait for each other
         patch.setattr(configure, "_configured", None)  # what the lines configure is theirs
         patch.setattr(vllm, "AsyncEngineArgs", partial(AsyncEngineArgs, tensor_parallel_size=2, **sizes))
-        exec(compile(lines.replace("your/model", model), str(README), "exec"), names)
+        exec(compile(lines.replace("your/model", model), str(PAGE), "exec"), names)
         user = User(folder / "profile", names)
         try:
             yield user
