@@ -1,24 +1,47 @@
 """An ordinary TRL script: nothing in it knows of any profiler.
 
-python trl_script.py FOLDER
+python trl_script.py FOLDER CASE...
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+
+SMALL: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+}
+SUMS = [(f"{number}+{number}=", f"{2 * number}") for number in range(8)] * 4
 
 
-def save_tiny_model(path: str) -> None:
+def save_tiny_models(folder: str) -> None:
+    torch.manual_seed(0)
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"0123456789+= "])}
     raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = Qwen2Config(
         vocab_size=len(words),
         hidden_size=16,
@@ -30,37 +53,125 @@ def save_tiny_model(path: str) -> None:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
+        num_labels=1,
     )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    for model, name in (
+        (Qwen2ForCausalLM(config), "model"),
+        (Qwen2ForSequenceClassification(config), "judge"),
+    ):
+        tokenizer.save_pretrained(f"{folder}/{name}")
+        model.save_pretrained(f"{folder}/{name}")
 
 
 def count_ones(completions: list[str], **_: object) -> list[float]:
     return [float(completion.count("1")) for completion in completions]
 
 
-def main(folder: str) -> None:
-    save_tiny_model(f"{folder}/model")
-    trainer = GRPOTrainer(
-        model=f"{folder}/model",
-        reward_funcs=count_ones,
-        args=GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            num_iterations=2,  # the second step trains on what the first generated
-            max_completion_length=4,
-            max_steps=3,
-            beta=0.1,  # a reference model
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-        ),
-        train_dataset=Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(8)]),
+def prompts() -> Dataset:
+    return Dataset.from_list([{"prompt": prompt} for prompt, _ in SUMS])
+
+
+def answers() -> Dataset:
+    return Dataset.from_list([{"prompt": prompt, "completion": answer} for prompt, answer in SUMS])
+
+
+def pairs() -> Dataset:
+    return Dataset.from_list([{"prompt": p, "chosen": answer, "rejected": "0"} for p, answer in SUMS])
+
+
+def grpo(folder: str) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    # A beta above 0 needs a reference model. The second step trains on what the first generated.
+    args = GRPOConfig(
+        f"{folder}/out", num_generations=4, num_iterations=2, max_completion_length=4, beta=0.1, **SMALL
     )
-    trainer.train()
+    return GRPOTrainer(model=f"{folder}/model", reward_funcs=count_ones, args=args, train_dataset=prompts())
+
+
+def rloo(folder: str) -> Any:
+    from trl import RLOOConfig, RLOOTrainer
+
+    args = RLOOConfig(f"{folder}/out", num_generations=4, max_completion_length=4, beta=0.1, **SMALL)
+    return RLOOTrainer(model=f"{folder}/model", reward_funcs=count_ones, args=args, train_dataset=prompts())
+
+
+def sft(folder: str) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        model=f"{folder}/model", args=SFTConfig(f"{folder}/out", **SMALL), train_dataset=answers()
+    )
+
+
+def dpo(folder: str) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    return DPOTrainer(
+        model=f"{folder}/model", args=DPOConfig(f"{folder}/out", **SMALL), train_dataset=pairs()
+    )
+
+
+def kto(folder: str) -> Any:
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [{"prompt": p, "completion": a, "label": n % 2 == 0} for n, (p, a) in enumerate(SUMS)]
+    args = KTOConfig(f"{folder}/out", **SMALL)
+    return KTOTrainer(model=f"{folder}/model", args=args, train_dataset=Dataset.from_list(rows))
+
+
+def reward(folder: str) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer(
+        model=f"{folder}/judge", args=RewardConfig(f"{folder}/out", **SMALL), train_dataset=pairs()
+    )
+
+
+def online_dpo(folder: str) -> Any:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    args = OnlineDPOConfig(f"{folder}/out", max_new_tokens=4, max_length=16, **SMALL)
+    model = f"{folder}/model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return OnlineDPOTrainer(
+        model=model,
+        reward_funcs=count_ones,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer,
+    )
+
+
+def gkd(folder: str) -> Any:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    args = GKDConfig(f"{folder}/out", lmbda=1.0, max_new_tokens=4, max_length=16, **SMALL)
+    model = f"{folder}/model"
+    chats = [
+        {"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in SUMS
+    ]
+    return GKDTrainer(
+        model=model,
+        teacher_model=model,
+        args=args,
+        train_dataset=Dataset.from_list(chats),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+CASES = {case.__name__: case for case in (grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd)}
+
+
+def main(folder: str, *cases: str) -> None:
+    for case in cases:
+        trainer = CASES[case](folder)
+        trainer.train()
+        weights = b"".join(p.detach().cpu().numpy().tobytes() for p in trainer.model.state_dict().values())
+        Path(folder, f"{case}.sha256").write_text(hashlib.sha256(weights).hexdigest())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    own = f"{sys.argv[1]}/rank{os.environ.get('RANK', '0')}"
+    save_tiny_models(own)
+    main(own, *sys.argv[2:])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,62 +14,115 @@ import pytest
 import trl
 
 from packages.core.tests.framework_names import definition
+from stepscope.cli.report import read_reports
 from stepscope.config.presets import read_preset
+from stepscope.files.layout import RunLayout
+from stepscope.report.model import StepReport
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"
-TRAINING = {
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}
+Calls = Mapping[tuple[str, str], int]
+UPDATE: Calls = {
     ("actor", "update_actor_forward"): 2,  # two batches make one step of the optimizer
     ("actor", "update_actor_backward"): 2,
+    ("actor", "update_actor_clip"): 1,
     ("actor", "update_actor_optimizer"): 1,
 }
-GENERATING = {
+BATCH: Calls = {
     ("trainer", "make_batch"): 1,
     ("rollout", "generate"): 1,
     ("reward", "compute_reward"): 1,
     ("ref", "compute_ref_log_prob"): 1,
     ("actor", "compute_log_prob"): 1,
 }
+ONLINE: Calls = {
+    ("rollout", "generate"): 2,
+    ("reward", "compute_reward"): 2,
+    ("ref", "compute_ref_log_prob"): 2,
+}
+CASES: Mapping[str, tuple[Calls, Calls, Calls]] = {
+    "grpo": ({**UPDATE, **BATCH}, UPDATE, {**UPDATE, **BATCH}),  # num_iterations=2
+    "rloo": ({**UPDATE, **BATCH},) * 3,
+    "sft": (UPDATE,) * 3,
+    "dpo": (UPDATE,) * 3,
+    "kto": (UPDATE,) * 3,
+    "reward": (UPDATE,) * 3,
+    "online_dpo": ({**UPDATE, **ONLINE},) * 3,
+    "gkd": ({**UPDATE, ("rollout", "generate"): 2},) * 3,
+}
+"""Trainer of the script -> calls of each of its three steps."""
+
+
+class Run:
+    """A run of the script: the weights it ends with, and what it captured."""
+
+    def __init__(self, folder: Path, *cases: str, captured: bool, ranks: int = 1) -> None:
+        self.folder = folder / "run"
+        stepscope = ("-m", "stepscope", "run", "--preset", "trl", "--steps", "every:1")
+        profiled = (sys.executable, *stepscope, "--save-path", str(self.folder)) if captured else ()
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        program = (sys.executable, *(torchrun if ranks > 1 else ()), str(SCRIPT), str(folder), *cases)
+        done = subprocess.run(
+            [*profiled, *program], env={**os.environ, **OFFLINE}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        hashes = sorted(folder.glob("rank*/*.sha256"))
+        self.weights = {(path.parent.name, path.stem): path.read_text() for path in hashes}
+        """(rank, trainer) -> hash of all final weights."""
+        self.complaints = [
+            line for line in done.stderr.splitlines() if "stepscope:" in line and " captured: " not in line
+        ]
+
+    @property
+    def steps(self) -> list[StepReport]:
+        layouts = [layout for _, layout in sorted(RunLayout(self.folder).steps().items())]
+        return list(read_reports(layouts, traces=False).steps)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run's folder, after three steps."""
-    folder = tmp_path_factory.mktemp("trl")
-    command = [
-        "run",
-        "--preset",
-        "trl",
-        "--steps",
-        "every:1",
-        "--save-path",
-        str(folder / "run"),
-        str(SCRIPT),
-    ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "stepscope", *command, str(folder)],
-        env={**os.environ, **offline},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if "stepscope:" in line]
-    assert all(" captured: " in line for line in told)  # no complaint of ours
-    return folder / "run"
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return the trainers' run without stepscope, one after the other."""
+    return Run(tmp_path_factory.mktemp("plain"), *CASES, captured=False)
 
 
-def test_every_step_of_the_optimizer_is_a_capture_that_shows_what_trl_did(run: Path) -> None:
-    command = [sys.executable, "-m", "stepscope", "report", str(run), "--no-traces", "--no-html", "--json"]
-    printed = subprocess.run(command, capture_output=True, check=True).stdout
-    steps = {report["step"]: report for report in json.loads(printed)["steps"]}
-    assert sorted(steps) == [0, 1, 2]
-    for number, report in steps.items():
-        calls = {(stage["role"], stage["stage"]): stage["calls"] for stage in report["stages"]}
-        assert calls == (TRAINING if number == 1 else TRAINING | GENERATING)
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def test_a_trace_of_each_step_has_the_operators_of_the_model(run: Path) -> None:
-    assert len(list(run.glob("step_*/traces/trainer/*.json.gz"))) == 3
+@pytest.fixture(scope="module")
+def run(case: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return the run of one trainer, each of whose steps is captured."""
+    return Run(tmp_path_factory.mktemp(case), case, captured=True)
+
+
+def test_every_step_of_the_optimizer_is_a_capture_that_shows_what_trl_did(case: str, run: Run) -> None:
+    assert run.complaints == []
+    calls = [{(stage.role, stage.stage): stage.calls for stage in report.stages} for report in run.steps]
+    assert calls == list(CASES[case])
+
+
+def test_little_of_a_step_is_unaccounted(run: Run) -> None:
+    lines = [line for report in run.steps for line in report.breakdown.lines]
+    unaccounted_ns = sum(line.wall_ns for line in lines if line.kind == "unaccounted")
+    assert unaccounted_ns * 4 < sum(line.wall_ns for line in lines)
+
+
+def test_the_final_weights_are_those_of_a_run_without_stepscope(case: str, run: Run, plain: Run) -> None:
+    assert run.weights == {("rank0", case): plain.weights["rank0", case]}
+
+
+def test_ranks_of_torchrun_are_captured_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    plain = Run(tmp_path / "plain", "grpo", captured=False, ranks=2)
+    run = Run(tmp_path / "captured", "grpo", captured=True, ranks=2)
+    assert run.weights == plain.weights
+    assert len(run.weights) == 2
+    assert run.complaints == []
+    assert [len(report.health.processes) for report in run.steps] == [2, 2, 2]
+
+
+def test_a_trace_of_each_step_has_the_operators_of_the_model(run: Run) -> None:
+    assert len(list(run.folder.glob("step_*/traces/trainer/*.json.gz"))) == 3
 
 
 def test_the_functions_of_those_whom_trl_builds_upon_are_where_the_preset_says() -> None:
