@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from socket import gethostname
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
@@ -130,3 +135,44 @@ def test_headers_that_the_sdk_passes_on_lead_back_to_our_span(config: ProfileCon
     _, timeline = a_reported_step(config)
     by_stage = {each.stage: at for at, each in enumerate(timeline.spans)}
     assert timeline.spans[by_stage["environment"]].parent == by_stage["turn"]
+
+
+def by_json_file(folder: Path) -> SpanExporter:
+    return FileSpanExporter(folder / "tool.jsonl")
+
+
+class ByProtobuf(SpanExporter):
+    """The exporter's protobuf, as protobuf's own JSON: a document over many lines, ids in base64."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        (self._folder / "tool.json").write_text(MessageToJson(encode_spans(spans)))
+        return SpanExportResult.SUCCESS
+
+
+@pytest.mark.parametrize("exporter", [by_json_file, ByProtobuf])
+def test_spans_that_the_sdk_writes_to_a_file_hang_below_our_turn(
+    config: ProfileConfig, exporter: Callable[[Path], SpanExporter]
+) -> None:
+    folder = RunLayout(config.save_path).otel
+    folder.mkdir(parents=True)
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "calculator", "host.name": gethostname()}),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(SimpleSpanProcessor(exporter(folder)))
+    tracer = provider.get_tracer("a tool's service")
+    with capture(2, config=config), trajectory("t0"), turn(1):
+        with tracer.start_as_current_span("execute_tool add", context=PROPAGATOR.extract(carrier())) as tool:
+            tool.set_attributes({"gen_ai.tool.name": "add", "gen_ai.tool.call.arguments": "a secret"})
+    provider.shutdown()
+    _, timeline = a_reported_step(config)
+    (tool,) = (span for span in timeline.spans if span.stage == "execute_tool add")
+    assert timeline.problems == ()
+    assert tool.parent is not None
+    assert timeline.spans[tool.parent].stage == "turn"
+    assert (tool.role, tool.trajectory, tool.turn) == ("calculator", "t0", 1)
+    assert tool.attrs == {"gen_ai.tool.name": "add"}
+    assert timeline.processes[tool.process].clock.alignment == "same host"

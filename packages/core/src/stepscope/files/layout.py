@@ -56,6 +56,11 @@ class RunLayout:
     def oom_snapshot(self, process: ProcessInfo, run_id: str, number: int) -> Path:
         return self.oom / f"{_process_name(process)}_{safe(run_id)}_{number}.pickle"
 
+    @property
+    def otel(self) -> Path:
+        """OTLP JSON files of other tracers, of which each step takes its own spans."""
+        return self.root / "otel"
+
     def tensorboard(self, run_id: str) -> Path:
         """Return the folder of a run's curves, for `tensorboard --logdir`."""
         return self.root / "tensorboard" / safe(run_id)
@@ -122,6 +127,11 @@ class StepLayout:
     @property
     def traces(self) -> Path:
         return self.root / "traces"
+
+    @property
+    def otel(self) -> Path:
+        """OTLP JSON files of other tracers. Those of the whole run are in `RunLayout.otel`."""
+        return self.root / "otel"
 
     @property
     def timeline(self) -> Path:

@@ -129,13 +129,13 @@ class FakeProcess:
         self, stage: str, start_ns: int, end_ns: int | None, *, role: str | None = None,
         parent: int | None = None, link: SpanLink | None = None, step: int | None = None,
         policy_version: int | None = None, trajectory: str | None = None, turn: int | None = None,
-        error: str | None = None, attrs: dict[str, AttrValue] | None = None,
+        error: str | None = None, attrs: dict[str, AttrValue] | None = None, traceparent: str | None = None,
     ) -> int:  # fmt: skip
         """Record a span and return its number. `end_ns=None`: it never ended."""
         opened = Open(
             span=len(self._records) + 1, parent=parent, link=link, role=role or self.info.role, stage=stage,
             start_ns=self.mono_ns(start_ns), step=step, policy_version=policy_version, trajectory=trajectory,
-            turn=turn, thread=self.info.pid, attrs=attrs,
+            turn=turn, thread=self.info.pid, attrs=attrs, traceparent=traceparent,
         )  # fmt: skip
         if end_ns is None:
             self._records.append(opened)

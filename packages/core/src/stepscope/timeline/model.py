@@ -15,7 +15,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.uncaptured import UncapturedStep
 from stepscope.files.values import AttrValue
 
-Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "unaligned"]
+Alignment: TypeAlias = Literal["owner", "same host", "measured", "collectives", "assumed", "unaligned"]
 
 
 class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +24,14 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     alignment: Alignment
     """`owner`: this is the owner. `same host`: it shares the owner's wall clock. `measured`: the owner's
     exchanges with it give the offset. `collectives`: collectives between hosts narrow that offset.
+    `assumed`: another tracer named no host of this step, so its clock is taken to be the owner's.
     `unaligned`: it runs on another host, and nothing was measured."""
     offset_ns: int = 0
     """Lead of its wall clock over the owner's at its opening, already subtracted."""
     closing_offset_ns: int = 0
     """The same at its closing; in between it is interpolated."""
     uncertainty_ns: int | None = None
-    """The true position lies within +- this. None where it is not known: unaligned."""
+    """The true position lies within +- this. None where it is not known: assumed and unaligned."""
     drift_ns: int = 0
     """Gain of its wall clock on its monotonic clock while the capture was open."""
     jumped: bool = False
@@ -40,7 +41,7 @@ class ProcessClock(msgspec.Struct, frozen=True, kw_only=True):
     matched: int = 0
     """Number of collectives that the offset rests on."""
     note: str | None = None
-    """Reason why collectives do not improve its clock, or only in part."""
+    """Reason why collectives do not improve its clock, or only in part; or the assumption about it."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,8 @@ class Span(msgspec.Struct, kw_only=True, gc=False):
     error: str | None = None
     number: int = 0
     """Number in its process' span file. With the process' key it gives the span's id in OpenTelemetry."""
+    traceparent: str | None = None
+    """W3C trace context of the parent, if another tracer named it."""
     waits: bool = False
     """True if it only waits: its attribute `wait` is true, or its stage is `queue` or `wait`."""
 

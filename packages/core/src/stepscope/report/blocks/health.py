@@ -30,7 +30,7 @@ def health_lists(health: Health) -> Iterator[Listing]:
         ("Never ended", map(say_span, health.open_spans)),
         ("Errors", (f"{say_span(row)}: {row.error}" for row in health.errors)),
         ("Work of other steps, recorded in this one", map(say_other, health.other_steps)),
-        ("Collectives that align no clock", clock_notes(health)),
+        ("Notes on clocks", clock_notes(health)),
         ("Warnings", health.warnings),
         ("Notes", health.notes),
         (UNCALLED, health.uncalled),
@@ -89,7 +89,7 @@ def clock(process: ProcessRow) -> str:
     """Describe how its times got onto the owner's clock, with the uncertainty."""
     alignment = process.clock
     if alignment.uncertainty_ns is None:
-        return "unaligned"
+        return alignment.alignment
     how: str = alignment.alignment
     if alignment.alignment in ("measured", "collectives"):
         how = f"moved {duration(-alignment.offset_ns)}"
@@ -99,7 +99,7 @@ def clock(process: ProcessRow) -> str:
 
 
 def clock_notes(health: Health) -> list[str]:
-    """Return a line for each reason why collectives align no clock of some process."""
+    """Return a line for each reason why collectives align no clock, and for each assumption about one."""
     notes: dict[str, list[str]] = {}
     for process in health.processes:
         if process.clock.note is not None:

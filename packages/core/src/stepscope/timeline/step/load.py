@@ -20,6 +20,7 @@ from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Windo
 from stepscope.timeline.names import names_of
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.step.captures import of_the_last
+from stepscope.timeline.step.foreign import add_foreign
 from stepscope.timeline.step.profiled import profiled_keys
 from stepscope.timeline.step.stalls import replicas_of, stalls_of
 from stepscope.timeline.step.tree import parents_of
@@ -53,6 +54,7 @@ def load_step(
     latest, earlier = of_the_last([source for source in sources if source.run_id == chosen])
     files = tuple(sorted(_artifacts(earlier) - _artifacts(latest)))
     timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, files)
+    timeline = add_foreign(layout, timeline)
     if not earlier:
         return timeline
     captures = max(source.capture for source in latest)
@@ -100,7 +102,7 @@ def _assemble(
         _process(source, name, placed, opened, source.info.key in profiled)
         for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
-    spans = _spans(sources, records, [placed.place for placed in aligned], run_id, step)
+    spans = _spans(sources, records, [placed.place for placed in aligned], step)
     spans, consumed = _apart(spans)
     return Timeline(
         step=step,
@@ -185,13 +187,9 @@ def _dropped(source: Source) -> int | None:
 
 
 def _spans(
-    sources: Sequence[Source],
-    records: Sequence[Sequence[Open]],
-    places: Sequence[Placement],
-    run_id: str,
-    step: int,
+    sources: Sequence[Source], records: Sequence[Sequence[Open]], places: Sequence[Placement], step: int
 ) -> list[Span]:
-    parents = iter(parents_of(records, [source.info.key for source in sources], run_id, step))
+    parents = iter(parents_of(records, [source.info.key for source in sources], step))
     return [
         _span(record, process, next(parents), place, step)
         for process, (place, opened) in enumerate(zip(places, records, strict=True))
@@ -229,6 +227,7 @@ def _span(record: Open, process: int, parent: int | None, place: Placement, step
         thread=record.thread,
         attrs=record.attrs,
         number=record.span,
+        traceparent=record.traceparent,
         waits=record.stage in WAITING or (record.attrs or {}).get(WAIT) is True,
     )
     if isinstance(record, SpanLine):

@@ -183,9 +183,13 @@ def _name(info: ProcessInfo) -> str:
 
 
 def clock_of(host: str, processes: Sequence[Process]) -> Process | None:
-    """Return the aligned process on `host` with the smallest uncertainty."""
-    aligned = [process for process in processes if process.info.host == host and process.aligned]
-    return min(aligned, key=lambda process: process.clock.uncertainty_ns or 0, default=None)
+    """Return the aligned process on `host` with the smallest uncertainty, which is known."""
+    aligned = [
+        (process.clock.uncertainty_ns, at, process)
+        for at, process in enumerate(processes)
+        if process.info.host == host and process.aligned and process.clock.uncertainty_ns is not None
+    ]
+    return min(aligned)[2] if aligned else None
 
 
 def offset_at(process: Process, wall_ns: int) -> int:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from stepscope.files.spans import Open
-from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent
 
 
-def parents_of(
-    records: Sequence[Sequence[Open]], keys: Sequence[str], run_id: str, step: int
-) -> list[int | None]:
+def parents_of(records: Sequence[Sequence[Open]], keys: Sequence[str], step: int) -> list[int | None]:
     """Return the index of each span's parent, counted through the records of all processes. None: no parent.
 
     Args:
-        records: Of each process. A record's `parent` is in the same process; its `link` and `traceparent` are
-            anywhere.
+        records: Of each process. A record's `parent` is in the same process; its `link` is anywhere.
         keys: Of each process, `ProcessInfo.key`.
         step: Links to spans of another captured step lead out of this timeline.
     """
@@ -32,26 +27,8 @@ def parents_of(
         for spans, own in zip(records, indices, strict=True)
         for span in spans
     ]
-    if any(span.traceparent is not None for span in chain.from_iterable(records)):
-        contexts = _contexts(records, keys, run_id, step)
-        for at, span in enumerate(chain.from_iterable(records)):
-            context = parse_traceparent(span.traceparent)
-            if parents[at] is None and context is not None:
-                parents[at] = contexts.get(context)
     cut_cycles(parents)
     return parents
-
-
-def _contexts(
-    records: Sequence[Sequence[Open]], keys: Sequence[str], run_id: str, step: int
-) -> dict[TraceContext, int]:
-    """Return the index of each span by its ids in OpenTelemetry."""
-    own = [SpanIds(run_id, step, key) for key in keys]
-    named = ((ids, span.span) for ids, spans in zip(own, records, strict=True) for span in spans)
-    contexts: dict[TraceContext, int] = {}
-    for at, (ids, number) in enumerate(named):
-        contexts.setdefault(TraceContext(ids.trace_id, ids.span_id(number)), at)
-    return contexts
 
 
 def _parent(
