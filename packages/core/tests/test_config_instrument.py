@@ -96,7 +96,7 @@ def test_each_preset_is_a_list_that_one_could_have_written(name: str) -> None:
     entries = read_preset(name).entries
     assert listed(*(entry for entry in entries)) == entries
     assert any(entry.step in ("begin", "next", "around") for entry in entries)
-    assert {"actor", "rollout", "ref"} <= {entry.role for entry in entries}
+    assert {"actor", "rollout"} <= {entry.role for entry in entries}
 
 
 def test_entries_newer_than_what_is_installed_are_left_out() -> None:

@@ -160,7 +160,20 @@ def gkd(folder: str) -> Any:
     )
 
 
-CASES = {case.__name__: case for case in (grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd)}
+def cpo(folder: str) -> Any:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    args = CPOConfig(f"{folder}/out", max_length=16, **SMALL)
+    model = f"{folder}/model"
+    return CPOTrainer(
+        model=Qwen2ForCausalLM.from_pretrained(model),
+        args=args,
+        train_dataset=pairs(),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+CASES = {case.__name__: case for case in (grpo, rloo, sft, dpo, kto, reward, online_dpo, gkd, cpo)}
 
 
 def main(folder: str, *cases: str) -> None:

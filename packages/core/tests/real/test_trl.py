@@ -121,6 +121,16 @@ def test_ranks_of_torchrun_are_captured_and_end_with_the_same_weights(tmp_path: 
     assert [len(report.health.processes) for report in run.steps] == [2, 2, 2]
 
 
+def test_a_trainer_that_the_preset_does_not_cover_is_named_at_the_start_and_in_the_report(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "cpo", captured=True)
+    (complaint,) = run.complaints
+    assert "CPOTrainer: the preset 'trl' does not cover this trainer" in complaint
+    assert all("CPOTrainer" in warning for report in run.steps for warning in report.health.warnings)
+    assert all(report.health.warnings for report in run.steps)
+
+
 def test_a_trace_of_each_step_has_the_operators_of_the_model(run: Run) -> None:
     assert len(list(run.folder.glob("step_*/traces/trainer/*.json.gz"))) == 3
 

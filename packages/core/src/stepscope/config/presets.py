@@ -21,6 +21,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     tested: str
     """The versions, or the commit, whose names were looked up."""
     entries: tuple[InstrumentConfig, ...]
+    covers: dict[str, tuple[str, ...]]
+    """Function that gets the trainer as its first argument, `module:name` -> classes of trainers whose work
+    has entries."""
 
 
 def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: None) -> Preset:
@@ -45,6 +48,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
         distribution=data["distribution"],
         tested=str(data["tested"]),
         entries=tuple(entries),
+        covers={target: tuple(classes) for target, classes in data.get("covers", {}).items()},
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
 from stepscope.files.spans import CONSUME
-from stepscope.recording.instrument import arming, patch
+from stepscope.recording.instrument import arming, patch, uncovered
 from stepscope.recording.instrument.call_arguments import Condition
 from stepscope.recording.instrument.kinds import Paths, Timing
 from stepscope.recording.instrument.patch import Instrument
@@ -43,7 +43,9 @@ def apply(config: ProfileConfig, *, lenient: bool = False) -> None:
 
 def _apply(config: ProfileConfig, lenient: bool) -> None:
     global _entries, _adapters
-    wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, lenient)}
+    presets = _presets(config.instrument, lenient)
+    wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, presets)}
+    uncovered.expect(presets)
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()
     for key, handle in wanted.items():
@@ -57,7 +59,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
                 raise
             patch.note_failure(handle, error)
     _entries = config.instrument
-    entries = [entry for _, entry in _flat(_entries, lenient=True)]
+    entries = [entry for _, entry in _flat(_entries, presets)]
     _adapters = {name for entry in entries for name in (*entry.engines, entry.adapter) if name is not None}
 
 
@@ -88,6 +90,11 @@ def timed() -> dict[str, tuple[str, ...]]:
         for handle in _applied.values()
         if handle.installed and (recorded := [timing for timing in handle.timings if timing.kind != "engine"])
     }
+
+
+def uncovered_trainers() -> dict[str, str]:
+    """Return the trainers of this process that no preset covers: {name: reason}."""
+    return uncovered.uncovered()
 
 
 def failed() -> dict[str, str]:
@@ -151,10 +158,10 @@ def program() -> str | None:
     return None if file is None else os.path.splitext(os.path.basename(file))[0]
 
 
-def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Instrument]:
+def _handles(entries: Iterable[InstrumentConfig], presets: Sequence[Preset]) -> Iterator[Instrument]:
     """Return one handle per function. Earlier entries of a function come first, and presets come last."""
     grouped: dict[tuple[str, str], tuple[str, list[InstrumentConfig]]] = {}
-    for origin, entry in _flat(entries, lenient):
+    for origin, entry in _flat(entries, presets):
         key = (str(entry.module), str(entry.name))
         grouped.setdefault(key, (origin, []))[1].append(entry)
     kinds = {entry.step for _, group in grouped.values() for entry in group}
@@ -164,21 +171,22 @@ def _handles(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[Ins
         yield Instrument(module, name, timings, boundary, origin)
 
 
-def _flat(entries: Iterable[InstrumentConfig], lenient: bool) -> Iterator[tuple[str, InstrumentConfig]]:
-    presets = []
-    for entry in entries:
-        if entry.preset is None:
-            yield "", entry
-        else:
-            presets.append(entry.preset)
-    for name in presets:
-        preset = read_preset(name, _installed)
+def _flat(
+    entries: Iterable[InstrumentConfig], presets: Iterable[Preset]
+) -> Iterator[tuple[str, InstrumentConfig]]:
+    yield from (("", entry) for entry in entries if entry.preset is None)
+    for preset in presets:
+        yield from ((_origin(preset), entry) for entry in preset.entries)
+
+
+def _presets(entries: Iterable[InstrumentConfig], lenient: bool) -> list[Preset]:
+    presets = [read_preset(entry.preset, _installed) for entry in entries if entry.preset is not None]
+    for preset in presets:
         if not (lenient or _is_here(preset)):
             allowed = f"a framework that is installed in {sys.prefix}"
             fix = f"pip install {preset.distribution}, or put its source on PYTHONPATH"
-            raise ConfigError("instrument.preset", name, allowed, fix)
-        origin = _origin(preset)
-        yield from ((origin, entry) for entry in preset.entries)
+            raise ConfigError("instrument.preset", preset.name, allowed, fix)
+    return presets
 
 
 def _is_here(preset: Preset) -> bool:

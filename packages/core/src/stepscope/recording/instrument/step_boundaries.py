@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
+from stepscope.recording.instrument import uncovered
 from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.process import failures
 from stepscope.recording.spans import wrapping
@@ -233,6 +234,7 @@ def begin(
 ) -> Call:
     """Count a call of a boundary that is about to be made, and return it."""
     _calls[target] += 1
+    uncovered.look(target, args)
     return Call(boundary, arguments, args, kwargs)
 
 

@@ -315,6 +315,8 @@ class Session:
             self.manifest_part.update(instrumented=instrumented.timed())
             for target, reason in instrumented.failed().items():
                 self.manifest_part.lack(f"instrument {target}", reason, kind="selection")
+            for trainer, reason in instrumented.uncovered_trainers().items():
+                self.manifest_part.skip(trainer, reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its

@@ -1,0 +1,66 @@
+"""Trainers that a preset does not cover: named once, and in the manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from stepscope.config.presets import Preset
+from stepscope.recording.process import failures
+
+
+class Coverage(NamedTuple):
+    """The trainers that a preset covers."""
+
+    preset: str
+    packages: frozenset[str]
+    """Top-level packages of the framework and of what it builds on."""
+    classes: tuple[str, ...]
+
+
+_covered: dict[str, Coverage] = {}
+"""Function that gets the trainer as its first argument, `module:name` -> the trainers that are covered. One
+writer: `expect`."""
+_reasons: dict[type, str | None] = {}
+"""Class of a trainer that was seen -> why it is not covered; None if it is. One writer: `look`."""
+
+
+def expect(presets: Iterable[Preset]) -> None:
+    """Take the trainers of these presets for the ones that are covered."""
+    _covered.clear()
+    _reasons.clear()
+    for preset in presets:
+        for target, classes in preset.covers.items():
+            packages = frozenset((target.partition(".")[0], preset.distribution.replace("-", "_")))
+            _covered[target] = Coverage(preset.name, packages, classes)
+
+
+def look(target: str, args: tuple[object, ...]) -> None:
+    """Name the trainer that the function `target` was called with, if its preset does not cover it."""
+    coverage = _covered.get(target)
+    if coverage is None or not args or type(args[0]) in _reasons:
+        return
+    cls = type(args[0])
+    reason = _reasons[cls] = None if _is_covered(cls, coverage) else _reason(cls, coverage)
+    if reason is not None and os.environ.get("RANK", "0") == "0":
+        failures.warn_once(f"{cls.__name__}: {reason}")
+
+
+def uncovered() -> dict[str, str]:
+    """Return the trainers of this process that no preset covers: {name: reason}."""
+    return {cls.__name__: reason for cls, reason in _reasons.items() if reason is not None}
+
+
+def _is_covered(cls: type, coverage: Coverage) -> bool:
+    """Return whether the framework's class that `cls` is, or derives from first, is covered."""
+    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in coverage.packages)
+    return next(own, cls).__name__ in coverage.classes
+
+
+def _reason(cls: type, coverage: Coverage) -> str:
+    return (
+        f"the preset {coverage.preset!r} does not cover this trainer. Its steps show what all trainers of "
+        f"the framework share, and no more. Fix: list functions of {cls.__module__}.{cls.__qualname__} "
+        "under `instrument`"
+    )
