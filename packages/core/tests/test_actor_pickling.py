@@ -156,7 +156,14 @@ def test_one_whose_calls_are_told_apart_and_begin_steps_travels_too(module: Any,
     entries: list[dict[str, object]] = [
         {"module": module.__name__, "name": f"Plain.{name}", **rest}
         for name in ("update", "generate")
-        for rest in ({"role": "ref", "where": {"kind": "ref"}}, {"role": "actor"}, {"step": "around"})
+        for rest in (
+            {"role": "ref", "where": {"kind": "ref"}},
+            {"role": "actor", "values": {"n": "n"}, "policy_version": "n"},
+            {"kind": "trajectory", "id": "kind"},
+            {"kind": "turn"},
+            {"kind": "consume", "id": "result"},
+            {"step": "around"},
+        )
     ]
     configured.apply(ProfileConfig(instrument=entries))
     assert called(pickled(module.Plain), tmp_path, "update", "generate") == "2 2"

@@ -14,6 +14,8 @@ import pytest
 from stepscope import ProfileConfig, capture
 from stepscope.files.spans import Line, Span
 from stepscope.recording.instrument import configured
+from stepscope.report import step_report
+from stepscope.timeline.step.load import load_step
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -35,6 +37,15 @@ class Base:
 class AsyncWorker:
     async def generate(self):
         return 2
+
+class AgentLoop:
+    async def run(self, turns, **kwargs):
+        for _ in range(turns):
+            await self.generate()
+        return [0] * turns
+
+    async def generate(self):
+        pass
 
 @ray.remote
 class Decorated(Base):
@@ -125,6 +136,31 @@ def test_an_actor_made_after_the_driver_was_instrumented_is_timed_once(
             with capture(step, config=config, workers=[actor]):
                 assert ray.get(actor.update.remote()) == 2
             assert spans(config, step) == [("actor", "forward"), ("actor", "update")]
+    finally:
+        ray.kill(actor)
+
+
+def test_trajectories_of_an_unedited_async_actor_make_the_long_tail(
+    framework: tuple[Any, dict[str, Any]], config: ProfileConfig
+) -> None:
+    module, environment = framework
+    run: dict[str, object] = {"module": "rayframework", "name": "AgentLoop.run", "kind": "trajectory"}
+    run |= {"id": "uid", "values": {"turns": "len(result)"}}
+    turn: dict[str, object] = {"module": "rayframework", "name": "AgentLoop.generate", "kind": "turn"}
+    config = config.replace(instrument=[run, turn])
+    actor = ray.remote(module.AgentLoop).options(runtime_env=environment).remote()
+    try:
+        for step in (6, 7):  # the first capture meets an actor that nothing has instrumented
+            with capture(step, config=config, workers={"agent_loop": actor}):
+                assert ray.get([actor.run.remote(turns, uid=f"q{turns}") for turns in (1, 2, 3)])
+            tail = step_report(load_step(Path(config.save_path) / f"step_{step:06d}")).long_tail
+            assert tail is not None
+            assert tail.trajectories == 3
+            assert {row.trajectory for row in tail.worst} == {"q1", "q2", "q3"}
+            assert [(spread.stage, spread.calls) for spread in tail.spreads] == [
+                ("trajectory", 3),
+                ("turn", 6),
+            ]
     finally:
         ray.kill(actor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,8 +42,11 @@ NOT_THEIRS = ("transformers", "accelerate")
 
 def paths_of(entry: InstrumentConfig) -> set[str]:
     """Return the arguments that an entry's paths begin with."""
-    paths = [*entry.where, *entry.same, *entry.same.values(), *entry.workers.values()]
-    return {path.partition(".")[0].partition("+")[0] for path in (*paths, *filter(None, [entry.number]))}
+    groups = (entry.same, entry.workers, entry.engines, entry.values)
+    paths = [*entry.where, *entry.same, *entry.id, *(path for group in groups for path in group.values())]
+    paths += filter(None, (entry.number, entry.policy_version, entry.index, entry.tool))
+    paths += filter(None, (entry.engine, entry.replica))
+    return {re.split(r"[.+)]", path.removeprefix("len("))[0] for path in paths} - {"result"}
 
 
 def test_every_preset_is_held_to_names() -> None:
