@@ -110,6 +110,11 @@ def slow_replica(case: Case) -> None:
         case.folder.process("rollout", rank).span("decode", 0, 100 * MS)
 
 
+def weights_in_one_process(case: Case) -> None:
+    case.driver.span("generate", 0, 400 * MS, role="rollout")
+    case.driver.span("sync_weights", 400 * MS, 600 * MS, role="actor")
+
+
 def met(case: Case) -> None:
     other_host(case)
     lost = case.folder.processes[-1]
@@ -141,6 +146,7 @@ def met(case: Case) -> None:
         ("weight-sync", [weights, on_a_gpu], "NCCL", "HCCL"),
         ("weight-sync", [weights, on_a_cpu], "shared memory", "NCCL"),
         ("weight-sync", [weights], "shared memory", "NCCL"),
+        ("weight-sync", [weights_in_one_process, on_a_gpu], "in one call", "NCCL"),
         ("unaligned", [other_host], "give these processes to capture", "exchange"),
         ("unaligned", [met], "the exchange of clocks with them failed", "give these"),
     ],

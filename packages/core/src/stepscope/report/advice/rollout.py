@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
 from stepscope.report.advice.profilers import is_stalled
 from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import count, duration
@@ -165,16 +165,31 @@ def weight_sync(evidence: Evidence) -> Advice | None:
     if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
         return None
     names = ", ".join(f"{line.role} {line.stage}" for line in lines[:3])
+    local = _stays_in_its_process(evidence)
     profiling = evidence.profiling
     over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
     return Advice(
         rule="weight-sync",
         kind="hint",
-        what="moving weights to the replicas takes long",
+        what=f"moving weights to the {'engine in the same process' if local else 'replicas'} takes long",
         because=(f"{names}: {share_of_step(wall_ns, evidence)}",),
-        do=f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
+        do="load all tensors in one call, in the layout and type that the engine keeps"
+        if local
+        else f"send them over {over}shared memory in buckets, and overlap that with the end of the update",
         saves_ns=wall_ns,
     )
+
+
+def _stays_in_its_process(evidence: Evidence) -> bool:
+    """Return whether each process that moves weights generates too."""
+    moves, generates = set[str](), set[str]()
+    for stage in evidence.stages:
+        names = {share.process for share in stage.processes}
+        if MOVES_WEIGHTS.search(stage.stage):
+            moves |= names
+        elif stage.role in GENERATES:
+            generates |= names
+    return moves <= generates
 
 
 def vain_wait(evidence: Evidence) -> Advice | None:
