@@ -82,9 +82,17 @@ def test_every_function_of_a_preset_is_in_the_package_where_that_is_installed() 
 
 @pytest.fixture
 def stale_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Provide a trl 9.9 whose GRPOTrainer has another name for one function, and no RLOOTrainer."""
+    """Provide a trl 9.9 whose GRPOTrainer has another name for one function, and no RLOOTrainer.
+
+    A parameter is the rank of this process.
+    """
+    if hasattr(request, "param"):
+        monkeypatch.setenv("RANK", request.param)
     package = tmp_path / "modules" / "trl" / "trainer"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
@@ -120,6 +128,31 @@ def test_a_preset_that_no_longer_fits_names_what_is_missing_and_the_rest_is_time
     assert any("no 'rloo_trainer' in trl.trainer" in line for line in messages)
     assert trainer()._calculate_rewards() == "_calculate_rewards"
     assert hasattr(trainer._calculate_rewards, "__stepscope__")
+
+
+@pytest.mark.parametrize(("stale_trl", "lines"), [("0", 1), ("1", 0)], indirect=["stale_trl"])
+def test_rank_0_alone_says_which_name_is_gone_once(stale_trl: tuple[Any, list[str]], lines: int) -> None:
+    trainer, messages = stale_trl
+    for _ in range(2):
+        trainer()._generate_all()
+    assert sum("'GRPOTrainer._generate'" in line for line in messages) == lines
+    assert "instrument('trl.trainer.grpo_trainer', 'GRPOTrainer._generate')" in str(failures.take())
+
+
+@pytest.mark.parametrize("worker", ["ray", "multiprocessing"])
+def test_workers_without_a_rank_leave_it_to_the_main_process(worker: str) -> None:
+    code = "import sys\nfrom stepscope.recording.process.identity import is_first\n"
+    code += "sys.argv[0] = '/x/default_worker.py'\n" if worker == "ray" else "import multiprocessing as m\n"
+    ask = "m.get_context('fork').Pool(1).apply(is_first)" if worker == "multiprocessing" else "is_first()"
+    environment = {name: text for name, text in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}print({ask})"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
 
 
 def test_a_preset_of_a_framework_that_is_not_installed_is_refused() -> None:

@@ -17,6 +17,7 @@ from stepscope.config import ProfileConfig
 from stepscope.files.layout import RunLayout
 from stepscope.recording.instrument import configured
 from stepscope.recording.process import failures, run
+from stepscope.recording.process.identity import in_ray_worker
 
 MAIN = "STEPSCOPE_RUN_PID"
 """Variable that `stepscope run` sets: the program's process id. A Python program adds `_IS_PYTHON` to it."""
@@ -95,5 +96,4 @@ def _speaks() -> bool:
     main = os.environ.get(MAIN, "")
     if main.endswith(_IS_PYTHON):
         return main == f"{os.getpid()}{_IS_PYTHON}"
-    in_ray_worker = os.path.basename(sys.argv[0] if sys.argv else "") == "default_worker.py"
-    return not in_ray_worker and os.environ.get("RANK", "0") == "0"
+    return not in_ray_worker() and os.environ.get("RANK", "0") == "0"

@@ -18,6 +18,7 @@ from stepscope.recording.instrument.call_arguments import Arguments, Condition
 from stepscope.recording.instrument.kinds import Timing
 from stepscope.recording.instrument.step_boundaries import Boundary
 from stepscope.recording.process import failures
+from stepscope.recording.process.identity import is_first
 from stepscope.recording.spans import decorator, slot, wrapping
 from stepscope.recording.spans.wrapping import Attrs
 
@@ -159,7 +160,9 @@ def note_failure(handle: Instrument, error: Exception) -> None:
     is_absent = isinstance(error, ConfigError) and error.value == handle.module
     target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
     refusals[handle.module, handle.name] = str(error)
-    failures.note(f"instrument({target}){handle.origin}", error)
+    # What a preset lacks, all processes that import the framework lack.
+    aloud = not handle.origin or is_first()
+    failures.note(f"instrument({target}){handle.origin}", error, aloud=aloud)
 
 
 def instrument(

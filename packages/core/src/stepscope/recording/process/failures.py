@@ -55,14 +55,19 @@ def tell(message: str, *values: object) -> None:
         logging.lastResort.handle(record)
 
 
-def note(where: str, error: BaseException) -> None:
-    """Record that our code failed at `where`, a noun phrase. Never raise outside tests."""
+def note(where: str, error: BaseException, *, aloud: bool = True) -> None:
+    """Record that our code failed at `where`, a noun phrase. Never raise outside tests.
+
+    Args:
+        aloud: Log a warning. False logs at DEBUG: another process says it.
+    """
     with _lock:
         first, count = _noted.get(where, (f"{type(error).__name__}: {error}", 0))
         _noted[where] = (first, count + 1)
     if count == 0:
         cause = "" if isinstance(error, StepscopeError | OSError) else " after an internal error"
-        warn("stepscope: disabled %s%s; training continues: %s", where, cause, first)
+        log = warn if aloud else _logging().getLogger("stepscope").debug
+        log("stepscope: disabled %s%s; training continues: %s", where, cause, first)
     if _raises():
         raise error
 

@@ -84,3 +84,18 @@ def _torch_distributed() -> tuple[int, int] | None:
 def _integer(name: str) -> int | None:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+def in_ray_worker() -> bool:
+    """Return whether Ray started this process for its tasks and actors."""
+    return os.path.basename(sys.argv[0] if sys.argv else "") == "default_worker.py"
+
+
+def is_first() -> bool:
+    """Return whether this process logs what every process of its run would: the main one, or rank 0."""
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        return rank == "0"
+    multiprocessing = sys.modules.get("multiprocessing")  # a child of it has imported it
+    is_child = multiprocessing is not None and multiprocessing.parent_process() is not None
+    return not (is_child or in_ray_worker())
