@@ -162,6 +162,22 @@ def test_the_parts_of_an_id_are_joined(framework: Entries, spans: Spans) -> None
     assert spans()[0].trajectory == "q1/2"
 
 
+def test_an_id_may_be_a_text_with_paths_as_the_framework_writes_its_own(
+    framework: Entries, spans: Spans
+) -> None:
+    agent = framework({**TRAJECTORY, "id": "{kwargs.uid}_{kwargs.attempt}_0"}).Agent()
+    with capture(0):
+        asyncio.run(agent.run(uid="q1", attempt=2))
+    assert spans()[0].trajectory == "q1_2_0"
+
+
+def test_a_turn_has_the_version_that_its_result_names(framework: Entries, spans: Spans) -> None:
+    agent = framework({**TURN, "policy_version": "result.metrics.cached-1"}).Agent()
+    with capture(0):
+        asyncio.run(agent.generate(3))
+    assert spans()[0].policy_version == 2
+
+
 def test_a_trajectory_without_an_id_has_one_of_its_own(framework: Entries, spans: Spans) -> None:
     agent = framework({"name": "Agent.run", "kind": "trajectory"}).Agent()
     with capture(0):

@@ -22,14 +22,16 @@ PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
 RESULT = "result"
 """The first part of a path that begins with what the call returned."""
 _NUMBER = re.compile(rf"{PATH.pattern}(\+\d+)?")
-_READING = re.compile(rf"{PATH.pattern}|len\({PATH.pattern}\)")
+_READING = re.compile(rf"({PATH.pattern}|len\({PATH.pattern}\))([+-]\d+)?")
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+"""A path within a text: `{uid}_{attempt}`."""
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 _BY_KIND: dict[str, tuple[str, ...]] = {
     "span": ("role", "stage", "attrs", "values", "policy_version"),
     "trajectory": ("id", "attrs", "values", "policy_version"),
-    "turn": ("index", "attrs", "values"),
+    "turn": ("index", "attrs", "values", "policy_version"),
     "tool": ("tool", "stage", "attrs", "values"),
     "weight_sync": ("role", "stage", "attrs", "values", "policy_version"),
     "consume": ("id", "policy_version"),
@@ -182,13 +184,16 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             fix = f"take it out, or write {either(kinds)}"
         return ConfigError(f"instrument.{field}", getattr(self, field), allowed, fix)
 
+    def _paths_in(self, text: str) -> list[str]:
+        return paths_in(text) if self.kind == "trajectory" else [text]
+
     def _check_paths(self) -> None:
         paths = [
             *(("where", key) for key in self.where),
             *(("same", path) for pair in self.same.items() for path in pair),
             *(("workers", path) for path in self.workers.values()),
             *(("engines", path) for path in self.engines.values()),
-            *(("id", path) for path in self.id),
+            *(("id", path) for text in self.id for path in self._paths_in(text)),
             *((field, getattr(self, field)) for field in ("tool", "engine")),
         ]
         _check_form(paths, PATH, "an argument, or a dotted path from one", "model or self.ref_model")
@@ -201,7 +206,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
         _check_form(number, _NUMBER, "a dotted path from an argument", "self.state.global_step or step+1")
         for field in _EARLY.get(self.kind, ()):
             value = getattr(self, field)
-            for path in value if isinstance(value, tuple) else [value or ""]:
+            texts = value if isinstance(value, tuple) else [value or ""]
+            for path in (path for text in texts for path in paths_in(text)):
                 if path.removeprefix("len(").split(".")[0] == RESULT:
                     fix = "begin it with an argument, or read the number into `values`"
                     raise ConfigError(f"instrument.{field}", path, "a path known before the call", fix)
@@ -213,6 +219,11 @@ _MISSING = {
     "adapter": "name the engine's adapter: adapter: vllm",
     "engine": "say where the engine is: engine: self.engine",
 }
+
+
+def paths_in(text: str) -> list[str]:
+    """Return the paths of a text such as `{uid}_{attempt}`. Without braces it is one path."""
+    return _PLACEHOLDER.findall(text) if "{" in text else [text]
 
 
 def _check_form(

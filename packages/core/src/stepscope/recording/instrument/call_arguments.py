@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import NamedTuple, TypeAlias
@@ -16,6 +17,7 @@ RESULT = "result"
 MAX_NAME = 128
 """Characters of an id or a tool's name."""
 _LENGTH = "len("
+_OFFSET = re.compile(r"[+-]\d+$")
 
 
 class Arguments:
@@ -48,7 +50,7 @@ class Arguments:
     def read(
         self, path: str, args: Sequence[object], kwargs: Mapping[str, object], returned: Sequence[object] = ()
     ) -> object:
-        """Return the value at `path`: attributes, keys of mappings, indexes, and the length of one.
+        """Return the value at `path`: attributes, keys, indexes or a length, plus or minus a number.
 
         Args:
             returned: The call's result as the only item; empty before the call.
@@ -56,6 +58,10 @@ class Arguments:
         Raises:
             LookupError: There is none.
         """
+        offset = _OFFSET.search(path)
+        if offset is not None:
+            number = number_of(self.read(path[: offset.start()], args, kwargs, returned))
+            return None if number is None else number + int(offset[0])
         if path.startswith(_LENGTH):
             value = self.read(path[len(_LENGTH) : -1], args, kwargs, returned)
             try:
@@ -130,7 +136,7 @@ def is_result(path: str) -> bool:
 
 
 def _first_of(path: str) -> str:
-    return path.removeprefix(_LENGTH).rstrip(")").partition(".")[0].partition("+")[0]
+    return _OFFSET.sub("", path).removeprefix(_LENGTH).rstrip(")").partition(".")[0]
 
 
 def number_of(value: object) -> Number | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
+from stepscope.config._instrument import paths_in
 from stepscope.engines import registered
 from stepscope.files.values import AttrValue, whole
 from stepscope.recording.instrument.call_arguments import (
@@ -87,7 +88,8 @@ class Calls:
         """Fields whose path led nowhere."""
         paths = self.paths
         single = (paths.policy_version, paths.turn, paths.tool, paths.engine, paths.replica)
-        for path in (*paths.id, *filter(None, single), *paths.values.values()):
+        ids = [path for text in paths.id for path in paths_in(text)]
+        for path in (*ids, *filter(None, single), *paths.values.values()):
             self.arguments.check(path, target, after=True)
 
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
@@ -125,6 +127,9 @@ class Calls:
         values = {name: number for name, number in numbers.items() if number is not None}
         if values:
             scope.set(**values)
+        version = self.version(args, kwargs, (result,))
+        if version is not None:
+            scope.policy_version, scope.resolved = version, None
 
     def number(
         self, field: str, path: str | None, args: Args, kwargs: Kwargs, returned: tuple[object, ...] = ()
@@ -198,17 +203,21 @@ class TrajectoryCalls(Calls):
             self._id(args, kwargs), policy_version=version, attrs=_constants(self.timing)
         ).__enter__()
 
-    def returned(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        super().returned(scope, args, kwargs, result)
-        version = self.version(args, kwargs, (result,))
-        if version is not None:
-            scope.policy_version, scope.resolved = version, None
-
     def _id(self, args: Args, kwargs: Kwargs) -> str:
-        names = [self._read("id", path, name_of, args, kwargs) for path in self.paths.id]
+        names = [self._filled(text, args, kwargs) for text in self.paths.id]
         if names and None not in names:
             return "/".join(filter(None, names))
         return f"{self.name}-{os.uname().nodename}-{os.getpid()}-{next(_ids)}"
+
+    def _filled(self, text: str, args: Args, kwargs: Kwargs) -> str | None:
+        """Return the name at a path, or a text with the names at its paths. None if one leads nowhere."""
+        filled = text if "{" in text else f"{{{text}}}"
+        for path in paths_in(text):
+            name = self._read("id", path, name_of, args, kwargs)
+            if name is None:
+                return None
+            filled = filled.replace(f"{{{path}}}", name)
+        return filled
 
 
 class TurnCalls(Calls):
@@ -219,7 +228,11 @@ class TurnCalls(Calls):
     def open(self, args: Args, kwargs: Kwargs) -> Scope:
         path = self.paths.turn
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
-        return api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
+        version = self.version(args, kwargs)
+        scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
+        if version is not None:
+            scope.policy_version, scope.resolved = version, None
+        return scope
 
 
 class ConsumeCalls(Calls):

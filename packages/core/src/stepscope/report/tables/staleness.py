@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.report.accounting import rank_of
+from stepscope.report.stage_names import MOVES_WEIGHTS
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
@@ -109,7 +110,9 @@ def _trainer_version(timeline: Timeline) -> int | None:
 
 def _versions(spans: Sequence[Span], step: int) -> Iterator[int]:
     for span in spans:
-        if span.trajectory is None and span.step == step and span.policy_version is not None:
+        if span.trajectory is not None or span.step != step or span.policy_version is None:
+            continue
+        if not MOVES_WEIGHTS.search(span.stage):  # a weight sync names the version that comes after
             yield span.policy_version
 
 
