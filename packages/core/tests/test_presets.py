@@ -19,6 +19,7 @@ from packages.core.tests.framework_names import DATA, arguments, definition, rel
 from stepscope import ProfileConfig
 from stepscope.cli import app as main
 from stepscope.config import InstrumentConfig
+from stepscope.config._instrument import paths_in
 from stepscope.config.presets import preset_names, read_preset
 from stepscope.errors import ConfigError
 from stepscope.recording.instrument import configured
@@ -43,10 +44,11 @@ NOT_THEIRS = ("transformers", "accelerate")
 def paths_of(entry: InstrumentConfig) -> set[str]:
     """Return the arguments that an entry's paths begin with."""
     groups = (entry.same, entry.workers, entry.engines, entry.values)
-    paths = [*entry.where, *entry.same, *entry.id, *(path for group in groups for path in group.values())]
+    paths = [*entry.where, *entry.same, *(path for group in groups for path in group.values())]
+    paths += (path for text in entry.id for path in paths_in(text))
     paths += filter(None, (entry.number, entry.policy_version, entry.index, entry.tool))
     paths += filter(None, (entry.engine, entry.replica))
-    return {re.split(r"[.+)]", path.removeprefix("len("))[0] for path in paths} - {"result"}
+    return {re.split(r"[-.+)]", path.removeprefix("len("))[0] for path in paths} - {"result"}
 
 
 def test_every_preset_is_held_to_names() -> None:

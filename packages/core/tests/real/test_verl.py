@@ -3,60 +3,95 @@
 from __future__ import annotations
 
 import faulthandler
-import json
-import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-from packages.core.tests.verl_cpu.launch import TOOLS, train
+from packages.core.tests.verl_cpu.launch import TOOLS
+from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, captured_training
 
 pytest.importorskip("verl")
-CAPTURED = (2, 3)
-
-
-class Run(NamedTuple):
-    """A training that ended."""
-
-    folder: Path
-    output: str
-    metrics: dict[int, dict[str, float]]
-    """Numbers that verl printed, by step."""
-    reports: dict[int, Any]
-    """`stepscope report --json`, by step."""
+TRAJECTORIES = 4 * 4
+"""Prompts of a step, times responses to each."""
+TIMINGS = {
+    "gen": "wait_for_samples",
+    "old_log_prob": "compute_log_prob",
+    "ref": "compute_ref_log_prob",
+    "adv": "compute_advantages",
+    "update_actor": "update_actor",
+    "update_weights": "sync_weights",
+}
+"""verl's `timing_s/...` and the stages of the role `trainer` that measure the same."""
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training of four steps, of which two were captured."""
     faulthandler.cancel_dump_traceback_later()  # the limit of a test is less than verl takes to start
-    folder = tmp_path_factory.mktemp("verl")
-    options = [
-        "--preset",
-        "verl",
-        "--steps",
-        ",".join(map(str, CAPTURED)),
-        "--save-path",
-        str(folder / "run"),
-    ]
-    code, output = train(folder, *TOOLS, before=[sys.executable, "-m", "stepscope", "run", *options])
-    assert code == 0, output[-5000:]
-    command = [sys.executable, "-m", "stepscope", "report", str(folder / "run"), "--no-html", "--json"]
-    printed = subprocess.run(command, capture_output=True, check=True).stdout
-    reports = {report["step"]: report for report in json.loads(printed)["steps"]}
-    return Run(folder / "run", output, printed_metrics(output), reports)
+    return captured_training(tmp_path_factory.mktemp("verl"), *TOOLS)
 
 
-def printed_metrics(output: str) -> dict[int, dict[str, float]]:
-    """Return the numbers that verl's console logger printed, by step."""
-    lines = re.findall(r"step:(\d+) - (.*)", output)
-    number = re.compile(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
-    return {int(step): {name: float(value) for name, value in number.findall(line)} for step, line in lines}
+@pytest.fixture(params=CAPTURED)
+def step(training: Training, request: pytest.FixtureRequest) -> Step:
+    """Return one captured step."""
+    return training.steps[request.param]
 
 
-def test_the_selected_steps_are_captured_and_verl_runs_to_its_end(run: Run) -> None:
-    assert sorted(run.metrics) == [1, 2, 3, 4]
-    assert sorted(run.reports) == list(CAPTURED)
+def test_the_selected_steps_are_captured_and_verl_runs_to_its_end(training: Training) -> None:
+    assert sorted(training.metrics) == [1, 2, 3, 4]
+    assert sorted(training.steps) == list(CAPTURED)
+
+
+def test_nothing_is_missing_in_the_manifest(step: Step) -> None:
+    assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
+
+
+def test_less_than_a_twentieth_of_a_step_is_unaccounted(step: Step) -> None:
+    assert step.unaccounted < 0.05
+
+
+def test_every_trajectory_of_the_step_stands_in_the_long_tail(step: Step) -> None:
+    tail = step.report["long_tail"]
+    assert (tail["trajectories"], tail["open"], tail["consumed"]) == (TRAJECTORIES, 0, TRAJECTORIES)
+
+
+def test_the_turns_are_those_that_verl_counts(step: Step) -> None:
+    # verl counts the prompt, the responses and the answers of tools; no answer follows the last response
+    assert 2 * step.calls["agent_loop", "turn"] == step.metrics["num_turns/mean"] * TRAJECTORIES
+
+
+def test_a_tool_is_called_after_all_turns_but_the_last(step: Step) -> None:
+    turns, tools = step.calls["agent_loop", "turn"], step.calls["env", "add"]
+    assert turns - TRAJECTORIES <= tools <= turns  # verl drops an answer that is too long, and ends there
+
+
+def test_every_response_has_a_reward(step: Step) -> None:
+    assert step.calls["reward", "compute_reward"] == TRAJECTORIES
+
+
+def test_each_trajectory_is_consumed_under_the_policy_that_wrote_it(step: Step) -> None:
+    staleness = step.report["staleness"]
+    assert staleness["policy_version"] == step.number - 1
+    assert staleness["versions"] == {"known": TRAJECTORIES, "p50": 0, "p90": 0, "max": 0}
+
+
+def test_the_replica_has_its_engine_trace(step: Step) -> None:
+    assert list(step.folder.glob("traces/rollout/replica0/*.json.gz"))
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_a_stage_lasts_as_long_as_verl_says(step: Step, timing: str) -> None:
+    verl_s = step.metrics[f"timing_s/{timing}"]
+    # verl's timer begins before the function, and `gen` also puts the engine to sleep
+    assert step.seconds["trainer", TIMINGS[timing]] == pytest.approx(verl_s, rel=0.05, abs=0.02)
+
+
+def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
+    waits = {(wait["role"], wait["stage"]): wait["vain_ns"] for wait in step.report["vain_waits"]}
+    assert waits["trainer", "wait_for_samples"] > 0
+
+
+def test_no_prompt_or_response_is_recorded(training: Training) -> None:
+    spans = b"".join(path.read_bytes() for path in Path(training.folder).glob("run/step_*/spans/*"))
+    assert spans
+    assert b"im_start" not in spans
