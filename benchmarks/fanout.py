@@ -22,7 +22,8 @@ import ray
 from _measure import Measured, arguments, header, interleaved, table, verdict
 
 from stepscope import ProfileConfig
-from stepscope.fleet.ray import RayFleet, Worker, fleet_of
+from stepscope.fleet.ray import RayFleet, fleet_of
+from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 

@@ -25,8 +25,10 @@ from stepscope.errors import ConfigError, EngineError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.spans import Line, Open
-from stepscope.fleet import ray as fleet_module
-from stepscope.fleet.ray import RayFleet, fleet_of, start_here
+from stepscope.fleet import ray_worker
+from stepscope.fleet.in_actor import start_here
+from stepscope.fleet.ray import RayFleet, fleet_of
+from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.capture import Capture
 from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
@@ -390,7 +392,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
     both = fleet(busy, idle)
     done: list[str] = []
 
-    async def noted(worker: fleet_module.Worker) -> WorkerOutcome:
+    async def noted(worker: Worker) -> WorkerOutcome:
         outcome = await worker.start(request_1, 0.5)
         done.append(outcome.state)
         return outcome
@@ -399,7 +401,7 @@ async def test_a_busy_actor_costs_its_own_deadline_and_begins_nothing_later(
     assert done == ["ok", "failed"], "the idle one was through before the busy one's deadline"
     assert (
         outcome_of(outcomes, busy).reason
-        == "timeout: start had no answer within 0.5 s (is it busy, or still starting?)"
+        == "timeout: start had no answer within 0.5 s; the worker may be busy or starting"
     )
     free.touch()
     await held
@@ -418,7 +420,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
     held = busy.update_until.remote(str(free))
     (outcome,) = await alone.stop(stop_of(request_1), 0.3)
     assert outcome.state == "failed"
-    assert outcome.reason == "timeout: stop had no answer within 0.3 s (is it busy, or still starting?)"
+    assert outcome.reason == "timeout: stop had no answer within 0.3 s; the worker may be busy or starting"
     free.touch()
     await held
     assert not await busy.captured.remote()
@@ -426,7 +428,7 @@ async def test_an_actor_that_is_busy_at_the_stop_closes_when_it_gets_to_it(
 
 
 def test_a_start_that_comes_too_late_is_refused(request_1: StartRequest) -> None:
-    with pytest.raises(EngineError, match="too late"):
+    with pytest.raises(EngineError, match="start expired"):
         start_here(None, request_1, time.time_ns() - 1)
     assert slot.active is None
 
@@ -494,7 +496,7 @@ async def test_processes_of_one_machine_share_its_clock(
 async def test_between_machines_the_true_offset_lies_within_the_stated_uncertainty(
     crew: dict[str, list[Any]], request_1: StartRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(fleet_module, "boot_id", lambda: "another machine")
+    monkeypatch.setattr(ray_worker, "boot_id", lambda: "another machine")
     crewed = fleet(*crew[kind])
     started = await crewed.start(request_1, 20)
     stopped = await crewed.stop(stop_of(request_1), 20)

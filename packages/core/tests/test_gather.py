@@ -272,7 +272,7 @@ def test_a_worker_that_dies_before_its_files_are_fetched_is_named_with_its_host(
     ray.kill(mortal)
     (line,) = [line for line in problems(result) if "files of actor[0]" in line]
     assert "failed: actor died" in line
-    assert "lies on host-m" in line
+    assert "are on host-m" in line
 
 
 def test_with_gather_off_they_stay_where_they_are_and_are_missing(
@@ -302,7 +302,7 @@ def test_what_is_not_here_when_time_is_up_is_said_to_lie_there(
     )  # nobody fetches beside the training
     result = alone(config, hosts["host-b"])
     files_of(result).gather(lambda: 0.0)
-    assert any("not fetched in time; they lie on host-b" in line for line in result.problems())
+    assert any("not fetched in time; its files are on host-b" in line for line in result.problems())
 
 
 def test_a_worker_whose_part_was_removed_writes_it_again(

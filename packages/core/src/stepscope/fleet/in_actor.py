@@ -1,0 +1,105 @@
+"""Calls of a capture that run in the processes of its Ray actors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, NamedTuple
+
+from stepscope.engines.own_thread import own_thread
+from stepscope.errors import EngineError
+from stepscope.files.storage.processes import boot_id
+from stepscope.recording.fanout import fetch
+from stepscope.recording.fanout.fetch import Remote
+from stepscope.recording.fanout.messages import (
+    PrepareAnswer,
+    PrepareRequest,
+    StartAnswer,
+    StartRequest,
+    StopAnswer,
+    StopRequest,
+)
+from stepscope.recording.fanout.worker_side import drain_worker, prepare_worker, start_worker, stop_worker
+from stepscope.recording.process import failures
+from stepscope.recording.spans import wrapping
+
+
+class Where(NamedTuple):
+    """The process that answers."""
+
+    pid: int
+    machine: str | None
+
+
+_turn = threading.Lock()
+"""Serializes starts and stops: threaded and async actors run calls side by side, in any order."""
+
+
+def start_here(instance: object, request: StartRequest, expires_ns: int) -> tuple[StartAnswer, Where]:
+    """Open the capture in this process.
+
+    Args:
+        expires_ns: End of the wait for this start, on this machine's wall clock.
+
+    Raises:
+        EngineError: the start has expired.
+    """
+    with _turn:
+        if time.time_ns() > expires_ns:
+            raise EngineError("start expired: the worker was still busy at the deadline")
+        answer = start_worker(request, instance)
+        renew_methods(instance)
+        return answer, _where()
+
+
+def prepare_here(instance: object, request: PrepareRequest) -> PrepareAnswer:
+    answer = prepare_worker(request, instance)
+    renew_methods(instance)
+    return answer
+
+
+def renew_methods(instance: object) -> None:
+    """Let calls from other processes reach methods that were instrumented after the actor was made.
+
+    Ray (2.60: `FunctionActorManager.load_actor_class`) keeps the functions that the class had then, each in a
+    closure, and never looks at the class again.
+    """
+    try:
+        import ray
+
+        manager: Any = ray._private.worker.global_worker.function_actor_manager
+        for info in list(manager._function_execution_info.values()):
+            method = getattr(info.function, "method", None)
+            now = getattr(type(instance), getattr(info.function, "name", ""), None)
+            if method is now or not wrapping.is_replacement(now):
+                continue
+            cells = dict(zip(info.function.__code__.co_freevars, info.function.__closure__, strict=True))
+            cells["method"].cell_contents = info.function.method = now
+    except Exception as error:
+        failures.note("instrumenting the methods that Ray calls (`stepscope run` does so earlier)", error)
+
+
+def stop_here(instance: object, request: StopRequest) -> tuple[StopAnswer, Where]:
+    with _turn:
+        return stop_worker(request), _where()
+
+
+async def drain_here(instance: object, timeout_s: float) -> list[str]:
+    return await own_thread(drain_worker, timeout_s)
+
+
+def files_here(instance: object, capture_id: str, engine_files: list[str]) -> list[Remote]:
+    return fetch.files_of(capture_id, engine_files)
+
+
+def piece_here(instance: object, capture_id: str, path: str, offset: int) -> bytes:
+    return fetch.piece_of(capture_id, path, offset)
+
+
+def release_here(instance: object, capture_id: str) -> None:
+    fetch.release(capture_id)
+
+
+def _where() -> Where:
+    return Where(os.getpid(), boot_id())
