@@ -25,6 +25,25 @@ torch: {activities: [cpu], schedule: {active: 2}}
 budget: {seconds: 3}
 """
 
+LATENCIES = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode")
+SPAN = {
+    "traceId": "4bf92f3577b34da6a3ce929d0e0e4736",
+    "spanId": "00f067aa0ba902b7",
+    "parentSpanId": "11f067aa0ba902b7",
+    "name": "llm_request",
+    "startTimeUnixNano": str(OPENED_NS + 5 * MS),
+    "endTimeUnixNano": str(OPENED_NS + 9 * MS),
+    "status": {"code": 2},
+    "attributes": [
+        {"key": "gen_ai.request.id", "value": {"stringValue": "r"}},
+        {"key": "gen_ai.usage.completion_tokens", "value": {"intValue": "7"}},
+        *({"key": f"gen_ai.latency.{name}", "value": {"doubleValue": 0.001}} for name in LATENCIES),
+    ],
+}
+RESOURCE = {"attributes": [{"key": "process.pid", "value": {"intValue": "7"}}]}
+REQUEST = {"resourceSpans": [{"resource": RESOURCE, "scopeSpans": [{"scope": {}, "spans": [SPAN]}]}]}
+REQUESTS = json.dumps(REQUEST).encode() + b"\n" + json.dumps(REQUEST).encode() + b"\n"
+
 
 def write_whole_run(root: Path) -> Path:
     """Return a run at `root`."""
@@ -51,6 +70,8 @@ def write_whole_run(root: Path) -> Path:
     put(step, "traces/actor/c.sqlite", actor, exported.read_bytes())
     exported.unlink()
     layout = RunLayout(root)
+    layout.otel.mkdir()
+    (layout.otel / "spans.jsonl").write_bytes(REQUESTS)
     asked = Request(id="0123abcd", steps="next", created_ns=1, expires_ns=2**61)
     layout.control.write_bytes(msgspec.json.encode(Control(requests=[asked])))
     layout.listeners.mkdir()

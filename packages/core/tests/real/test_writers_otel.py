@@ -14,6 +14,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from stepscope import ProfileConfig, attach, capture, carrier, span, trajectory, turn
@@ -91,7 +92,12 @@ def test_a_step_is_one_trace_with_its_spans_where_they_were(config: ProfileConfi
         assert begun.parent.span_id == root.context.span_id
         assert rollout.parent.span_id == begun.context.span_id
         assert update.parent.span_id == rollout.context.span_id
-        assert update.attributes["stepscope.trajectory"] == "t0"
+        assert update.attributes["gen_ai.conversation.id"] == "t0"
+        assert begun.attributes["gen_ai.operation.name"] == "invoke_agent"
+        assert (root.attributes["rl.loop.iteration"], root.resource.attributes["rl.run.id"]) == (
+            2,
+            timeline.run_id,
+        )
         assert {each.context.trace_id for each in spans.values()} == {root.context.trace_id}
         for each, was in zip((begun, rollout, update), timeline.spans, strict=True):
             assert (each.start_time, each.end_time) == (was.start_ns, was.end_ns)
@@ -176,3 +182,37 @@ def test_spans_that_the_sdk_writes_to_a_file_hang_below_our_turn(
     assert (tool.role, tool.trajectory, tool.turn) == ("calculator", "t0", 1)
     assert tool.attrs == {"gen_ai.tool.name": "add"}
     assert timeline.processes[tool.process].clock.alignment == "same host"
+    assert "execute_tool add" not in exported(config)
+
+
+def test_a_span_of_ours_is_sent_below_the_tools_span_that_called_it(
+    config: ProfileConfig, tracer: trace.Tracer
+) -> None:
+    headers: dict[str, str] = {}
+    with capture(2, config=config):
+        with trajectory("t0"), turn(1):
+            tool = tracer.start_span("tool", context=PROPAGATOR.extract(carrier()))
+            PROPAGATOR.inject(headers, trace.set_span_in_context(tool))
+        with attach(headers), span("environment"):
+            pass
+    sent = exported(config)
+    assert sent["environment"].parent.span_id == tool.get_span_context().span_id
+    assert sent["environment"].context.trace_id == tool.get_span_context().trace_id
+
+
+def test_the_names_are_those_of_the_conventions(config: ProfileConfig) -> None:
+    with capture(2, config=config), trajectory("t0"):
+        with turn(0) as model:
+            model.set(prompt_tokens=3, output_tokens=7, cached_tokens=1, finish_reason="stop")
+        with span("tool", role="env", attrs={"name": "calculator"}):
+            pass
+    sent = exported(config)
+    chat, tool = sent["turn"].attributes, sent["tool"].attributes
+    assert chat[gen_ai.GEN_AI_OPERATION_NAME] == gen_ai.GenAiOperationNameValues.CHAT.value
+    assert chat[gen_ai.GEN_AI_USAGE_INPUT_TOKENS] == 3
+    assert chat[gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS] == 7
+    assert chat[gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == 1
+    assert chat[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ("stop",)
+    assert chat[gen_ai.GEN_AI_CONVERSATION_ID] == tool[gen_ai.GEN_AI_CONVERSATION_ID] == "t0"
+    assert tool[gen_ai.GEN_AI_OPERATION_NAME] == gen_ai.GenAiOperationNameValues.EXECUTE_TOOL.value
+    assert tool[gen_ai.GEN_AI_TOOL_NAME] == "calculator"

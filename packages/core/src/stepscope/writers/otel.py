@@ -23,8 +23,9 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from stepscope.files.trace_context import SpanIds, trace_id_of
+from stepscope.files.trace_context import SpanIds, parse_traceparent, trace_id_of
 from stepscope.timeline import Span, Timeline
+from stepscope.writers.otel_names import ITERATION, RUN_ID, attributes_of
 from stepscope.writers.protocol import ReportedStep
 
 MOST_SPANS = 10_000
@@ -52,23 +53,28 @@ def send(step: ReportedStep, exporter: SpanExporter) -> None:
 
 
 def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
-    """Return the root, with the scalars as attributes, then the longest spans of aligned processes."""
+    """Return the root, with the scalars as attributes, then the longest spans of aligned processes.
+
+    Spans that another tracer made are not sent: it has done so.
+    """
     timeline, ended, ids = step.timeline, _Ended(), _Ids(step.timeline)
-    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "stepscope"})
+    service = os.environ.get("OTEL_SERVICE_NAME") or "stepscope"
+    resource = Resource.create({"service.name": service, RUN_ID: timeline.run_id})
     provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
     provider.add_span_processor(ended)
     tracer = provider.get_tracer("stepscope")
     aligned = [
-        (at, span) for at, span in enumerate(timeline.spans) if timeline.processes[span.process].aligned
+        (at, span)
+        for at, span in enumerate(timeline.spans)
+        if timeline.processes[span.process].aligned and span.number
     ]
     chosen = sorted(aligned, key=lambda pair: -(pair[1].dur_ns or timeline.window.wall_ns))[:MOST_SPANS]
     ids.next_span = ids.root
     root = tracer.start_span(f"step {timeline.step}", start_time=timeline.window.start_ns)
     root.set_attributes(
         {
-            "stepscope.run_id": timeline.run_id,
-            "stepscope.step": timeline.step,
-            "stepscope.spans_left_out": len(timeline.spans) - len(chosen),
+            ITERATION: timeline.step,
+            "stepscope.spans_left_out": sum(1 for span in timeline.spans if span.number) - len(chosen),
             **{f"stepscope.{name}": value for name, value in step.scalars.items()},
         }
     )
@@ -76,30 +82,13 @@ def _spans_of(step: ReportedStep) -> Iterator[ReadableSpan]:
     kept = {at for at, _ in chosen}
     for _, span in sorted(chosen):
         ids.next_span = ids.of(span)
-        above = (
-            ids.root
-            if span.parent is None or span.parent not in kept
-            else ids.of(timeline.spans[span.parent])
-        )
-        _record(tracer, timeline, span, ids.context(above))
+        above = None if span.parent is None or span.parent not in kept else timeline.spans[span.parent]
+        _record(tracer, timeline, span, ids.parent(span, above))
     yield from ended.spans
 
 
 def _record(tracer: Tracer, timeline: Timeline, span: Span, above: SpanContext) -> None:
-    process = timeline.processes[span.process]
-    recorded = {
-        "stepscope.role": span.role,
-        "stepscope.process": process.name,
-        "stepscope.rank": process.info.rank,
-        "host.name": process.info.host,
-        "process.pid": process.info.pid,
-        "stepscope.step": span.step,
-        "stepscope.policy_version": span.policy_version,
-        "stepscope.trajectory": span.trajectory,
-        "stepscope.turn": span.turn,
-        **(span.attrs or {}),
-    }
-    attributes = {name: value for name, value in recorded.items() if value is not None}
+    attributes = attributes_of(span, timeline.processes[span.process])
     made = tracer.start_span(
         span.stage,
         context=set_span_in_context(NonRecordingSpan(above)),
@@ -130,6 +119,15 @@ class _Ids(IdGenerator):  # type: ignore[misc]  # it is Any where opentelemetry 
     def context(self, span_id: int) -> SpanContext:
         sampled = TraceFlags(TraceFlags.SAMPLED)
         return SpanContext(self.generate_trace_id(), span_id, is_remote=False, trace_flags=sampled)
+
+    def parent(self, span: Span, above: Span | None) -> SpanContext:
+        """Return the parent: a span that is sent, one that another tracer sent to this trace, or the root."""
+        foreign = parse_traceparent(span.traceparent)
+        if above is not None:
+            return self.context(self.of(above))
+        if foreign is not None and int(foreign.trace_id, 16) == self._trace:
+            return self.context(int(foreign.span_id, 16))
+        return self.context(self.root)
 
     def generate_span_id(self) -> int:
         return self.next_span
