@@ -1,5 +1,8 @@
 """Cost of a decorated call while nothing is captured, against a closure written by hand and the peers.
 
+The last table has entries of `instrument` in place of the decorator: a tool, which reads nothing then, and a
+trajectory with a turn, which know their id and number also then.
+
 ns of the calling thread's CPU time per call. The overhead is what a call costs over the bare method: the
 median of the differences within rounds in which every contender runs once.
 """
@@ -19,8 +22,12 @@ from _measure import arguments, header, interleaved, median_over, table, verdict
 from _peers import Peer
 
 from stepscope import profile_step
+from stepscope.recording.instrument import kinds
+from stepscope.recording.instrument.call_arguments import Condition
+from stepscope.recording.instrument.kinds import Paths, Timing
 
 CALLS = 20_000
+ANY_CALL = Condition({}, {})
 ROUNDS = 31
 on = False
 
@@ -127,6 +134,30 @@ def compare(
     return cost
 
 
+ENTRIES = {
+    "a tool": Timing("env", None, None, ANY_CALL, "tool", Paths(tool="batch")),
+    "a trajectory": Timing("agent_loop", None, None, ANY_CALL, "trajectory", Paths(id=("batch",))),
+    "a turn": Timing("agent_loop", None, None, ANY_CALL, "turn"),
+}
+
+
+def compare_entries(*, quick: bool) -> None:
+    """Print the cost of calls that entries of each kind stand for, over the function as it is."""
+    calls = CALLS // 10 if quick else CALLS
+    peers = {
+        "bare": Peer(lambda fn: fn),
+        **{name: Peer(partial(kinds.wrap, timing=timing, target=name)) for name, timing in ENTRIES.items()},
+    }
+    runs = {name: partial(timed, call, method_of(update, peer), calls) for name, peer in peers.items()}
+    results = interleaved(runs, ROUNDS // 3 if quick else ROUNDS)
+    bare = statistics.median(results["bare"])
+    rows = []
+    for name in runs:
+        each = statistics.median(results[name])
+        rows.append([name, f"{each:.0f}", f"{median_over(results, name, 'bare'):.0f}", f"{each / bare:.1f}x"])
+    table(["instrument entry", "ns/call", "overhead", "/ bare"], rows)
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
     header("a decorated call while nothing is captured", "stepscope", "verl", "trl", "areal", "wrapt")
@@ -157,6 +188,7 @@ def main() -> None:
                 ratio = cost[name][1] / cost["stepscope"][1]
                 verdict(f"{title}: cheaper than {name}", ratio, goal, "x", at_least=True)
         print()
+    compare_entries(quick=quick)
 
 
 if __name__ == "__main__":
