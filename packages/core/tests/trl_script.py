@@ -35,15 +35,23 @@ SMALL: dict[str, Any] = {
 SUMS = [(f"{number}+{number}=", f"{2 * number}") for number in range(8)] * 4
 
 
-def save_tiny_models(folder: str) -> None:
-    torch.manual_seed(0)
+def save_tokenizer(*folders: str) -> int:
+    """Return the number of its words."""
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"0123456789+= "])}
     raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for folder in folders:
+        tokenizer.save_pretrained(folder)
+    return len(words)
+
+
+def save_tiny_models(folder: str) -> None:
+    torch.manual_seed(0)
+    words = save_tokenizer(f"{folder}/model", f"{folder}/judge")
     config = Qwen2Config(
-        vocab_size=len(words),
+        vocab_size=words,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -59,7 +67,6 @@ def save_tiny_models(folder: str) -> None:
         (Qwen2ForCausalLM(config), "model"),
         (Qwen2ForSequenceClassification(config), "judge"),
     ):
-        tokenizer.save_pretrained(f"{folder}/{name}")
         model.save_pretrained(f"{folder}/{name}")
 
 

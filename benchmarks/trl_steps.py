@@ -1,0 +1,140 @@
+"""Cost of the preset `trl` in steps that are not captured: GRPO with the preset against plain GRPO.
+
+ms of CPU time of the process per step, of one thread, so that other work on the machine does not count. A
+round trains both for some steps, from the same weights and seed. The ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from _measure import arguments, header, interleaved, table, verdict
+
+os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+
+import stepscope
+
+STEPS = 12
+ROUNDS = 15
+PLAIN, PRESET, SELECTED = "plain", "preset, no step selected", "preset, another step selected"
+
+
+class StepTimes(TrainerCallback):
+    """CPU time of each step, in ms."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+        self._began = 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.process_time_ns()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.taken.append((time.process_time_ns() - self._began) / 1e6)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"0123456789+= "])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=16,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+
+
+def count_ones(completions: list[str], **_: object) -> list[float]:
+    return [float(completion.count("1")) for completion in completions]
+
+
+def train(folder: str, steps: int, instrument: list[str], selected: list[int]) -> float:
+    """Train and return the median ms of a step, without the first two."""
+    stepscope.configure(instrument=instrument, steps=selected, save_path=f"{folder}/profile")
+    times = StepTimes()
+    trainer = GRPOTrainer(
+        model=model(),
+        processing_class=tokenizer(),
+        reward_funcs=count_ones,
+        args=GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=steps,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"{number}+{number}="} for number in range(64)]),
+        callbacks=[times],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return statistics.median(times.taken[2:])
+
+
+def main() -> None:
+    quick = arguments(__doc__).quick
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    logging.set_verbosity_error()
+    header("steps of TRL's GRPOTrainer that are not captured", "stepscope", "trl", "transformers", "torch")
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {
+            PLAIN: partial(train, folder, STEPS, [], []),
+            PRESET: partial(train, folder, STEPS, ["trl"], []),
+            SELECTED: partial(train, folder, STEPS, ["trl"], [10**6]),
+        }
+        results = interleaved(contenders, ROUNDS // 5 if quick else ROUNDS)
+    ratios = {
+        name: statistics.median(ours / plain for ours, plain in zip(values, results[PLAIN], strict=True))
+        for name, values in results.items()
+    }
+    rows = [
+        [name, f"{statistics.median(values):.1f}", f"{ratios[name]:.3f}x"] for name, values in results.items()
+    ]
+    table(["GRPO", "ms/step", "/ plain"], rows)
+    for name in (PRESET, SELECTED):
+        verdict(f"a step with the {name}: against plain", ratios[name], 1.01, "x")
+
+
+if __name__ == "__main__":
+    main()
