@@ -34,6 +34,7 @@ ENGINES = {
     "trl",
     "viztracer",
     "atheris",
+    "opentelemetry",
     "lightning",
     "hydra",
 }

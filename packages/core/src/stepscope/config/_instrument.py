@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import Mistakes, Parser, Section, build, items_of
+from stepscope.config._fields import Mistakes, Parser, Section, build, items_of
 from stepscope.config._words import closest, either
 from stepscope.errors import ConfigError
 

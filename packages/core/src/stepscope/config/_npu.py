@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import Parser, Section, convert, dotted, items_of
+from stepscope.config._fields import Parser, Section, convert, dotted, items_of
 from stepscope.config._sections import ScheduleConfig
 from stepscope.errors import ConfigError
 

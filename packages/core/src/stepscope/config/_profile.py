@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.config._fields import Parser, Section, build, items_of
 from stepscope.config._instrument import InstrumentConfig, parse_instrument
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
-from stepscope.config._section import Parser, Section, build, items_of
 from stepscope.config._sections import (
     BudgetConfig,
     ControlConfig,

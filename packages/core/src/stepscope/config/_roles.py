@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
+from stepscope.config._fields import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 

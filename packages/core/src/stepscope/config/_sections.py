@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from stepscope.config._fields import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
 from stepscope.config._roles import Ranks, parse_ranks
-from stepscope.config._section import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
 from stepscope.errors import ConfigError
 
 Activity: TypeAlias = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]

@@ -8,7 +8,7 @@ from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
-from stepscope.config._section import items_of
+from stepscope.config._fields import items_of
 from stepscope.errors import ConfigError
 
 _ALLOWED = 'step numbers from 0, ranges "start:stop:stride" (stop itself is not captured), or "every:50"'

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import msgspec
 
+from stepscope.config._fields import build
 from stepscope.config._instrument import FRAMEWORKS, InstrumentConfig
 from stepscope.config._instrument import preset_names as preset_names
-from stepscope.config._section import build
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):

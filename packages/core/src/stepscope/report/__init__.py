@@ -9,19 +9,6 @@ from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
 from stepscope.report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
-from stepscope.report.tables.devices import (
-    DeviceRow,
-    MemoryRow,
-    NoDevice,
-    OperatorRow,
-    TraceRow,
-    TraceTables,
-    device_usage,
-    memory_peaks,
-    missing_devices,
-    operator_times,
-    trace_tables,
-)
 from stepscope.report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
 from stepscope.report.tables.idle import Cause, Idle, idle_times
@@ -37,6 +24,19 @@ from stepscope.report.tables.long_tail import (
 )
 from stepscope.report.tables.stages import Share, Stage, stage_times
 from stepscope.report.tables.staleness import Lag, Staleness, StaleTrajectory, step_staleness
+from stepscope.report.tables.traces import (
+    DeviceRow,
+    MemoryRow,
+    NoDevice,
+    OperatorRow,
+    TraceRow,
+    TraceTables,
+    device_usage,
+    memory_peaks,
+    missing_devices,
+    operator_times,
+    trace_tables,
+)
 from stepscope.report.tables.waiting import VainWait, waits_in_vain
 
 __all__ = [

@@ -9,13 +9,13 @@ from stepscope.report.blocks.block import Block, Paragraph
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.cuda_memory import CudaMemory
-from stepscope.report.tables.devices import TraceTables
 from stepscope.report.tables.engine import Engine, Phaseless
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.idle import Idle
 from stepscope.report.tables.long_tail import LongTail
 from stepscope.report.tables.stages import Stage
 from stepscope.report.tables.staleness import Staleness
+from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
 
 

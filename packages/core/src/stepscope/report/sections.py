@@ -25,14 +25,13 @@ from stepscope.report.html.completeness import draw_health
 from stepscope.report.html.engine import draw_engines
 from stepscope.report.html.heat import draw_stages
 from stepscope.report.html.idle import draw_idle
-from stepscope.report.html.kernels import draw_traces
 from stepscope.report.html.tail import draw_long_tail
+from stepscope.report.html.traces import draw_traces
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import step_baseline
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
-from stepscope.report.tables.devices import TraceTables, trace_tables
 from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import cut_processes, step_health
 from stepscope.report.tables.idle import idle_times
@@ -40,6 +39,7 @@ from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.report.tables.profiling import step_profilers
 from stepscope.report.tables.stages import stage_times
 from stepscope.report.tables.staleness import step_staleness
+from stepscope.report.tables.traces import TraceTables, trace_tables
 from stepscope.report.tables.waiting import waits_in_vain
 
 

@@ -80,7 +80,7 @@ class Exporter:
             target: Its path, without `.gz`. Folders are created; a name that is taken gets a number.
             describe: (size in bytes, final path) -> the sidecar to write beside it.
             on_done: Called once, on the exporter's thread.
-            deferred: Wait for `flush` or `drain`.
+            deferred: Wait for `drain`.
         """
         job = _Job(pending=pending, target=target, describe=describe, on_done=on_done)
         self._queue.put(job, deferred=deferred)
@@ -88,10 +88,6 @@ class Exporter:
     def then(self, work: Callable[[], None], *, deferred: bool) -> None:
         """Call `work` on the exporter's thread after all that was submitted before, deferred as given."""
         self._queue.put(_Then(work), deferred=deferred)
-
-    def flush(self) -> None:
-        """Let deferred jobs begin. Return at once."""
-        self._queue.flush()
 
     def drain(self, timeout_s: float) -> list[str]:
         """Wait until all is written, deferred jobs too.

@@ -52,29 +52,24 @@ class WorkQueue(Generic[J]):
         """Queue a job.
 
         Args:
-            deferred: It waits for `flush`, and later jobs may overtake it.
+            deferred: It waits for `drain`, and later jobs may overtake it.
         """
         with self._changed:
             self._entries.append(_Entry(job, deferred))
             self.start()  # also for a deferred job: at exit it may be too late
             self._changed.notify_all()
 
-    def flush(self) -> None:
-        """Let deferred jobs begin. Return at once."""
-        with self._changed:
-            for entry in self._entries:
-                entry.deferred = False
-            self._changed.notify_all()
-
     def drain(self, timeout_s: float) -> list[J]:
-        """Flush, and wait until all jobs are done.
+        """Let deferred jobs begin, and wait until all jobs are done.
 
         Returns:
             The jobs that are unfinished after `timeout_s`, the one under way first. They go on.
         """
-        self.flush()
         until = time.monotonic() + timeout_s
         with self._changed:
+            for entry in self._entries:
+                entry.deferred = False
+            self._changed.notify_all()
             while self._unfinished() and time.monotonic() < until:
                 if self._thread is not None:
                     self._changed.wait(until - time.monotonic())

@@ -9,13 +9,13 @@ import msgspec
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
-from stepscope.report.tables.devices import TraceTables
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.idle import Idle
 from stepscope.report.tables.long_tail import LongTail
 from stepscope.report.tables.profiling import Profiling
 from stepscope.report.tables.stages import Stage
+from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
 
 GENERATES = frozenset({"rollout", "agent_loop"})

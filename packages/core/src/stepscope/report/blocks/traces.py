@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.formatting import duration, percents, size
 from stepscope.report.model import StepReport
-from stepscope.report.tables.devices import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
+from stepscope.report.tables.traces import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
 SHOWN = 10
 """Operators of a role that are printed."""

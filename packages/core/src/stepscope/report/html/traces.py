@@ -1,4 +1,4 @@
-"""Operators and kernels, devices and memory of the traces, on the page."""
+"""Operators, devices and memory of the traces, on the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import draw, percent, section, table
 from stepscope.report.section import Page
-from stepscope.report.tables.devices import DeviceRow, OperatorRow, TraceTables
+from stepscope.report.tables.traces import DeviceRow, OperatorRow, TraceTables
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
