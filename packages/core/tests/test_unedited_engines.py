@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self):
         self.engine = torch.nn.Linear(4, 4)
         self.twins = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
-        self.label = "no engine"
+        self.url = "http://localhost:1"
         self.nothing = None
         self.rank = 2
 
@@ -151,10 +151,17 @@ def test_a_path_that_leads_to_nothing_records_no_engine(framework: Callable[...,
 def test_what_the_adapter_does_not_know_fails_with_the_reason_and_the_step_is_captured(
     framework: Callable[..., Any], rows: Rows
 ) -> None:
-    framework({"torch": "self.label"}).step()
+    framework({"torch": "self.rank"}).step()
     row = rows(0)["replica 0"]
     assert row.state == "failed"
-    assert "the adapter 'torch' knows no builtins.str" in str(row.reason)
+    assert "the adapter 'torch' knows no builtins.int" in str(row.reason)
+
+
+def test_a_text_is_the_url_of_a_server(framework: Callable[..., Any], rows: Rows) -> None:
+    framework({"torch": "self.url"}).step()
+    row = rows(0)["replica 0"]
+    assert row.state == "failed"
+    assert "drives no servers, and 'http://localhost:1' is one" in str(row.reason)
 
 
 def test_an_adapter_that_is_not_installed_is_one_line(

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
+from stepscope import ProfileConfig
 from stepscope.engines import (
     EngineCapture,
     EngineFactory,
+    EngineProfiler,
     EngineProfilerBase,
     patience_s,
     refuse_second_start,
@@ -222,6 +224,11 @@ class SglangFactory(EngineFactory):
         alive = [each for each in gc.get_objects() if self.recognises(each)]
         engines = [each for each in alive if not _is_manager(each)]
         return sorted(engines or alive, key=_order)
+
+    def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
+        from stepscope_sglang._http import SglangServer  # import time: for servers alone
+
+        return SglangServer(url)
 
     def __call__(self, engine: object, replica: int) -> SglangProfiler:
         return SglangProfiler(cast(Engine, engine), replica=replica)

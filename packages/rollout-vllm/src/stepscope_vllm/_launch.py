@@ -17,20 +17,26 @@ def arm(config: ProfileConfig, settings: Any) -> None:
 
     vLLM 0.12 and older are left alone: they read the environment (`engine_environment`).
     """
-    theirs = getattr(settings, "profiler_config", None)
-    chosen = theirs.get("profiler") if isinstance(theirs, dict) else getattr(theirs, "profiler", None)
-    if theirs is None or chosen is not None:
-        return
+    profiler: Any = getattr(settings, "profiler_config", None)
+    if not hasattr(profiler, "profiler") or _is_chosen(profiler, config):
+        return  # none in this vLLM, or a mapping, which somebody has written
     ours = _args.engine_args(config)
-    fields = ours["profiler_config"]
-    if "torch_profiler_dir" in fields:
+    wanted = ours["profiler_config"]
+    if wanted["profiler"] == "torch":
         # One folder for all: nobody knows the replica yet, and captures name folders of their own.
-        fields["torch_profiler_dir"] = folder(config)
-    settings.profiler_config = type(theirs)(**fields) if not isinstance(theirs, dict) else fields
+        wanted["torch_profiler_dir"] = folder(config)
+    checked = type(profiler)(**wanted)
+    for name in wanted:  # in place: a server looks at this object for whether it has routes for its profiler
+        setattr(profiler, name, getattr(checked, name))
     extension = ours.get("worker_extension_cls")
     if extension is not None:
-        own = getattr(settings, "worker_extension_cls", "")
+        own = settings.worker_extension_cls
         settings.worker_extension_cls = _beside.name_of(own) if own else extension
+
+
+def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:
+    """Return whether somebody else has set a profiler. Several engines of a process may share the object."""
+    return profiler.profiler is not None and profiler.torch_profiler_dir != folder(config)
 
 
 def folder(config: ProfileConfig) -> str:

@@ -42,7 +42,8 @@ def refuse_disabled(settings: Mapping[str, object]) -> None:
             "this engine was built without its profiler, and it cannot be added later. Fix: "
             "AsyncEngineArgs(..., **stepscope_vllm.engine_args(config, replica)), which is "
             "profiler_config={'profiler': 'torch', 'torch_profiler_dir': '/a/folder', "
-            "'torch_profiler_with_stack': False, 'ignore_frontend': True}"
+            "'torch_profiler_with_stack': False, 'ignore_frontend': True}; for a framework that nobody edits "
+            "`stepscope run` does it, in each process that it starts"
         )
     if settings["profiler"] == "cuda":
         if _NSYS_SESSION not in os.environ:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from stepscope import ProfileConfig
-from stepscope.engines import EngineCapture, EngineFactory
+from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _ascend, _engines, _launch, _options, _plugin, _versions
@@ -91,6 +91,11 @@ class VllmFactory(EngineFactory):
 
     def recognises(self, engine: object) -> bool:
         return _engines.is_engine(engine)
+
+    def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
+        from stepscope_vllm._http import VllmServer  # import time: for servers alone
+
+        return VllmServer(url, _launch.folder(config))
 
     def owned(self) -> Sequence[object]:
         return _engines.owned()

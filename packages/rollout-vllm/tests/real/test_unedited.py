@@ -41,6 +41,17 @@ trainer = unedited_loop.RayTrainer(json.loads(os.environ["ENGINE"]))
 print([asyncio.run(trainer.step()) for _ in range(3)])
 trainer.end()
 """
+SERVED = """
+import json, os, socket
+import unedited_loop
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+trainer = unedited_loop.ServerTrainer(json.loads(os.environ["ENGINE"])["model"], port)
+print([trainer.step() for _ in range(3)])
+trainer.end()
+"""
 LOOP = "module: unedited_loop"
 STEP = "{{{loop}, name: {trainer}.step, step: around, engines: {{vllm: {path}}}}}"
 ROLES = "roles: {rollout: {ranks: all, profiler: off}, '*': {profiler: off}}\n"
@@ -95,6 +106,14 @@ def test_a_profiler_that_the_user_has_chosen_stays(model: str, config: ProfileCo
     assert settings.worker_extension_cls == ""
 
 
+def test_engines_of_the_same_arguments_are_all_armed(model: str, config: ProfileConfig) -> None:
+    shared = vllm.config.ProfilerConfig()
+    for settings in [vllm.EngineArgs(model=model, profiler_config=shared) for _ in range(2)]:
+        _launch.arm(config, settings)
+        assert settings.worker_extension_cls == "stepscope_vllm.WorkerExtension"
+    assert shared.profiler == "torch"
+
+
 def test_an_llm_of_the_loops_own_process_is_recorded(run: Run, tmp_path: Path) -> None:
     entry = STEP.format(loop=LOOP, trainer="LocalTrainer", path="self.llm")
     done = run(LOCAL, entry, worker_extension_cls="unedited_loop.Extension")
@@ -124,3 +143,12 @@ def test_engines_in_ray_actors_are_recorded_under_the_numbers_of_the_framework(
         }
         traces = tmp_path / "run" / f"step_{step:06d}" / "traces" / "rollout"
         assert sorted(path.parent.name for path in traces.rglob("*.gz")) == ["replica2", "replica3"]
+
+
+@pytest.mark.skipif(not vllm.__version__.startswith("0.32"), reason="files of older servers bear no prefix")
+def test_a_server_that_the_framework_launches_is_recorded(run: Run, tmp_path: Path) -> None:
+    done = run(SERVED, STEP.format(loop=LOOP, trainer="ServerTrainer", path="self.url"))
+    assert "[[4, 4, 4], [4, 4, 4], [4, 4, 4]]" in done.stdout, done.stderr[-3000:]
+    for step in (1, 2):
+        assert problems(tmp_path, step) == [], done.stderr[-3000:]
+        assert {name: row.state for name, row in engines(tmp_path, step).items()} == {"replica 0": "ok"}

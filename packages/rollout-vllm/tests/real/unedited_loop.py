@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
 from typing import Any
 
 PROMPTS = ["hello world", "hello", "world"]
@@ -80,3 +85,41 @@ class RayTrainer:
         import ray
 
         ray.get([replica.shut_down.remote() for replica in self.replicas])
+
+
+class ServerTrainer:
+    """A loop with a server in a process of its own."""
+
+    def __init__(self, model: str, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        words = ["--model", model, "--served-model-name", "tiny", "--max-model-len", "256", "--enforce-eager"]
+        words += ["--kv-cache-memory-bytes", str(64 << 20), "--host", "127.0.0.1", "--port", str(port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+            stdout=subprocess.DEVNULL,
+        )
+        while self.process.poll() is None and not self.is_up():
+            time.sleep(0.5)
+
+    def is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def step(self) -> list[int]:
+        return [self.complete(prompt) for prompt in PROMPTS]
+
+    def complete(self, prompt: str) -> int:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            tokens: int = json.load(answer)["usage"]["completion_tokens"]
+        return tokens
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)

@@ -123,7 +123,7 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     workers: dict[str, str] = msgspec.field(default_factory=dict)
     """With `step`: {role: path to its Ray actors}, recorded too."""
     engines: dict[str, str] = msgspec.field(default_factory=dict)
-    """With `step`: {adapter: path to its engines, or to Ray actors that hold one}, recorded too."""
+    """With `step`: {adapter: path to its engines, URLs of servers, or Ray actors that hold one}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

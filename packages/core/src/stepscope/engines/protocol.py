@@ -182,6 +182,16 @@ class EngineFactory(Protocol):
         """Return whether `engine` is one of this adapter's. Must not import the engine's library."""
         ...
 
+    def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
+        """Return the profiler of the server at `url`, which an unedited program has launched.
+
+        Raises:
+            EngineError: the adapter drives no servers.
+        """
+        raise EngineError(
+            f"this adapter drives no servers, and {url!r} is one. Fix: a path to the engine itself"
+        )
+
     def owned(self) -> Sequence[object]:
         """Return the engines of this kind that live in this process: what `capture(engines="<name>")` means.
 

@@ -84,6 +84,11 @@ class RayRollout(EngineProfilerBase):
         self._given_up: list[str] = []
         """Starts that were cancelled on their way: they may yet happen in the actor."""
 
+    @property
+    def actor_id(self) -> str:
+        """Id of the replica's actor, as Ray shows it."""
+        return str(self._actor._actor_id.hex())
+
     async def numbers(self) -> dict[str, list[int | None]]:
         """Return {adapter: the framework's replica numbers} of the engines that entries have found there."""
         return await self._line.ask(numbers_here)

@@ -71,12 +71,13 @@ def new_capture(
 
 def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
     """Return the engines of this step. None if there are none, or none is to be recorded."""
-    match = configure.current().role("rollout")
+    config = configure.current()
+    match = config.role("rollout")
     if match is None or not match[1].engine.profiler or not (groups or registered.registered()):
         return None
     from stepscope.recording.fanout.unedited_engines import UneditedEngines  # import time: asyncio
 
-    engines = UneditedEngines(groups)
+    engines = UneditedEngines(groups, config)
     return engines if engines.profilers else None
 
 

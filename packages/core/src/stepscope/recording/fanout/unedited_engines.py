@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 
+from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
 from stepscope.engines.protocol import ADAPTERS
 from stepscope.engines.ray import RayRollout
@@ -16,8 +17,11 @@ from stepscope.recording.process import failures, private_loop
 
 _ASK_S = 5.0
 """Longest wait for an actor to say its engine's number."""
-_numbers: dict[object, dict[str, list[int | None]]] = {}
-"""Actor -> {adapter: numbers} of its engines, once it has said some. One writer: `UneditedEngines`."""
+_numbers: dict[str, dict[str, list[int | None]]] = {}
+"""Id of an actor -> {adapter: numbers} of its engines, once it has said some. One writer: `UneditedEngines`.
+
+No handles: an actor ends when the last one is gone.
+"""
 
 
 class UnusableEngine(EngineProfilerBase):
@@ -44,11 +48,12 @@ class UnusableEngine(EngineProfilerBase):
 class UneditedEngines:
     """Profilers of the engines of one step: `profilers`, for its capture."""
 
-    def __init__(self, groups: Mapping[str, object]) -> None:
+    def __init__(self, groups: Mapping[str, object], config: ProfileConfig) -> None:
         """
         Args:
-            groups: {adapter: engines, or Ray actors that hold one}.
+            groups: {adapter: engines, URLs of servers, or Ray actors that hold an engine}.
         """
+        self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
         here = [(item.adapter, item.engine, item.replica) for item in registered()]
@@ -84,25 +89,23 @@ class UneditedEngines:
             self._rollouts.append((adapter, rollout))
             self.profilers.append(rollout)
         else:
-            profiler = _profiler(adapter, item)
+            profiler = _profiler(adapter, item, self._config)
             profiler.replica = replica
             self.profilers.append(profiler)
 
     async def _ask(self, rollout: RayRollout) -> None:
-        (actor,) = rollout.workers
-        if actor in _numbers:
+        if rollout.actor_id in _numbers:
             return
         try:
             numbers = await private_loop.within(rollout.numbers(), _ASK_S)
         except Exception:
             return  # its start says why
         if numbers:
-            _numbers[actor] = numbers
+            _numbers[rollout.actor_id] = numbers
 
     def _take(self, adapter: str, rollout: RayRollout) -> None:
         """Give `rollout` its number. Drop it if its actor's engines are of other adapters."""
-        (actor,) = rollout.workers
-        numbers = _numbers.get(actor)
+        numbers = _numbers.get(rollout.actor_id)
         if numbers is None:
             return
         if adapter not in numbers:
@@ -117,9 +120,11 @@ class UneditedEngines:
                 profiler.replica = None
 
 
-def _profiler(adapter: str, engine: object) -> EngineProfiler:
+def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:
     try:
         factory = load_engine(adapter)
+        if isinstance(engine, str):
+            return factory.serving(engine, config)
         if factory.recognises(engine):
             return factory(engine, 0)
     except Exception as error:
