@@ -204,6 +204,14 @@ def test_a_capture_that_opens_in_the_middle_of_a_trajectory_names_it(
     assert [(span.stage, span.trajectory, span.turn) for span in spans()] == [("turn", "q1", 1)]
 
 
+def test_a_trajectory_takes_its_version_from_the_result_too(framework: Entries, spans: Spans) -> None:
+    entry = {"name": "Agent.run", "kind": "trajectory", "policy_version": "result.metrics.cached"}
+    agent = framework(entry).Agent()
+    with capture(0):
+        asyncio.run(agent.run())
+    assert spans()[0].policy_version == 3
+
+
 def test_turns_in_tasks_of_one_trajectory_are_counted_together(framework: Entries, spans: Spans) -> None:
     agent = framework({**TRAJECTORY, "name": "Agent.run_at_once"}, TURN).Agent()
     with capture(0):

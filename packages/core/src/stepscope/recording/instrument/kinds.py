@@ -128,7 +128,7 @@ class Calls:
         if values:
             scope.set(**values)
         version = self.version(args, kwargs, (result,))
-        if version is not None:
+        if version is not None and scope is not OFF:
             scope.policy_version, scope.resolved = version, None
 
     def number(
@@ -230,7 +230,7 @@ class TurnCalls(Calls):
         index = next_turn() if path is None else whole(self.number("index", path, args, kwargs))
         version = self.version(args, kwargs)
         scope = api.turn(cast(int, index), attrs=_constants(self.timing)).__enter__()
-        if version is not None:
+        if version is not None and scope is not OFF:
             scope.policy_version, scope.resolved = version, None
         return scope
 
