@@ -260,6 +260,15 @@ def test_consumed_trajectories_are_read_from_the_arguments_or_the_result(
     assert marks == [("consume", "a", 3), ("consume", "b", 4)]
 
 
+def test_a_name_below_a_list_is_read_of_each_of_its_items(framework: Entries, spans: Spans) -> None:
+    paths = {"id": "batch.uids.name", "policy_version": "batch.uids.version"}
+    built = framework({"name": "Trainer.update", "kind": "consume", **paths})
+    with capture(0):
+        built.Trainer().update(built.Batch([{"name": "a", "version": 3}, {"name": "b", "version": 4}]))
+    marks = [(span.trajectory, (span.attrs or {})["begun_version"]) for span in spans()]
+    assert marks == [("a", 3), ("b", 4)]
+
+
 def test_one_function_is_a_trajectory_outside_and_a_span_inside(framework: Entries, spans: Spans) -> None:
     inner = {"name": "Agent.run", "role": "agent_loop", "stage": "answer"}
     agent = framework(inner, TRAJECTORY).Agent()

@@ -215,6 +215,8 @@ def _below(owner: object, name: str) -> object:
     if isinstance(owner, Mapping) and name in owner:
         value: object = owner[name]
         return value
+    if isinstance(owner, (list, tuple)) and not name.isdecimal() and not hasattr(owner, name):
+        return [_below(item, name) for item in owner]
     try:
         # A number is no attribute: an index of a list, or a key that is a number.
         return owner[int(name)] if name.isdecimal() else getattr(owner, name)  # type: ignore[index]
