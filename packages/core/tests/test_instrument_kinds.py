@@ -22,6 +22,8 @@ from stepscope.files.spans import Line, Span
 from stepscope.recording.capture import configure as run
 from stepscope.recording.instrument import configured
 from stepscope.recording.process import failures
+from stepscope.report import step_report
+from stepscope.timeline.step.load import load_step
 
 FRAMEWORK = '''
 import asyncio
@@ -402,4 +404,17 @@ def test_the_kinds_that_no_call_recorded_are_named(framework: Entries) -> None:
         "agent_loop/trajectory",
         "agent_loop/turn",
         "env/*",
+    ]
+
+
+def test_the_report_names_the_kinds_that_no_call_recorded(framework: Entries, tmp_path: Path) -> None:
+    sample = {"name": "Trainer.sample", "kind": "consume", "id": "result.uids"}
+    built = framework(TRAJECTORY, TURN, TOOL, sample)
+    with capture(0):
+        asyncio.run(built.Agent().call_tool({"name": "calculator"}))
+        built.Trainer().sample()
+    uncalled = step_report(load_step(tmp_path / "run" / "step_000000")).health.uncalled
+    assert [line.partition(":")[2] for line in uncalled] == [
+        "Agent.generate (agent_loop/turn)",
+        "Agent.run (agent_loop/trajectory)",
     ]
