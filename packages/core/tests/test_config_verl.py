@@ -316,6 +316,16 @@ def test_the_interval_of_the_sft_trainer_includes_its_end(interval: list[int], s
     assert read.save_path == os.path.abspath("sft")
 
 
+def test_no_key_of_the_sft_trainers_profiler_is_called_unknown() -> None:
+    folder = wheel("verl==0.9.1") / "verl/trainer/config"
+    config = yaml.safe_load((folder / "sft_trainer_engine.yaml").read_text())
+    config["profiler"] = yaml.safe_load((folder / "profiler/profiler.yaml").read_text())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ProfileConfig.from_verl(config)
+    assert not [warning for warning in caught if "is no setting" in str(warning.message)]
+
+
 def test_an_interval_that_verl_refuses_is_refused() -> None:
     config = {"profiler": {"enable": True, "tool": "torch"}, "trainer": {"profile_interval": [5, 3]}}
     with pytest.raises(ConfigError, match=r"profile_interval is \[5, 3\]"):

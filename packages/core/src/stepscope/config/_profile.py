@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 import msgspec
 
 from stepscope.config._fields import Parser, Section, build, items_of
+from stepscope.config._foreign import refuse_foreign
 from stepscope.config._instrument import InstrumentConfig, parse_instrument
 from stepscope.config._npu import NpuConfig
 from stepscope.config._roles import RoleConfig, parse_roles
@@ -217,6 +218,7 @@ def resolve(
 
 def _given_layer(source: object) -> Mapping[str, object]:
     if isinstance(source, Mapping):
+        refuse_foreign(source, "configure(source)")
         build(ProfileConfig, source, "")  # right by itself, as a file is
         return source
     if isinstance(source, (str, os.PathLike)):

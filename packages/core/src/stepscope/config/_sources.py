@@ -9,6 +9,7 @@ from typing import get_args, get_origin
 import msgspec
 
 from stepscope.config._fields import Mistakes, Section, build, convert, kinds, section_of, take
+from stepscope.config._foreign import refuse_foreign
 from stepscope.config._roles import hides
 from stepscope.config._words import closest, in_words
 from stepscope.errors import ConfigError
@@ -58,6 +59,7 @@ def file_layer(
     from stepscope.config._yaml import load  # yaml costs 20 ms, and only this needs it
 
     data = load(path, named_by)
+    refuse_foreign(data, os.fspath(path))
     try:
         build(root, data, "")
     except ConfigError as error:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from stepscope.config._verl_keys import plain, unknown, window
+from stepscope.config._verl_keys import OVERALL, plain, unknown, window
 from stepscope.errors import ConfigError
 
 Block = Mapping[str, Any]
@@ -112,7 +112,8 @@ class _Reading:
                 "step has traces of its own here"
             )
         steps = [] if first < 0 else [f"{first}:{last + 1}"]
-        return self.settings({**block, "steps": steps}, {"*": block} if block.get("enable") else {})
+        overall = {name: value for name, value in block.items() if name in OVERALL}
+        return self.settings({**overall, "steps": steps}, {"*": block} if block.get("enable") else {})
 
     @staticmethod
     def at(role: str, tool: str | None) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from stepscope.errors import ConfigError
 
 _FINISH = {"relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"}
-_OVERALL = _FINISH | {"tool", "steps", "save_path", "profile_continuous_steps", "global_tool_config"}
+OVERALL = _FINISH | {"tool", "steps", "save_path", "profile_continuous_steps", "global_tool_config"}
+"""Keys of `global_profiler`."""
 _BLOCK = _FINISH | {
     "tool", "enable", "all_ranks", "ranks", "save_path", "tool_config", "global_tool_config", "discrete",
 }  # fmt: skip
@@ -99,7 +100,7 @@ def unknown(
     tool: str | None,
 ) -> Iterator[str]:
     """Yield the dotted names of keys that no release of verl knows."""
-    yield from _beside(overall, _OVERALL, "global_profiler")
+    yield from _beside(overall, OVERALL, "global_profiler")
     shared = (overall.get("global_tool_config") or {}).get(tool) or {}
     yield from _beside(shared, _SHARED.get(tool or "", set()), f"global_profiler.global_tool_config.{tool}")
     for role, block in blocks.items():
