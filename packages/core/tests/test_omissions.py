@@ -19,7 +19,7 @@ from stepscope.files.manifest.records import Expectation
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.process import failures, identity
-from stepscope.recording.session import session
+from stepscope.recording.session import libraries, session
 from stepscope.recording.spans import wrapping
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -35,7 +35,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     made = FakeBackend()
     for user in ("session.session", "fanout.worker_side"):
         monkeypatch.setattr(f"stepscope.recording.{user}.load_backend", lambda name, config: made)
-    monkeypatch.setattr(session, "_LIBRARY", {})
+    monkeypatch.setattr(libraries, "LIBRARY", {})
     return made
 
 

@@ -21,7 +21,7 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import BackendError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope.recording.session import session
+from stepscope.recording.session import libraries, session
 from stepscope.recording.spans import slot
 from stepscope.testing.fake_backend import FakeBackend
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
@@ -31,7 +31,7 @@ from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     made = FakeBackend()
     monkeypatch.setattr(session, "load_backend", lambda name, config: made)
-    monkeypatch.setattr(session, "_LIBRARY", {})
+    monkeypatch.setattr(libraries, "LIBRARY", {})
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     yield made
     assert PROCESS_LOCK.holder is None

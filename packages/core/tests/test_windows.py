@@ -28,7 +28,7 @@ from stepscope.files.layout import RunLayout, sidecar_of
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.files.sidecar import Sidecar
 from stepscope.recording.fanout import worker_side
-from stepscope.recording.session import session
+from stepscope.recording.session import libraries, session
 from stepscope.recording.spans import scopes, slot
 from stepscope.testing.fake_backend import FakeBackend
 
@@ -39,7 +39,7 @@ Configure: TypeAlias = "Callable[..., ProfileConfig]"
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     made = FakeBackend()
     monkeypatch.setattr(session, "load_backend", lambda name, config: made)
-    monkeypatch.setattr(session, "_LIBRARY", {})
+    monkeypatch.setattr(libraries, "LIBRARY", {})
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     yield made
     assert PROCESS_LOCK.holder is None

@@ -33,8 +33,9 @@ from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
 from stepscope.recording.session import activation, oom
 from stepscope.recording.session.claims import Claim
+from stepscope.recording.session.libraries import library_loaded
 from stepscope.recording.session.selection import decide_process, may_record, missing_ranks
-from stepscope.recording.session.session import Session, library_loaded
+from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot, wrapping
 
 _stopped: set[str] = set()

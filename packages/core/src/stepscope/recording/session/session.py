@@ -4,8 +4,6 @@ States: new -> open -> (truncated ->) closed. Opening makes the folders, starts 
 mode), then the span file and the watchdog. Closing ends recording, the profiler, the span file, the part.
 Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
 its reason.
-
-One file above 400 lines: it holds the order in which all that a session owns opens and closes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +21,18 @@ from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
-from stepscope.files.storage.temporary import remove_abandoned
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
+from stepscope.recording.session.leftovers import tidy
+from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.spans import redaction, span
 from stepscope.recording.spans.log import SpanLog, span_cost_ns
@@ -46,19 +44,6 @@ if TYPE_CHECKING:
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
-_LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
-"""Library that a process must have imported for a tool to record anything in it."""
-
-
-def library_loaded(tool: str) -> bool:
-    """Return whether this process has imported what `tool` records. True as well with torch, if torch_npu is
-    not installed: the backend says so.
-    """
-    if tool not in _LIBRARY or _LIBRARY[tool] in sys.modules:
-        return True
-    if tool != "npu" or "torch" not in sys.modules:
-        return False
-    return find_spec("torch_npu") is None
 
 
 class Session:
@@ -116,7 +101,7 @@ class Session:
         numbers = itertools.count(1)
         number = next(n for n in numbers if not _exists(self.layout.part_of(process, run_id, n)))
         self.number = number
-        """The how-manieth capture of this step here."""
+        """Number of this capture among those of this step in this process."""
         self.manifest_part = ManifestPart(self.layout.part_of(process, run_id, number), part)
         self.log = SpanLog(
             self.layout.spans_of(process, run_id, number),
@@ -150,7 +135,7 @@ class Session:
         return self.layout.part_of(self.process, self.run_id, self.number).name
 
     def end_what_opened_late(self) -> None:
-        """Ends what was opened since this was closed: by a signal's handler, or another thread, while it
+        """End what was opened since this was closed: by a signal's handler, or another thread, while it
         opened.
         """
         with self._lock:
@@ -159,7 +144,7 @@ class Session:
                 self.close(discard=self._discard or CLOSED_WHILE_OPENING)
 
     def open_files(self) -> None:
-        """The part of opening that may run on any thread: folders, files, the profiler library's one-off
+        """Do the part of opening that may run on any thread: folders, files, the profiler library's one-off
         costs.
         """
         if self.config.export.when == "deferred":
@@ -180,14 +165,14 @@ class Session:
         self.manifest_part.write()
 
     def _no_profiler(self) -> str | None:
-        """Why no profiler runs here; None when one does."""
+        """Return why no profiler runs here; None when one does."""
         if self._spans_only is not None:
             return self._spans_only
         if not selection.may_record(self.config, self.decision):
             return self.decision.reason
         if not library_loaded(self.config.tool):
             # A driver that only orchestrates: importing torch would cost it a second, for an empty trace.
-            return f"{_LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
+            return f"{LIBRARY[self.config.tool]} is not imported in this process: there is nothing to record"
         return None
 
     def _make_windows(self) -> Windows | None:
@@ -214,7 +199,7 @@ class Session:
         )
 
     def start_profiler(self) -> None:
-        """The part of opening that belongs on the thread whose work is recorded."""
+        """Do the part of opening that belongs on the thread whose work is recorded."""
         with self._lock:  # another thread closes what this one has opened, and not the half of it
             if self._closed:
                 return
@@ -232,7 +217,7 @@ class Session:
                 self._watchdog.start()
 
     def begin(self) -> None:
-        """Ends the opening: the step's time begins now. Waits for no disk."""
+        """End the opening: the step's time begins now. Waits for no disk."""
         if self._ended is not None:
             return
         anchor = clock.read_anchor()
@@ -252,18 +237,18 @@ class Session:
         """See `claims.Taker`. Nothing closes the session once it is neither active nor claimed."""
 
     def leave(self) -> None:
-        """Begins the closing: the step's time ends now, if it has not ended before. Idempotent."""
+        """Begin the closing: the step's time ends now, if it has not ended before. Idempotent."""
         if self._closing is None:
             self._closing = clock.read_anchor()
 
     def hand_back(self) -> None:
-        """Ends the closing: the caller goes on. Idempotent."""
+        """End the closing: the caller goes on. Idempotent."""
         if self._closing is not None and not self._handed_back.is_set():
             self.manifest_part.spend(stop_ns=time.monotonic_ns() - self._closing.mono_ns)
             self._handed_back.set()
 
     def write_cost(self) -> None:
-        """Has the part of the manifest written after `hand_back`: the writes before are what it measures."""
+        """Have the part of the manifest written after `hand_back`: the writes before are what it measures."""
         exporter.exporter().then(self._write_cost, deferred=False)
 
     def _write_cost(self) -> None:
@@ -271,7 +256,7 @@ class Session:
             self.manifest_part.write()
 
     def close(self, *, ending: Ending | None = None, discard: str | None = None) -> None:
-        """Stops the profiler, hands its recordings to the exporter, ends the files. Idempotent; from any
+        """Stop the profiler, hand its recordings to the exporter, end the files. Idempotent; from any
         thread. Interrupted by a Ctrl-C, a second call goes on from there.
 
         Args:
@@ -290,9 +275,7 @@ class Session:
                 raise
             if self.owner:  # a walk through the run's folder: neither the opening nor the step waits for it
                 deferred = self.config.export.when == "deferred"
-                exporter.exporter().then(
-                    partial(_tidy, self.config.save_path, self.layout), deferred=deferred
-                )
+                exporter.exporter().then(partial(tidy, self.config.save_path, self.layout), deferred=deferred)
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 
@@ -319,7 +302,7 @@ class Session:
                 self.manifest_part.skip(trainer, reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
-        """Ends the recording early; what is there is kept and marked. The owner's capture stays open for its
+        """End the recording early; what is there is kept and marked. The owner's capture stays open for its
         owner.
         """
         with self._lock:
@@ -348,31 +331,27 @@ class Session:
         return self._ended
 
     def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
-        log = self.log
+        log, part = self.log, self.manifest_part
         log.close(ended)
         # Before what became of them: an export that ends meanwhile writes the part as it is.
-        self.manifest_part.update(spans=log.written, dropped=log.dropped)
-        self.manifest_part.update(
-            roles=tuple(dict.fromkeys((*self.manifest_part.record.roles, *sorted(log.roles))))
-        )
-        truncated = next(
-            (item.truncated for item in self.manifest_part.record.expected if item.kind == "spans"), None
-        )
+        part.update(spans=log.written, dropped=log.dropped)
+        part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
+        truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
         if log.failed is not None:
-            self.manifest_part.fail("spans", log.failed, kind="spans")
+            part.fail("spans", log.failed, kind="spans")
         elif not log.began:  # rolled back, or ended by a signal, before there was a file
             reason = discard or "the capture was ended before it began"
-            self.manifest_part.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
+            part.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
         elif log.dropped or truncated:
             reason = (
                 truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
             )
-            self.manifest_part.expect(
+            part.expect(
                 Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
             )
         else:
-            self.manifest_part.expect(Expectation(name="spans", kind="spans", state="ok"))
-        self.manifest_part.spend(spans_ns=log.written * span_cost_ns())
+            part.expect(Expectation(name="spans", kind="spans", state="ok"))
+        part.spend(spans_ns=log.written * span_cost_ns())
 
     @property
     def ended(self) -> bool:
@@ -388,33 +367,22 @@ class Session:
         attrs: Mapping[str, AttrValue] | None,
         **place: Unpack[Placing],
     ) -> Span:
-        """A span that says more of its place: step, policy_version, trajectory, turn."""
+        """Return a span that says more of its place: step, policy_version, trajectory, turn."""
         attrs = attr_values(attrs) if attrs else None
         if self._windows is not None:
             return self._windows.new(self.log, stage, role, attrs, **place)
         return PlacedSpan(self.log, stage, role, attrs, **place)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
-        """A trajectory is consumed by this step."""
+        """Record that this step consumes a trajectory."""
         attrs = {"begun": begun, "begun_version": policy_version}
         known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
         span.mark(self.log, CONSUME, known, trajectory=trajectory)
 
     def advance(self) -> None:
-        """One mini-batch is done: walks the profiler's schedule."""
+        """Take a step of the profiler's schedule, at the end of a mini-batch."""
         if self._windows is not None:
             self._windows.advance()
-
-
-_tidied: dict[str, StepLayout] = {}
-"""Output folder -> the step captured last. One writer: `_tidy`."""
-
-
-def _tidy(save_path: str, step: StepLayout) -> None:
-    """Removes what killed processes were writing: once in the whole folder, then in the last step."""
-    last = _tidied.get(save_path)
-    remove_abandoned(Path(save_path) if last is None else last.root)
-    _tidied[save_path] = step
 
 
 def _exists(path: Path) -> bool:

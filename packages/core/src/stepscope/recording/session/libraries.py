@@ -1,0 +1,20 @@
+"""Libraries that tools record, and whether this process has imported them."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
+"""Library that a process must have imported for a tool to record anything in it."""
+
+
+def library_loaded(tool: str) -> bool:
+    """Return whether this process has imported what `tool` records. True as well with torch, if torch_npu is
+    not installed: the backend says so.
+    """
+    if tool not in LIBRARY or LIBRARY[tool] in sys.modules:
+        return True
+    if tool != "npu" or "torch" not in sys.modules:
+        return False
+    return find_spec("torch_npu") is None
