@@ -242,6 +242,7 @@ def test_a_weight_sync_has_its_stage_and_its_bytes(framework: Entries, spans: Sp
     assert (span.role, span.stage, span.attrs) == ("trainer", "sync_weights", {"bytes": 1024})
 
 
+@pytest.mark.needs("numpy")
 @pytest.mark.parametrize(
     ("name", "ids", "versions"),
     [
@@ -324,6 +325,7 @@ def test_a_path_that_leads_nowhere_is_left_out_and_logged_once(
     assert [span.attrs for span in spans()] == [None] * 3
 
 
+@pytest.mark.needs("torch")
 def test_texts_and_tensors_are_no_values(
     framework: Entries, spans: Spans, caplog: pytest.LogCaptureFixture
 ) -> None:
