@@ -37,7 +37,7 @@ ROUNDS = 15
 PLAIN, PRESET, SELECTED = "plain", "preset, no step selected", "preset, another step selected"
 
 
-class StepTimes(TrainerCallback):
+class StepTimes(TrainerCallback):  # type: ignore[misc]  # not installed where mypy runs
     """CPU time of each step, in ms."""
 
     def __init__(self) -> None:

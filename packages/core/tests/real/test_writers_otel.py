@@ -31,7 +31,7 @@ from stepscope.writers.protocol import ReportedStep
 PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class Kept(SpanExporter):
+class Kept(SpanExporter):  # type: ignore[misc]  # not installed where mypy runs
     """The spans that were exported, by name."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ def by_json_file(folder: Path) -> SpanExporter:
     return FileSpanExporter(folder / "tool.jsonl")
 
 
-class ByProtobuf(SpanExporter):
+class ByProtobuf(SpanExporter):  # type: ignore[misc]  # not installed where mypy runs
     """The exporter's protobuf, as protobuf's own JSON: a document over many lines, ids in base64."""
 
     def __init__(self, folder: Path) -> None:
