@@ -214,7 +214,8 @@ def test_a_call_that_made_no_engine_registers_none(
     trainer.build_none()
     trainer.step()
     assert rows(0) == {}
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert not [text for text in warnings if "engine" in text]  # another test's Ray may run here
 
 
 def test_an_engine_entry_is_no_function_that_a_step_has_to_call(

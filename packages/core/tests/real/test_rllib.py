@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+pytest.importorskip("gymnasium")  # RLlib's own requirement; the package itself comes with Ray
+
 SCRIPT = Path(__file__).parents[1] / "rllib_script.py"
 ONCE = {
     ("trainer", "generate"): 1,
