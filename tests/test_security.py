@@ -22,7 +22,7 @@ KNOWN = {
     ("packages/core/src/stepscope/recording/spans/wrapping.py", "exec"),
     ("packages/core/src/stepscope/recording/spans/wrapping.py", "compile"),
     # The class that the running engine's own configuration names, and has imported in its workers.
-    ("packages/rollout-vllm/src/stepscope_vllm/_engines.py", "__import__"),
+    ("packages/rollout-vllm/src/stepscope_vllm/_driving/in_process.py", "__import__"),
 }
 LISTENS = ("socketserver", "http.server", "wsgiref", "xmlrpc.server")
 

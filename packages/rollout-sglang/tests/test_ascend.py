@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepscope.errors import EngineError
-from stepscope_sglang._facts import EngineFacts
+from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._profiler import check_facts
 
 

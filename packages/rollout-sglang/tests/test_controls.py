@@ -13,9 +13,16 @@ from stepscope.engines.protocol import Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
-from stepscope_sglang._controls import Plan, plan
-from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import COUNT, PROFILE_V2, SCOPES_END, SENDS_QUIET, VERSION, own_version
+from stepscope_sglang._capture.options import Plan, plan
+from stepscope_sglang._driving.facts import EngineFacts, facts_of
+from stepscope_sglang._engine_side.plugin import (
+    COUNT,
+    PROFILE_V2,
+    SCOPES_END,
+    SENDS_QUIET,
+    VERSION,
+    own_version,
+)
 
 
 def an_engine(version: str = "0.5.23", **settings: Any) -> EngineFacts:

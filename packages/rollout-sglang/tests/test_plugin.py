@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from stepscope.backends.torch import record_function_scopes
-from stepscope_sglang import _plugin
+from stepscope_sglang._engine_side import plugin
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -27,19 +27,19 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
         ),
         HookType=SimpleNamespace(BEFORE="before", AFTER="after"),
     )
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers", _plugin._SCHEDULER):
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers", plugin._SCHEDULER):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(record_function_scopes, "watch", lambda: None)
     monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
-    monkeypatch.setattr(_plugin, "_quiet", False)
-    _plugin.load()
+    monkeypatch.setattr(plugin, "_quiet", False)
+    plugin.load()
     return found
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> None:
-    _plugin._of_this_process.cache_clear()
+    plugin._of_this_process.cache_clear()
 
 
 def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
@@ -48,7 +48,7 @@ def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
 
     answer = SimpleNamespace(internal_state={})
     hooks["Scheduler.get_internal_state"](answer, SimpleNamespace(forward_ct=3))
-    said = answer.internal_state[_plugin.SENDS_QUIET]
+    said = answer.internal_state[plugin.SENDS_QUIET]
     assert said is record_function_scopes.is_unrecorded(ProcessGroup.send)
     return said
 

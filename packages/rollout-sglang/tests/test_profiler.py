@@ -22,7 +22,8 @@ from stepscope.files.layout import sidecar_of
 from stepscope.files.manifest.records import IDLE
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.engine_conformance import files_below
-from stepscope_sglang import SglangProfiler, _session
+from stepscope_sglang import SglangProfiler
+from stepscope_sglang._capture import session
 
 
 def options_of(artifact: Artifact, capture: EngineCapture) -> dict[str, object]:
@@ -273,7 +274,7 @@ async def test_a_folder_that_is_cleared_in_stays_until_the_whole_pipeline_has_wr
 async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_what_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_session, "_warned", set())
+    monkeypatch.setattr(session, "_warned", set())
     manager = FakeManager(pp=2)
     assert len(await recorded(manager, asked(tmp_path), 4)) == 2
     assert not caplog.records
@@ -309,7 +310,7 @@ async def test_what_begins_behind_a_stop_is_waited_for_in_the_whole_pipeline(tmp
 async def test_a_pipeline_rank_that_writes_nothing_keeps_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_session, "_PIPELINE_S", 0.1)
+    monkeypatch.setattr(session, "_PIPELINE_S", 0.1)
     manager = FakeManager(pp=2)
     manager.lag_s = 3600
     (artifact,) = await recorded(manager, asked(tmp_path), 4)

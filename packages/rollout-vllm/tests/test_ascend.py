@@ -21,11 +21,12 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
-from stepscope_vllm import _ascend, _engines, _options
-from stepscope_vllm._engines import Started
+from stepscope_vllm._capture import options
+from stepscope_vllm._capture.session import Desk, DeskProfiler
+from stepscope_vllm._driving import ascend_profiler, in_process
+from stepscope_vllm._driving.in_process import Started
+from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._profiler import VllmProfiler
-from stepscope_vllm._ranks import Layout
-from stepscope_vllm._recording import Desk, DeskProfiler
 from stepscope_vllm._versions import dialect_of
 
 
@@ -44,7 +45,7 @@ def a_capture(
     )
 
 
-NEWEST = _ascend.Ascend(
+NEWEST = ascend_profiler.Ascend(
     "vllm-ascend 0.30.0",
     {
         "profiler_level": "Level1",
@@ -59,10 +60,10 @@ NEWEST = _ascend.Ascend(
 
 @pytest.mark.parametrize("ascend", [None, NEWEST])
 def test_what_vllm_ascend_hard_codes_is_reported_where_it_is_installed(
-    tmp_path: Path, ascend: _ascend.Ascend | None
+    tmp_path: Path, ascend: ascend_profiler.Ascend | None
 ) -> None:
     capture = a_capture(tmp_path, record_shapes=True, with_stack=True)
-    unable = _options.unable(
+    unable = options.unable(
         capture, {"profiler": "torch"}, dialect_of(()), "0.32.0", aimed=True, ascend=ascend
     )
     named = {"npu.level", "npu.export", "npu.markers", "record_shapes", "with_stack"}
@@ -77,17 +78,17 @@ def test_what_vllm_ascend_hard_codes_is_reported_where_it_is_installed(
 def test_a_check_says_what_no_capture_will_have_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_ascend, "installed", lambda: NEWEST)
-    monkeypatch.setattr(_ascend, "_told", False)
+    monkeypatch.setattr(ascend_profiler, "installed", lambda: NEWEST)
+    monkeypatch.setattr(ascend_profiler, "_told", False)
     for _ in range(2):
-        assert list(_ascend.check({}, {})) == ["npu.level", "npu.export", "npu.markers"]
+        assert list(ascend_profiler.check({}, {})) == ["npu.level", "npu.export", "npu.markers"]
     [record] = caplog.records
     assert "vllm-ascend 0.30.0 records at Level1" in record.message
     assert "record_request" in record.message
 
 
 def test_without_vllm_ascend_a_check_has_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
-    assert _ascend.check({}, {}) == {}
+    assert ascend_profiler.check({}, {}) == {}
     assert caplog.records == []
 
 
@@ -95,14 +96,14 @@ def test_an_engine_whose_profiler_its_vllm_ascend_does_not_look_at_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
-    monkeypatch.setattr(_ascend, "installed", lambda: NEWEST._replace(by_environment=True))
-    monkeypatch.setattr(_ascend, "_told", True)
+    monkeypatch.setattr(ascend_profiler, "installed", lambda: NEWEST._replace(by_environment=True))
+    monkeypatch.setattr(ascend_profiler, "_told", True)
     settings = {"torch_profiler_dir": "/a/folder"}
     with pytest.raises(
         EngineError, match=r"engine_environment.*export VLLM_TORCH_PROFILER_DIR=/a/folder before"
     ):
-        _ascend.check(settings, {})
-    _ascend.check(settings, settings)
+        ascend_profiler.check(settings, {})
+    ascend_profiler.check(settings, settings)
 
 
 @pytest.fixture
@@ -113,14 +114,14 @@ def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[th
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[threading.Thread] = []
 
-    def of_source(package: Path, who: str) -> _ascend.Ascend:
+    def of_source(package: Path, who: str) -> ascend_profiler.Ascend:
         seen.append(threading.current_thread())
         return NEWEST
 
-    monkeypatch.setattr(_ascend, "of_source", of_source)
-    _ascend.installed.cache_clear()
+    monkeypatch.setattr(ascend_profiler, "of_source", of_source)
+    ascend_profiler.installed.cache_clear()
     yield seen
-    _ascend.installed.cache_clear()
+    ascend_profiler.installed.cache_clear()
 
 
 def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
@@ -132,17 +133,17 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
     for _ in range(2):
         with pytest.raises(EngineError, match="the engine is dead"):
             asyncio.run(profiler.start(a_capture(tmp_path)))
-        assert _ascend.installed() is NEWEST
+        assert ascend_profiler.installed() is NEWEST
     [reader] = readers
     assert reader is not threading.main_thread()
 
 
 def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours would be torch's, which sees no NPU."""
-    driver = object.__new__(_engines.Driver)
-    monkeypatch.setattr(_engines.Driver, "in_this_process", property(lambda _: True))
+    driver = object.__new__(in_process.Driver)
+    monkeypatch.setattr(in_process.Driver, "in_this_process", property(lambda _: True))
     assert driver.takes_aim()
-    monkeypatch.setattr(_ascend, "is_here", lambda: True)
+    monkeypatch.setattr(ascend_profiler, "is_here", lambda: True)
     assert not driver.takes_aim()
 
 

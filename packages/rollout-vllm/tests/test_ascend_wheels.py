@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.engines import EngineCapture
-from stepscope_vllm import _ascend
-from stepscope_vllm._traces import is_recording
+from stepscope_vllm._driving import ascend_profiler
+from stepscope_vllm._files.traces import is_recording
 from tests.downloads import members
 
 STACKS, MODULES, ENVIRONMENT = "with_stack", "with_modules", "VLLM_TORCH_PROFILER_WITH_STACK"
@@ -36,7 +36,7 @@ _ANY_LINUX = [word for tag in _TAGS for word in ("--platform", tag)] + ["--pytho
 
 @cache
 def package(version: str) -> Path:
-    parts = tuple(f"vllm_ascend/{part}" for part in _ascend.PARTS)
+    parts = tuple(f"vllm_ascend/{part}" for part in ascend_profiler.PARTS)
     return members(f"vllm-ascend=={version}", parts, *_ANY_LINUX) / "vllm_ascend"
 
 
@@ -67,7 +67,7 @@ def worker_of(version: str) -> ast.Module:
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_it_records_at_level1_as_text_without_mstx_and_without_shapes(version: str) -> None:
-    found = _ascend.of_source(package(version), "vllm-ascend")
+    found = ascend_profiler.of_source(package(version), "vllm-ascend")
     assert (found.arguments["profiler_level"], found.arguments["export_type"]) == ("Level1", "Text")
     assert found.arguments["msprof_tx"] == "False"
     assert not {"mstx", "record_shapes"} & found.arguments.keys()
@@ -77,7 +77,7 @@ def test_it_records_at_level1_as_text_without_mstx_and_without_shapes(version: s
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None:
-    found = _ascend.of_source(package(version), "vllm-ascend")
+    found = ascend_profiler.of_source(package(version), "vllm-ascend")
     said = found.unable(CAPTURE).get("with_stack")
     where = WHEELS[version]
     if where is None:
@@ -92,7 +92,7 @@ def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None
 def test_those_up_to_0_13_look_at_the_environment_alone(version: str) -> None:
     """vLLM 0.13 has a `profiler_config`, and vllm-ascend 0.13 takes none."""
     old = tuple(map(int, version.split(".")[:2])) <= (0, 13)
-    assert _ascend.of_source(package(version), "vllm-ascend").by_environment == old
+    assert ascend_profiler.of_source(package(version), "vllm-ascend").by_environment == old
 
 
 @pytest.mark.parametrize("version", WHEELS)
@@ -106,7 +106,7 @@ def test_a_start_takes_a_name_in_newer_ones_and_keeps_the_first(version: str) ->
     taken = [argument.arg for argument in profile.args.args]
     named = version == "0.26.0rc1"  # since 0.16.0rc1
     assert taken == ["self", "is_start", *(["profile_prefix"] if named else [])]
-    handler = _ascend.of_source(package(version), "").arguments["on_trace_ready"]
+    handler = ascend_profiler.of_source(package(version), "").arguments["on_trace_ready"]
     assert handler.startswith("torch_npu.profiler.tensorboard_trace_handler(")
     assert ("worker_name=trace_name" in handler) == named
     assert ("if self.profiler is None:" in ast.unparse(profile)) == (named or "raise" in ast.unparse(profile))
@@ -121,6 +121,6 @@ def test_a_folder_as_torch_npu_names_it_is_known_with_and_without_a_workers_name
 def test_code_that_is_not_as_it_was_is_called_unknown(tmp_path: Path) -> None:
     (tmp_path / "profiler").mkdir()
     (tmp_path / "profiler" / "torch_npu_profiler.py").write_text("class TorchNPUProfilerWrapper: ...")
-    found = _ascend.of_source(tmp_path, "vllm-ascend 9")
+    found = ascend_profiler.of_source(tmp_path, "vllm-ascend 9")
     assert found.unable(CAPTURE).keys() == {"npu"}
     assert "vllm-ascend 9: what its profiler records with is not known" in found.fixed()["npu"]

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from stepscope_vllm import WorkerExtension
-from stepscope_vllm._beside import name_of
+from stepscope_vllm._arming.joined_extension import name_of
 
 
 class Theirs:

@@ -6,8 +6,8 @@ import gzip
 import os
 from pathlib import Path
 
-from stepscope_vllm import _traces
-from stepscope_vllm._ending import Ending, ending_of
+from stepscope_vllm._capture.outcome import Ending, ending_of
+from stepscope_vllm._files import traces
 
 
 def ending(
@@ -69,7 +69,7 @@ def a_trace(folder: Path, name: str, iterations: int) -> Path:
 
 
 def test_a_trace_says_how_many_iterations_it_has_and_when_its_recording_ended(tmp_path: Path) -> None:
-    trace = _traces.read(a_trace(tmp_path, "p_rank0.1.pt.trace.json.gz", 50_000))
+    trace = traces.read(a_trace(tmp_path, "p_rank0.1.pt.trace.json.gz", 50_000))
     assert trace.iterations == 50_000
     assert trace.window == (1_700_000_000_001_000_500, 1_700_000_000_009_000_250)
 
@@ -79,8 +79,8 @@ def test_an_engine_writes_until_its_table_is_whole(tmp_path: Path) -> None:
     for file, at_s in ((name, 10), ("p_rank0.profiler_out.txt", 20), ("p_rank1.profiler_out.txt", 30)):
         (tmp_path / file).write_text("")
         os.utime(tmp_path / file, (at_s, at_s))
-    changed = _traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
-    assert _traces.whole_ns(changed, f"capture_{name}") == 20 * 10**9
+    changed = traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    assert traces.whole_ns(changed, f"capture_{name}") == 20 * 10**9
 
 
 def test_tables_of_older_releases_belong_to_their_rank(tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_tables_of_older_releases_belong_to_their_rank(tmp_path: Path) -> None:
     for file, at_s in ((name, 10), ("profiler_out_1.txt", 20), ("profiler_out_0.txt", 30)):
         (tmp_path / file).write_text("")
         os.utime(tmp_path / file, (at_s, at_s))
-    changed = _traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
-    assert _traces.whole_ns(changed, name) == 20 * 10**9
+    changed = traces.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    assert traces.whole_ns(changed, name) == 20 * 10**9

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from stepscope_vllm._engines import Driver
+from stepscope_vllm._driving.in_process import Driver
 
 
 class Frontend:

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.manifest.records import ProcessPart
 from stepscope.files.sidecar import ProcessInfo
-from stepscope_vllm._recording import _over
+from stepscope_vllm._capture.session import _over
 
 NOW = ClockAnchor(wall_ns=1, mono_ns=1, raw_ns=1, uncertainty_ns=0)
 PART = ProcessPart(

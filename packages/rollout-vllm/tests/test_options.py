@@ -11,7 +11,7 @@ import pytest
 from stepscope.engines import Iterations
 from stepscope.errors import EngineError
 from stepscope.testing.engine_conformance import a_capture
-from stepscope_vllm import _options
+from stepscope_vllm._capture import options
 from stepscope_vllm._versions import dialect_of
 
 BUILT = {
@@ -27,12 +27,12 @@ OLD = dialect_of(["profile_prefix"])
 
 def unable(tmp_path: Path, **asked: Any) -> dict[str, str]:
     capture = msgspec.structs.replace(a_capture(tmp_path), **asked)
-    return _options.unable(capture, BUILT, OLD, "0.31.0", aimed=False)
+    return options.unable(capture, BUILT, OLD, "0.31.0", aimed=False)
 
 
 def test_an_engine_that_was_built_without_a_profiler_says_what_to_add() -> None:
     with pytest.raises(EngineError, match=r"engine_args\(config, .*profiler_config=\{'profiler': 'torch'"):
-        _options.refuse_disabled({"profiler": None})
+        options.refuse_disabled({"profiler": None})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_engine_that_was_built_without_a_profiler_says_what_to_add() -> None:
 )
 def test_an_engine_whose_files_cannot_be_had_is_refused(changes: dict[str, str], why: str) -> None:
     with pytest.raises(EngineError, match=why):
-        _options.refuse_disabled({**BUILT, **changes})
+        options.refuse_disabled({**BUILT, **changes})
 
 
 @pytest.mark.parametrize("option", ["with_stack", "record_shapes", "profile_memory"])
@@ -57,7 +57,7 @@ def test_an_option_that_the_engine_was_built_without_is_reported_with_the_fix(
 def test_stacks_that_nobody_asked_for_are_reported(tmp_path: Path) -> None:
     """vLLM's own default."""
     built = {**BUILT, "torch_profiler_with_stack": True}
-    found = _options.unable(a_capture(tmp_path), built, OLD, "0.31.0", aimed=False)
+    found = options.unable(a_capture(tmp_path), built, OLD, "0.31.0", aimed=False)
     assert "2.7 million events" in found["with_stack"]
 
 

@@ -11,7 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from stepscope.errors import EngineError
-from stepscope_vllm import VllmProfiler, _plugin
+from stepscope_vllm import VllmProfiler
+from stepscope_vllm._engine_side import plugin
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -67,8 +68,8 @@ def send(group: type) -> None:
 def test_a_send_is_in_no_recording_and_what_follows_is(group: type) -> None:
     import torch
 
-    _plugin.load()
-    _plugin.load()
+    plugin.load()
+    plugin.load()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as session:
         send(group)
         torch.cos(torch.ones(1))
@@ -80,5 +81,5 @@ def test_a_send_is_in_no_recording_and_what_follows_is(group: type) -> None:
 def test_a_pipeline_whose_sends_stay_open_is_refused(group: type) -> None:
     with pytest.raises(EngineError, match="have vLLM load our plugin"):
         VllmProfiler(AsyncLLM()).check()
-    _plugin.load()
+    plugin.load()
     VllmProfiler(AsyncLLM()).check()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope_vllm import _traces
-from stepscope_vllm._ranks import Layout, global_rank, topology
+from stepscope_vllm._files import traces
+from stepscope_vllm._files.ranks import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
 
@@ -18,13 +18,13 @@ WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"}
 def test_a_gz_that_is_still_being_written_is_unfinished_wherever_it_ends(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.pt.trace.json.gz"
     path.write_bytes(WHOLE[:size])
-    assert _traces.unfinished(path)
+    assert traces.unfinished(path)
 
 
 def test_a_file_that_is_seen_while_it_is_written_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "a.pt.trace.json.gz"
     path.write_bytes(WHOLE[:100])
-    waiting = threading.Thread(target=_traces.wait_until_complete, args=([path],))
+    waiting = threading.Thread(target=traces.wait_until_complete, args=([path],))
     waiting.start()
     assert waiting.is_alive()
     path.write_bytes(WHOLE)
@@ -35,13 +35,13 @@ def test_a_file_that_is_seen_while_it_is_written_is_waited_for(tmp_path: Path) -
 def test_a_trace_says_on_which_host_it_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "step_000001_r_rank3.17.pt.trace.json.gz"
     path.write_bytes(WHOLE)
-    found = _traces.read(path)
+    found = traces.read(path)
     assert (found.host, found.rank) == ("node7", 3)
 
 
-def a_trace(name: str, rank: int, world_size: int | None) -> _traces.Trace:
-    read = _traces.Trace(Path(name), False, rank, world_size, None, None, None)
-    dp = _traces._DP.search(name)
+def a_trace(name: str, rank: int, world_size: int | None) -> traces.Trace:
+    read = traces.Trace(Path(name), False, rank, world_size, None, None, None)
+    dp = traces._DP.search(name)
     return read._replace(dp=int(dp[1]) if dp else None)
 
 

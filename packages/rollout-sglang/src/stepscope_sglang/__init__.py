@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepscope_sglang._http import SglangServer
     from stepscope_sglang._profiler import SglangProfiler
     from stepscope_sglang._requests import record_request, request_facts
+    from stepscope_sglang._server import SglangServer
 
 __all__ = ["SglangProfiler", "SglangServer", "record_request", "request_facts"]
 
 _HOMES = {
     "SglangProfiler": "_profiler",
-    "SglangServer": "_http",
+    "SglangServer": "_server",
     "record_request": "_requests",
     "request_facts": "_requests",
 }

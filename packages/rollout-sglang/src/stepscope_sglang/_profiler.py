@@ -25,11 +25,11 @@ from stepscope.engines import (
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang import _versions
-from stepscope_sglang._controls import expect_first_profiler
-from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._inprocess import Engine, InProcess, TokenizerManager, of_ours
-from stepscope_sglang._session import Line, Session
-from stepscope_sglang._thread import WorkThread
+from stepscope_sglang._capture.options import expect_first_profiler
+from stepscope_sglang._capture.session import Line, Session
+from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._driving.in_process import Engine, InProcess, TokenizerManager, of_ours
+from stepscope_sglang._driving.work_thread import WorkThread
 
 T = TypeVar("T")
 log = logging.getLogger("stepscope")
@@ -226,7 +226,7 @@ class SglangFactory(EngineFactory):
         return sorted(engines or alive, key=_order)
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
-        from stepscope_sglang._http import SglangServer  # import time: for servers alone
+        from stepscope_sglang._server import SglangServer  # import time: for servers alone
 
         return SglangServer(url)
 

@@ -33,7 +33,7 @@ from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
-from stepscope_sglang._inprocess import InProcess
+from stepscope_sglang._driving.in_process import InProcess
 from stepscope_sglang._versions import PLUGINS_SINCE, number
 
 VERSION = number(sglang.__version__)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stepscope_vllm._args import engine_args, engine_env, engine_environment, server_args
-from stepscope_vllm._extension import WorkerExtension
-from stepscope_vllm._facts import record_request, request_facts
+from stepscope_vllm._arming.arguments import engine_args, engine_env, engine_environment, server_args
+from stepscope_vllm._driving.facts import record_request, request_facts
+from stepscope_vllm._engine_side.extension import WorkerExtension
 
 if TYPE_CHECKING:
-    from stepscope_vllm._http import VllmServer
     from stepscope_vllm._profiler import VllmProfiler
+    from stepscope_vllm._server import VllmServer
 
 __all__ = [
     "VllmProfiler",
@@ -29,7 +29,7 @@ __all__ = [
     "server_args",
 ]
 
-_LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._http"}
+_LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._server"}
 """These bring asyncio, which a worker that wants its extension alone does not pay for."""
 
 

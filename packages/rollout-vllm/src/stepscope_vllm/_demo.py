@@ -6,8 +6,8 @@ from typing import Any
 
 from stepscope.demo import task
 from stepscope.demo.engine_replica import EngineReplica
-from stepscope_vllm._args import engine_args
-from stepscope_vllm._facts import TimedSpan, record_request
+from stepscope_vllm._arming.arguments import engine_args
+from stepscope_vllm._driving.facts import TimedSpan, record_request
 
 
 class VllmReplica(EngineReplica):

@@ -10,9 +10,13 @@ from stepscope import ProfileConfig
 from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
-from stepscope_vllm import _ascend, _engines, _launch, _options, _plugin, _versions
-from stepscope_vllm._engines import Driver
-from stepscope_vllm._recording import Desk, DeskProfiler
+from stepscope_vllm import _versions
+from stepscope_vllm._arming import unedited
+from stepscope_vllm._capture import options
+from stepscope_vllm._capture.session import Desk, DeskProfiler
+from stepscope_vllm._driving import ascend_profiler, in_process
+from stepscope_vllm._driving.in_process import Driver
+from stepscope_vllm._engine_side import plugin
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
 """Engine -> its captures: a capture that is given an engine makes a new profiler. One writer: this class."""
@@ -33,7 +37,7 @@ class VllmProfiler(DeskProfiler):
         Raises:
             EngineError: it is neither.
         """
-        if not _engines.is_engine(engine):
+        if not in_process.is_engine(engine):
             kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
             raise EngineError(f"{kind} is no vLLM engine. Fix: pass an AsyncLLM or an LLM")
         self.engine = engine
@@ -57,16 +61,20 @@ class VllmProfiler(DeskProfiler):
         why = driver.dead()
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
-        _options.refuse_disabled(driver.settings)
-        if driver.layout.pp > 1 and not (_ascend.is_here() or driver.takes_aim()) and _plugin.is_missing():
-            raise EngineError(_plugin.MISSING)
-        self._ignored = _ascend.check(driver.settings, driver.environment)
+        options.refuse_disabled(driver.settings)
+        if (
+            driver.layout.pp > 1
+            and not (ascend_profiler.is_here() or driver.takes_aim())
+            and plugin.is_missing()
+        ):
+            raise EngineError(plugin.MISSING)
+        self._ignored = ascend_profiler.check(driver.settings, driver.environment)
 
     async def start(self, capture: EngineCapture) -> None:
-        ascend = await own_thread(_ascend.installed)  # the first time it reads source files
+        ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files
         self.check()
         driver = self._driver
-        ignored = _options.unable(
+        ignored = options.unable(
             capture,
             driver.settings,
             driver.dialect,
@@ -75,7 +83,7 @@ class VllmProfiler(DeskProfiler):
             ascend=ascend,
         )
         if driver.in_this_process and capture.profile_memory:
-            ignored["profile_memory"] = _options.OTHER_THREAD
+            ignored["profile_memory"] = options.OTHER_THREAD
         driver.bind(asyncio.get_running_loop())
         await self._begin(driver, capture, ignored)
 
@@ -84,21 +92,21 @@ class VllmFactory(EngineFactory):
     """The adapter `vllm`: knows `AsyncLLM` and `LLM`, and finds those of this process."""
 
     distributions = (*_versions.DISTRIBUTIONS, "vllm-ascend")
-    builder = _launch.BUILDER
+    builder = unedited.BUILDER
 
     def arm(self, config: ProfileConfig, settings: object) -> None:
-        _launch.arm(config, settings)
+        unedited.arm(config, settings)
 
     def recognises(self, engine: object) -> bool:
-        return _engines.is_engine(engine)
+        return in_process.is_engine(engine)
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
-        from stepscope_vllm._http import VllmServer  # import time: for servers alone
+        from stepscope_vllm._server import VllmServer  # import time: for servers alone
 
-        return VllmServer(url, _launch.folder(config))
+        return VllmServer(url, unedited.folder(config))
 
     def owned(self) -> Sequence[object]:
-        return _engines.owned()
+        return in_process.owned()
 
     def __call__(self, engine: object, replica: int) -> VllmProfiler:
         return VllmProfiler(engine, replica=replica)

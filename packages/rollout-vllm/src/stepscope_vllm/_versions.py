@@ -106,7 +106,7 @@ def names_iterations(version: str) -> bool:
 
 
 def leaves_sends_open(version: str) -> bool:
-    """Return whether the stages of a pipeline go on while gloo still sends (`_plugin`)."""
+    """Return whether the stages of a pipeline go on while gloo still sends (`_engine_side.plugin`)."""
     return numbers(version) >= (0, 29)
 
 

@@ -24,8 +24,9 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope.timeline import load_step
-from stepscope_vllm import VllmProfiler, _line, _versions
-from stepscope_vllm._recording import Desk
+from stepscope_vllm import VllmProfiler, _versions
+from stepscope_vllm._capture.session import Desk
+from stepscope_vllm._driving import work_loop
 
 MODERN = _versions.dialect_of_engine(LLM).bounds
 
@@ -76,7 +77,9 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
-        await _line.outcome(_line.submit(_idle(profiler._desk)))  # what a cancelled start has begun is undone
+        await work_loop.outcome(
+            work_loop.submit(_idle(profiler._desk))
+        )  # what a cancelled start has begun is undone
         (active,) = profiler.engine.collective_rpc(
             lambda worker: bool(getattr(worker.profiler, "_active", False))
         )

@@ -26,7 +26,8 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Manifest
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
-from stepscope_vllm import VllmServer, _traces
+from stepscope_vllm import VllmServer
+from stepscope_vllm._files import traces
 
 Served: TypeAlias = Any
 """`conftest.Served`: a file of tests cannot be imported from another."""
@@ -158,8 +159,8 @@ def _worker_of(served: Served) -> int:
 
 
 def _whole(folder: Path, prefix: str) -> bool:
-    found = [name for name in os.listdir(folder) if name.startswith(prefix) and _traces.is_trace(name)]
-    return bool(found) and not any(_traces.unfinished(folder / name) for name in found)
+    found = [name for name in os.listdir(folder) if name.startswith(prefix) and traces.is_trace(name)]
+    return bool(found) and not any(traces.unfinished(folder / name) for name in found)
 
 
 def test_a_server_whose_folder_nobody_said_asks_for_it(served: Served) -> None:

@@ -13,7 +13,7 @@ from vllm.config import ProfilerConfig
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from stepscope_vllm import _plugin
+from stepscope_vllm._engine_side import plugin
 
 PAGE = Path(__file__).parents[4] / "docs" / "engines-vllm.md"
 
@@ -44,6 +44,6 @@ def test_both_kinds_of_engine_take_the_same(kind: type) -> None:
 
 def test_our_plugin_is_among_those_that_vllm_loads() -> None:
     (found,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="stepscope")
-    assert found.load() is _plugin.load
-    _plugin.load()
-    assert not _plugin.is_missing()
+    assert found.load() is plugin.load
+    plugin.load()
+    assert not plugin.is_missing()

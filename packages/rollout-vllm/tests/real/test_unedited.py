@@ -18,7 +18,7 @@ import vllm
 
 from stepscope import ProfileConfig
 from stepscope.files.manifest.records import Expectation, Manifest
-from stepscope_vllm import _launch
+from stepscope_vllm._arming import unedited
 
 assert vllm
 
@@ -101,7 +101,7 @@ def problems(tmp_path: Path, step: int) -> list[str]:
 def test_a_profiler_that_the_user_has_chosen_stays(model: str, config: ProfileConfig) -> None:
     chosen = vllm.config.ProfilerConfig(profiler="cuda")
     settings = vllm.EngineArgs(model=model, profiler_config=chosen)
-    _launch.arm(config, settings)
+    unedited.arm(config, settings)
     assert settings.profiler_config is chosen
     assert settings.worker_extension_cls == ""
 
@@ -109,7 +109,7 @@ def test_a_profiler_that_the_user_has_chosen_stays(model: str, config: ProfileCo
 def test_engines_of_the_same_arguments_are_all_armed(model: str, config: ProfileConfig) -> None:
     shared = vllm.config.ProfilerConfig()
     for settings in [vllm.EngineArgs(model=model, profiler_config=shared) for _ in range(2)]:
-        _launch.arm(config, settings)
+        unedited.arm(config, settings)
         assert settings.worker_extension_cls == "stepscope_vllm.WorkerExtension"
     assert shared.profiler == "torch"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from stepscope_vllm._traces import Trace
+from stepscope_vllm._files.traces import Trace
 
 
 class Layout(NamedTuple):

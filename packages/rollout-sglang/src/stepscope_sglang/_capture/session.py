@@ -41,7 +41,7 @@ from stepscope.files.layout import safe, sidecar_of
 from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Artifact, Ended, Stall
 from stepscope_sglang import _versions
-from stepscope_sglang._controls import (
+from stepscope_sglang._capture.options import (
     UNBOUNDED,
     Plan,
     lacks_plugin,
@@ -49,9 +49,9 @@ from stepscope_sglang._controls import (
     risk_of_whole_captures,
     stages_end_in_scopes,
 )
-from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._plugin import Stamp, counts_in, stages_in, stamps_in
-from stepscope_sglang._traces import (
+from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._engine_side.plugin import Stamp, counts_in, stages_in, stamps_in
+from stepscope_sglang._files.traces import (
     Content,
     Stage,
     TraceName,

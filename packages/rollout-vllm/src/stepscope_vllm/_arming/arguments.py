@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from stepscope import ProfileConfig, switch
@@ -17,9 +16,6 @@ from stepscope.config import RoleConfig
 from stepscope.engines.supported import numbers
 from stepscope.errors import ConfigError
 from stepscope_vllm import _versions
-
-if TYPE_CHECKING:
-    from stepscope.doctor import Row
 
 log = logging.getLogger("stepscope")
 EXTENSION = "stepscope_vllm.WorkerExtension"
@@ -106,13 +102,13 @@ def engine_environment(config: ProfileConfig, replica: int = 0) -> Iterator[None
     """Around building an engine: sets `engine_env` for it and takes it back, also when building fails. What
     an engine was built with is remembered: its captures need it.
     """
-    from stepscope_vllm import _engines  # not at the top: asyncio comes with them
+    from stepscope_vllm._driving import in_process  # not at the top: asyncio comes with it
 
     wanted = engine_env(config, replica)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        with building(_engines.owned) if wanted else nullcontext():
+        with building(in_process.owned) if wanted else nullcontext():
             yield
     finally:
         for name, value in before.items():
@@ -173,21 +169,6 @@ def server_args(config: ProfileConfig, replica: int = 0, *, installed: str | Non
         text = json.dumps(value) if isinstance(value, Mapping) else str(value)
         found += [f"--{name.replace('_', '-')}", text]
     return found
-
-
-def doctor_rows() -> list[Row]:
-    """Say how the profiler of vLLM gets switched on, where vLLM is installed."""
-    from stepscope.doctor import Row  # import time: for `stepscope doctor` alone
-
-    if find_spec("vllm") is None:
-        return []
-    folder = os.environ.get(FOLDER_VARIABLE)
-    found = (
-        f"{FOLDER_VARIABLE}={folder} switches it on"
-        if folder
-        else "on where `engine_args` or `server_args` made the engine: prepare() looks"
-    )
-    return [Row(subject="vllm profiler", state="green", found=found)]
 
 
 def _profiler_config(
@@ -266,9 +247,9 @@ def _by_environment(release: str) -> bool:
 
 
 def _ascend_by_environment() -> bool:
-    from stepscope_vllm import _ascend
+    from stepscope_vllm._driving import ascend_profiler
 
-    found = _ascend.installed()
+    found = ascend_profiler.installed()
     return found is not None and found.by_environment
 
 

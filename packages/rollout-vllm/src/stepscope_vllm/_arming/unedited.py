@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from stepscope import ProfileConfig
-from stepscope_vllm import _args, _beside
+from stepscope_vllm._arming import arguments, joined_extension
 
 BUILDER = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 """Called for an LLM, an AsyncLLM and a server, before any of its processes starts."""
@@ -20,7 +20,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
     profiler: Any = getattr(settings, "profiler_config", None)
     if not hasattr(profiler, "profiler") or _is_chosen(profiler, config):
         return  # none in this vLLM, or a mapping, which somebody has written
-    ours = _args.engine_args(config)
+    ours = arguments.engine_args(config)
     wanted = ours["profiler_config"]
     if wanted["profiler"] == "torch":
         # One folder for all: nobody knows the replica yet, and captures name folders of their own.
@@ -31,7 +31,7 @@ def arm(config: ProfileConfig, settings: Any) -> None:
     extension = ours.get("worker_extension_cls")
     if extension is not None:
         own = settings.worker_extension_cls
-        settings.worker_extension_cls = _beside.name_of(own) if own else extension
+        settings.worker_extension_cls = joined_extension.name_of(own) if own else extension
 
 
 def _is_chosen(profiler: Any, config: ProfileConfig) -> bool:

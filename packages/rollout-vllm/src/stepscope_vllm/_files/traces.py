@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from stepscope.engines.artifacts import recorded_window
 from stepscope.engines.fetch import arrive
 from stepscope.errors import EngineError
-from stepscope_vllm._extension import TEMPORARY
+from stepscope_vllm._engine_side.extension import TEMPORARY
 
 _TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
 _TABLE = re.compile(r"(?:\.profiler_out\.txt|profiler_out_\d+\.txt)$")

@@ -1,7 +1,7 @@
 """One engine's captures, in order: each begins, ends once, and leaves its own files and no other's.
 
 Life of a capture: begun -> ending -> ended, or given up, which is ending without files. Everything happens on
-the line (`_line`), so a caller that is gone changes nothing: what it started is stopped, and the files of a
+the work loop, so a caller that is gone changes nothing: what it started is stopped, and the files of a
 stop that took too long still come to their folder, with their sidecars.
 
 One file above 400 lines: beginning, ending, late files and publishing share the state of one capture.
@@ -32,10 +32,13 @@ from stepscope.files.manifest.parts import read_parts
 from stepscope.files.manifest.records import IDLE, ProcessPart
 from stepscope.files.sidecar import Artifact
 from stepscope.files.storage.processes import is_running
-from stepscope_vllm import _ascend, _facts, _line, _ranks, _traces, _versions
-from stepscope_vllm._ending import Outcome, is_idle
-from stepscope_vllm._engines import Started
-from stepscope_vllm._ranks import Layout
+from stepscope_vllm import _versions
+from stepscope_vllm._capture.outcome import Outcome, is_idle
+from stepscope_vllm._driving import ascend_profiler, work_loop
+from stepscope_vllm._driving.facts import between, steady
+from stepscope_vllm._driving.in_process import Started
+from stepscope_vllm._files import ranks, traces
+from stepscope_vllm._files.ranks import Layout
 
 _entering = threading.Lock()
 """Servers of one process look side by side; a part of a manifest is read, changed and written."""
@@ -114,7 +117,7 @@ class Run:
         self.ignored = ignored
         self._desk = desk
         self._target = target
-        self._name = _traces.prefix_of(capture.name)
+        self._name = traces.prefix_of(capture.name)
         self._given_up = False
         self._started: Started | None = None
         self._seen: tuple[set[str], set[str]] = (set(), set())
@@ -146,7 +149,7 @@ class Run:
             self._facts = await asyncio.to_thread(self._target.facts)
             self._started = await self._target.start(self.capture, self._name, self._local_ranks())
             self._opened = read_anchor()
-            self._seen = before, await asyncio.to_thread(_traces.listed, self._started.folder)
+            self._seen = before, await asyncio.to_thread(traces.listed, self._started.folder)
             if self.capture.seconds is not None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self.capture.seconds, self._out_of_time)
@@ -154,13 +157,13 @@ class Run:
     def give_up(self) -> None:
         """Whoever asked for it is gone: what began is stopped, and its files are removed."""
         self._given_up = True
-        _line.submit(self._undo())
+        work_loop.submit(self._undo())
 
     def end(self) -> Future[list[Artifact]]:
         """Its files, once they are whole. The same for everyone who asks."""
         with self._desk.lock:
             if self._ending is None:
-                self._ending = _line.submit(self._end())
+                self._ending = work_loop.submit(self._end())
                 self.over.set()
             return self._ending
 
@@ -204,24 +207,22 @@ class Run:
         folder = self._target.folder
         if folder is not None:
             self._bring_home(folder)
-        return _traces.listed(folder) | _traces.listed(Path(self.capture.out_dir))
+        return traces.listed(folder) | traces.listed(Path(self.capture.out_dir))
 
     def _bring_home(self, folder: Path) -> None:
         """Move files of captures that are over, and enters them: whoever made those was gone when the files
         came.
         """
         run = RunLayout(Path(self.capture.step_dir).parent)
-        names = {name for name in _traces.listed(folder) if not _traces.is_recording(name)}
-        named = {name: step for name in names if (step := _traces.step_of(name)) is not None}
+        names = {name for name in traces.listed(folder) if not traces.is_recording(name)}
+        named = {name: step for name in names if (step := traces.step_of(name)) is not None}
         for step in sorted(set(named.values())):
             layout = run.step(step)
             for run_id in _over(read_parts(layout)[0]):
                 stem = f"step_{step:06d}_{run_id}{self._of_replica()}"
-                mine = {name for name in named if name.startswith(f"{_traces.prefix_of(stem)}_")}
+                mine = {name for name in named if name.startswith(f"{traces.prefix_of(stem)}_")}
                 whole = {
-                    name
-                    for name in mine
-                    if not (_traces.is_trace(name) and _traces.unfinished(folder / name))
+                    name for name in mine if not (traces.is_trace(name) and traces.unfinished(folder / name))
                 }
                 if not whole:
                     continue
@@ -252,10 +253,10 @@ class Run:
         if started.by_others:
             return []
         names = self._names(started, late_for)
-        if not any(map(_traces.is_trace, names)) and is_idle(self._target.told):
+        if not any(map(traces.is_trace, names)) and is_idle(self._target.told):
             self.ignored[IDLE] = "the engine ran no iteration during the capture"
             return []
-        paths = [started.folder / name for name in names if _traces.is_trace(name)]
+        paths = [started.folder / name for name in names if traces.is_trace(name)]
         if not paths:
             raise EngineError(
                 f"vLLM reported success and wrote no trace to {started.folder}: its workers only log what "
@@ -263,35 +264,35 @@ class Run:
                 "this folder seen by them and by this process?"
             )
         try:
-            _traces.wait_until_complete(paths)
+            traces.wait_until_complete(paths)
         except ValueError as error:
             raise EngineError(f"{error}; its worker stopped writing") from error
         target = Path(self.capture.out_dir)
-        self._changed = _traces.changed_ns(started.folder, names)
+        self._changed = traces.changed_ns(started.folder, names)
         if not started.aimed:
-            moved = _traces.move(names, started.folder, target, self._name)
-            paths = [path for path in moved if _traces.is_trace(path.name)]
+            moved = traces.move(names, started.folder, target, self._name)
+            paths = [path for path in moved if traces.is_trace(path.name)]
         elif self._target.folder is not None:  # that of the AsyncLLM itself, which nobody can aim
-            own = _traces.of_frontends(self._target.folder) - self._seen[0]
-            _traces.wait_until_complete(self._target.folder / name for name in own)
-            paths += _traces.move(own, self._target.folder, target, self._name)
-        return self._publish([_traces.read(path) for path in paths], closed, facts)
+            own = traces.of_frontends(self._target.folder) - self._seen[0]
+            traces.wait_until_complete(self._target.folder / name for name in own)
+            paths += traces.move(own, self._target.folder, target, self._name)
+        return self._publish([traces.read(path) for path in paths], closed, facts)
 
     def _ended_early(self) -> bool:
         started = self._started
         if started is None or not (started.aimed or started.named):
             return False  # nothing tells its files from those that are late
         before, _ = self._seen
-        new = _traces.listed(started.folder) - before
-        return any(_traces.is_trace(name) and name.startswith(f"{self._name}_") for name in new)
+        new = traces.listed(started.folder) - before
+        return any(traces.is_trace(name) and name.startswith(f"{self._name}_") for name in new)
 
     def _names(self, started: Started, late_for: Run | None) -> set[str]:
         """Return the names of this capture's files; late ones of the capture before go where they belong."""
-        there, (before, after) = _traces.listed(started.folder), self._seen
+        there, (before, after) = traces.listed(started.folder), self._seen
         named = {name for name in there - before if name.startswith(f"{self._name}_")}
         if started.aimed:
             return named
-        if started.named and not any(map(_traces.is_recording, there)):
+        if started.named and not any(map(traces.is_recording, there)):
             return named
         # What came while the profiler was starting is the last of the capture before, if that lacks files:
         # a worker does one thing after another. Otherwise it is ours, from a worker that is through already.
@@ -302,33 +303,35 @@ class Run:
 
     def _adopt(self, names: set[str], folder: Path) -> None:
         """Publish files that came after this capture's end had given them up."""
-        moved = _traces.move(names, folder, Path(self.capture.out_dir), self._name)
-        self._publish([_traces.read(path) for path in moved if _traces.is_trace(path.name)], None, {})
+        moved = traces.move(names, folder, Path(self.capture.out_dir), self._name)
+        self._publish([traces.read(path) for path in moved if traces.is_trace(path.name)], None, {})
 
     def _publish(
-        self, traces: list[_traces.Trace], closed: ClockAnchor | None, facts: dict[str, Option]
+        self, written: list[traces.Trace], closed: ClockAnchor | None, facts: dict[str, Option]
     ) -> list[Artifact]:
         layout = self._target.layout
-        placed = [(trace, _ranks.global_rank(trace, layout, self.capture.replica)) for trace in traces]
-        odd = (_ranks.contradiction(trace, layout) for trace in traces)
+        placed = [(trace, ranks.global_rank(trace, layout, self.capture.replica)) for trace in written]
+        odd = (ranks.contradiction(trace, layout) for trace in written)
         if why := next(filter(None, odd), None):
             self.ignored["ranks"] = why
         wanted = self.capture.ranks
         aside = [(t, r) for t, r in placed if wanted is not None and r is not None and r not in wanted]
         for trace, _ in aside:
-            _traces.remove(trace.path)
+            traces.remove(trace.path)
         kept = [pair for pair in placed if pair not in aside]
-        recorded = {trace.path: _ascend.of_recording(trace.path) for trace, _ in kept if trace.is_recording}
+        recorded = {
+            trace.path: ascend_profiler.of_recording(trace.path) for trace, _ in kept if trace.is_recording
+        }
         for one in filter(None, recorded.values()):  # nothing else says that a server is vllm-ascend's
             self.ignored = {**one.unable(self.capture), **self.ignored}
         options: dict[str, Option] = {
-            **_facts.steady(facts),
-            **_facts.between(self._facts, facts),
+            **steady(facts),
+            **between(self._facts, facts),
         }
         left = self._left_aside({rank for _, rank in aside}, layout)
         if left:
             options["left_aside"] = ", ".join(f"rank {rank}" for rank in left)
-        workers = sum(not trace.frontend for trace in traces)
+        workers = sum(not trace.frontend for trace in written)
         complete = layout is None or layout.external or workers >= self._expected(layout)
         if not complete and layout is not None:
             self.ignored["workers"] = f"{workers} of {self._expected(layout)} workers left a trace"
@@ -342,7 +345,7 @@ class Run:
                 tool="vllm",
                 rank=rank,
                 world_size=None if layout is None else layout.size,
-                topology=_ranks.topology(trace, layout),
+                topology=ranks.topology(trace, layout),
                 pid=trace.pid,
                 host=trace.host,
                 truncated=endings[trace.path].truncated,
@@ -350,7 +353,7 @@ class Run:
                 opened=self._opened,
                 closed=closed,
                 versions={"vllm": self._target.version},
-                options={**options, **_ascend.options_of(recorded.get(trace.path))},
+                options={**options, **ascend_profiler.options_of(recorded.get(trace.path))},
                 stalls=() if trace.frontend else outcome.stalls(trace, self._changed),
                 iterations=outcome.iterations(trace),
                 iterations_asked=None if trace.frontend else outcome.asked,
@@ -382,7 +385,7 @@ class Run:
         wanted = self.capture.ranks
         if wanted is None or layout is None or layout.external:
             return sorted(removed)
-        return sorted(removed | _ranks.unwanted(wanted, layout, self.capture.replica))
+        return sorted(removed | ranks.unwanted(wanted, layout, self.capture.replica))
 
     def _expected(self, layout: Layout) -> int:
         """Workers that write: with our extension, those of ranks that nobody wants do not."""
@@ -395,13 +398,13 @@ class Run:
         started = self._started
         if started is not None:
             for name in self._names(started, None):
-                _traces.remove(started.folder / name)
+                traces.remove(started.folder / name)
 
     def _local_ranks(self) -> list[int] | None:
-        return _ranks.local_ranks(self.capture.ranks, self._target.layout, self.capture.replica)
+        return ranks.local_ranks(self.capture.ranks, self._target.layout, self.capture.replica)
 
 
-def _kind(trace: _traces.Trace) -> str:
+def _kind(trace: traces.Trace) -> str:
     if trace.is_recording:
         return "npu_recording"  # as stepscope-npu names its own
     return "vllm_frontend_trace" if trace.frontend else "vllm_trace"
@@ -439,7 +442,7 @@ class DeskProfiler(EngineProfilerBase):
         run = self._desk.give_back()
         if run is None:
             return []
-        artifacts = await _line.outcome(run.end())
+        artifacts = await work_loop.outcome(run.end())
         self._ignored = run.ignored
         return artifacts
 
@@ -449,7 +452,7 @@ class DeskProfiler(EngineProfilerBase):
         run = Run(self._desk, target, capture, ignored)
         self._desk.take(run)
         try:
-            await _line.outcome(_line.submit(run.begin()))
+            await work_loop.outcome(work_loop.submit(run.begin()))
         except BaseException as error:
             self._desk.give_back()
             run.give_up()

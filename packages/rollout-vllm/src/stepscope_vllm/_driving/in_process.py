@@ -19,8 +19,12 @@ from weakref import WeakKeyDictionary
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm import _args, _ascend, _extension, _facts, _line, _traces, _versions
-from stepscope_vllm._ranks import Layout
+from stepscope_vllm import _versions
+from stepscope_vllm._arming import arguments
+from stepscope_vllm._driving import ascend_profiler, facts, work_loop
+from stepscope_vllm._engine_side import extension
+from stepscope_vllm._files import traces
+from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 _KINDS = {"AsyncLLM", "LLM"}
@@ -100,7 +104,7 @@ class Started(NamedTuple):
     named: bool
     """Their names begin with the capture's."""
     aimed: bool
-    """They are written to the capture's folder, by `_extension.aim`."""
+    """They are written to the capture's folder, by `extension.aim`."""
     by_others: bool = False
     """A tool above the engine (nsys) writes the recording, and nobody here."""
 
@@ -139,7 +143,7 @@ class Driver:
 
     @property
     def environment(self) -> Mapping[str, object]:
-        return _args.settings_of(self.engine)
+        return arguments.settings_of(self.engine)
 
     @property
     def folder(self) -> Path:
@@ -169,7 +173,7 @@ class Driver:
         """Return whether its workers can be told where and how to record. vllm-ascend's have another
         profiler.
         """
-        return not _ascend.is_here() and (self.in_this_process or self.extended())
+        return not ascend_profiler.is_here() and (self.in_this_process or self.extended())
 
     def extended(self) -> bool:
         """Return whether its workers have our extension."""
@@ -185,10 +189,10 @@ class Driver:
                 found = getattr(__import__(module, fromlist=[kind]), kind, None)
             except ImportError:  # importable in the workers only: nothing is known of it here
                 return False
-        return isinstance(found, type) and issubclass(found, _extension.WorkerExtension)
+        return isinstance(found, type) and issubclass(found, extension.WorkerExtension)
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
-        return {**_facts.of_config(self.config, self.layout.size), **_facts.scheduler_here()}
+        return {**facts.of_config(self.config, self.layout.size), **facts.scheduler_here()}
 
     def dead(self) -> str | None:
         """Return the reason why it will not answer any more; None while it lives."""
@@ -209,7 +213,7 @@ class Driver:
         if not self.asynchronous:
             return
         home = self._loop()
-        if home is None and _line.is_ours(caller):
+        if home is None and work_loop.is_ours(caller):
             raise EngineError(
                 "the AsyncLLM has no event loop yet, and this is not one for it. Fix: open the capture with "
                 "`async with capture(...)` in the loop that generates, or generate once before"
@@ -263,10 +267,10 @@ class Driver:
         self.told = ()
         if self._aimed is not None:
             folder, self._aimed = self._aimed, None
-            method: Any = _extension.release if self.in_this_process else "stepscope_release"
+            method: Any = extension.release if self.in_this_process else "stepscope_release"
             released = await self.call("collective_rpc", method)
             self.told = [worker for worker in released if worker]
-            left = await _traces.bring_home(self.call, folder, released)
+            left = await traces.bring_home(self.call, folder, released)
         return left if lost is None else {**left, "frontend": lost}
 
     def frontend_records(self) -> bool | None:
@@ -346,7 +350,7 @@ class Driver:
         here = self.in_this_process
         if self.settings.get("profiler") != "torch" or not self.takes_aim():
             return False
-        spec: _extension.Spec = {
+        spec: extension.Spec = {
             "folder": capture.out_dir,
             "name": name,
             "ranks": ranks,
@@ -357,7 +361,7 @@ class Driver:
             "maximum": capture.iterations.count or 0,
             "all_threads": here,  # generation runs on the user's thread, the profiler on ours
         }
-        method: Any = _extension.aim if here else "stepscope_aim"
+        method: Any = extension.aim if here else "stepscope_aim"
         self._aimed = Path(capture.out_dir)
         await self.call("collective_rpc", method, args=(spec,))
         return True

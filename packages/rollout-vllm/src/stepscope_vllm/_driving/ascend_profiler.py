@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm._args import FOLDER_VARIABLE
-from stepscope_vllm._facts import Fact
+from stepscope_vllm._arming.arguments import FOLDER_VARIABLE
+from stepscope_vllm._driving.facts import Fact
 
 log = logging.getLogger("stepscope")
 _told = False

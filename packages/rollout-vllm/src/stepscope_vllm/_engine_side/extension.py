@@ -78,11 +78,11 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     from stepscope.backends.torch import (
         record_function_scopes,  # not at the top: a worker pays for it with its first capture
     )
-    from stepscope_vllm import _plugin
+    from stepscope_vllm._engine_side import plugin
 
     worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
     record_function_scopes.watch()
-    _plugin.load()  # where vLLM has not: VLLM_PLUGINS may leave it out
+    plugin.load()  # where vLLM has not: VLLM_PLUGINS may leave it out
     made = getattr(worker, "profiler", None) is None
     wrapper = _wrapper(worker, spec)
     if getattr(wrapper, "_active", False):

@@ -14,10 +14,14 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.errors import EngineError
-from stepscope_vllm import _facts, _options, _plugin, _traces, _versions
-from stepscope_vllm._engines import Started
-from stepscope_vllm._ranks import Layout
-from stepscope_vllm._recording import Desk, DeskProfiler
+from stepscope_vllm import _versions
+from stepscope_vllm._capture import options
+from stepscope_vllm._capture.session import Desk, DeskProfiler
+from stepscope_vllm._driving import facts
+from stepscope_vllm._driving.in_process import Started
+from stepscope_vllm._engine_side import plugin
+from stepscope_vllm._files import traces
+from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 log = logging.getLogger("stepscope")
@@ -135,7 +139,7 @@ class VllmServer(DeskProfiler):
             and self._server.url not in _told
         ):
             _told.add(self._server.url)
-            log.warning("%s: %s", self._server.url, _plugin.OF_A_SERVER)
+            log.warning("%s: %s", self._server.url, plugin.OF_A_SERVER)
         if self._folder is None:
             self._folder = self._ask_folder()
         if self._below and self._dialect.prefix != "every start":
@@ -150,7 +154,7 @@ class VllmServer(DeskProfiler):
             await asyncio.to_thread(self.check)
         if self._dialect is None or self._folder is None:
             raise EngineError("the server was not checked")
-        ignored = _options.unable(capture, {}, self._dialect, self._version, aimed=False)
+        ignored = options.unable(capture, {}, self._dialect, self._version, aimed=False)
         if self._dialect.prefix == "every start":  # so that servers may share a folder
             capture = msgspec.structs.replace(capture, name=f"{capture.name}_replica{capture.replica}")
         else:
@@ -261,12 +265,12 @@ class _There:
             answer = self._server.request_now("GET", "/metrics", timeout_s=_ASK_S)
         except EngineError:
             return found  # it is the profiler's own call that says what is wrong
-        return {**found, **_facts.scheduler(answer.body.decode(errors="replace"))}
+        return {**found, **facts.scheduler(answer.body.decode(errors="replace"))}
 
     async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
         body: dict[str, object] = {}
         self._name = name
-        self._frontends = await asyncio.to_thread(_traces.of_frontends, self.folder)
+        self._frontends = await asyncio.to_thread(traces.of_frontends, self.folder)
         if self._dialect.prefix == "every start":
             body["profile_prefix"] = name
         if self._dialect.bounds:
@@ -290,13 +294,13 @@ class _There:
 
     async def stop(self) -> dict[str, str]:
         if not self._dialect.guarded:
-            came = await asyncio.to_thread(_traces.of_frontends, self.folder)
+            came = await asyncio.to_thread(traces.of_frontends, self.folder)
             if came - self._frontends:
                 return {}  # somebody has stopped it: before vLLM 0.31 one more ends the server
         answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
         self._refuse_failure("stop_profile", answer)
         if self._below:
-            self.folder = await asyncio.to_thread(_traces.holder, self.folder, f"{self._name}_")
+            self.folder = await asyncio.to_thread(traces.holder, self.folder, f"{self._name}_")
         return {}
 
     def _refuse_failure(self, what: str, answer: Answer) -> None:

@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary
 
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import RPD_LIBRARY, profile_v2
-from stepscope_sglang._session import EngineDiedError, RefusedError
+from stepscope_sglang._capture.session import EngineDiedError, RefusedError
+from stepscope_sglang._driving.facts import EngineFacts, facts_of
+from stepscope_sglang._engine_side.plugin import RPD_LIBRARY, profile_v2
 
 _MOMENT_S = 0.05
 """For how long at once we run a loop that is not ours."""

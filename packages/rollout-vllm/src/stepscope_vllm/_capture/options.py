@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
-from stepscope_vllm._ascend import Ascend
+from stepscope_vllm._driving.ascend_profiler import Ascend
 from stepscope_vllm._versions import Dialect
 
 _TORCH = {

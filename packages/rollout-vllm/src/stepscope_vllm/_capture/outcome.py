@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from stepscope.engines.artifacts import Option, stalls_of
 from stepscope.files.sidecar import Ended, Stall
-from stepscope_vllm import _traces
+from stepscope_vllm._files import traces
 
 
 class Ending(NamedTuple):
@@ -88,13 +88,13 @@ class Outcome:
     certain: bool
     """Nothing but a stop or `asked` ends this engine's recordings."""
 
-    def iterations(self, trace: _traces.Trace) -> int | None:
+    def iterations(self, trace: traces.Trace) -> int | None:
         """Return the engine iterations in a trace; None if it does not name them."""
         if trace.frontend or trace.is_recording:
             return None
         return trace.iterations if self.named or trace.iterations else None
 
-    def ending(self, trace: _traces.Trace) -> Ending:
+    def ending(self, trace: traces.Trace) -> Ending:
         """Return who ended a trace."""
         if trace.frontend or trace.is_recording or self.stopped_ns is None:
             return Ending(None, self.expired, None)
@@ -109,7 +109,7 @@ class Outcome:
             certain=self.certain,
         )
 
-    def stalls(self, trace: _traces.Trace, changed_ns: Mapping[str, int]) -> tuple[Stall, ...]:
+    def stalls(self, trace: traces.Trace, changed_ns: Mapping[str, int]) -> tuple[Stall, ...]:
         """Return when the engine served nothing because of a trace.
 
         Args:
@@ -121,9 +121,9 @@ class Outcome:
             if worker.get("pid") == trace.pid and worker.get("host") == trace.host
             for doing, start_ns, end_ns in worker.get("stalls", ())
         ]
-        return stalls_of(trace.window, stamped, _traces.whole_ns(changed_ns, trace.path.name))
+        return stalls_of(trace.window, stamped, traces.whole_ns(changed_ns, trace.path.name))
 
-    def _ran(self, trace: _traces.Trace) -> int | None:
+    def _ran(self, trace: traces.Trace) -> int | None:
         """Return the iterations in the capture: as the worker counted, else as a server's metrics do."""
         for worker in self.told:
             if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):

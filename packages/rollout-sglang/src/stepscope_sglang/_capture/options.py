@@ -16,8 +16,8 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
-from stepscope_sglang._facts import EngineFacts
-from stepscope_sglang._plugin import (
+from stepscope_sglang._driving.facts import EngineFacts
+from stepscope_sglang._engine_side.plugin import (
     RPD_LIBRARY,
     counts_in,
     scopes_end_in,

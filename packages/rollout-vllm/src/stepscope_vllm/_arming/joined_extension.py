@@ -1,6 +1,7 @@
 """Worker extensions of others, each joined with ours in one class: vLLM takes a single name.
 
-`stepscope_vllm._beside.their:module:Class` is the class of both, made when a worker asks this module for it.
+`stepscope_vllm._arming.joined_extension.their:module:Class` is the class of both. It is made when a worker
+asks this module for it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from stepscope_vllm._extension import WorkerExtension
+from stepscope_vllm._engine_side.extension import WorkerExtension
 
 
 def name_of(extension: str) -> str:

@@ -10,10 +10,10 @@ import msgspec
 from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._facts import EngineFacts, facts_of
-from stepscope_sglang._plugin import rpd_in, v2_in
+from stepscope_sglang._capture.session import Line, RefusedError
+from stepscope_sglang._driving.facts import EngineFacts, facts_of
+from stepscope_sglang._engine_side.plugin import rpd_in, v2_in
 from stepscope_sglang._profiler import Replica, check_facts
-from stepscope_sglang._session import Line, RefusedError
 
 _ASK_S = 10.0
 _REPLY_S = 600.0

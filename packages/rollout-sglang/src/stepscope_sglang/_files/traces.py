@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope.engines.artifacts import recorded_window
 from stepscope.errors import EngineError
-from stepscope_sglang._facts import EngineFacts
+from stepscope_sglang._driving.facts import EngineFacts
 
 Stage: TypeAlias = Literal["prefill", "decode"]
 Kind: TypeAlias = Literal["torch_trace", "merged_trace", "cuda_memory_snapshot"]

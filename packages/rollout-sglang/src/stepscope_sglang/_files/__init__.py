@@ -1,0 +1,1 @@
+"""Files that SGLang's profilers write: their names, their contents, their ranks."""

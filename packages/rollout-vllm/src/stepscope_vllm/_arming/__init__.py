@@ -1,0 +1,1 @@
+"""Engines made ready for captures while they are built."""

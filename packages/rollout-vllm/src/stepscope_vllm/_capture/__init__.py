@@ -1,0 +1,1 @@
+"""Captures of one engine, from a start of its profiler to the files that it leaves."""

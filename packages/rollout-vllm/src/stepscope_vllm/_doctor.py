@@ -1,0 +1,27 @@
+"""A row of `stepscope doctor` about the profiler of vLLM."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from stepscope_vllm._arming.arguments import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from stepscope.doctor import Row
+
+
+def doctor_rows() -> list[Row]:
+    """Say how the profiler of vLLM gets switched on, where vLLM is installed."""
+    from stepscope.doctor import Row  # import time: for `stepscope doctor` alone
+
+    if find_spec("vllm") is None:
+        return []
+    folder = os.environ.get(FOLDER_VARIABLE)
+    found = (
+        f"{FOLDER_VARIABLE}={folder} switches it on"
+        if folder
+        else "on where `engine_args` or `server_args` made the engine: prepare() looks"
+    )
+    return [Row(subject="vllm profiler", state="green", found=found)]

@@ -1,0 +1,1 @@
+"""Files that vLLM's profilers write: their names, their contents, their ranks."""
