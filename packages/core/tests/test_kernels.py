@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Requests, load_step, load_traces
-from stepscope.timeline.activity import event_names, kernels, pool
+from stepscope.timeline.activity import content_reader, event_names, pool
 from stepscope.timeline.activity.content import TraceContent
+from stepscope.timeline.activity.content_reader import read_trace
 from stepscope.timeline.activity.event_names import iteration_of, work_of
 from stepscope.timeline.activity.intervals import CHUNK, Cover, length
-from stepscope.timeline.activity.kernels import read_trace
 from stepscope.timeline.children import command_of
 
 
@@ -34,8 +34,8 @@ def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:
 def test_an_operators_own_time_is_without_those_below_it(tmp_path: Path) -> None:
     content = read(tmp_path, [op("aten::linear", 0, 100), op("aten::t", 10, 20), op("aten::mm", 40, 50),
                               op("aten::empty", 50, 5), op("aten::mm", 200, 10)])  # fmt: skip
-    found = {o.name: (o.count, o.total_us, o.self_us, o.max_us) for o in content.operators}
-    assert found == {
+    operators = {o.name: (o.count, o.total_us, o.self_us, o.max_us) for o in content.operators}
+    assert operators == {
         "aten::linear": (1, 100, 30, 100),
         "aten::t": (1, 20, 20, 20),
         "aten::mm": (2, 60, 55, 50),
@@ -57,8 +57,8 @@ def test_a_thread_that_is_not_in_order_is_sorted_first(tmp_path_factory: Any, se
     ]
     shuffled = random.Random(seed).sample(events, len(events))
     folder = tmp_path_factory.mktemp("traces")
-    found = read(folder, shuffled)
-    assert {o.name: o.self_us for o in found.operators} == {
+    read_back = read(folder, shuffled)
+    assert {o.name: o.self_us for o in read_back.operators} == {
         **{f"aten::{depth}": 6 for depth in range(4)},
         "aten::4": 3 * 82,
     }
@@ -75,7 +75,7 @@ def test_a_device_is_busy_once_however_many_streams_run(tmp_path: Path) -> None:
     first, second = content.devices
     assert (first.name, first.first_us, first.last_us) == ("0", 0, 320)
     assert (first.busy_us, first.compute_us, first.memory_us) == (220, 150, 20)
-    assert (first.communication_us, first.alone_us) == (60, 50)
+    assert (first.communication_us, first.exposed_us) == (60, 50)
     assert (second.name, second.busy_us) == ("1", 40)
     assert [(k.name, k.work, k.count, k.total_us) for k in content.kernels[:2]] == [
         ("sgemm", "compute", 2, 140),
@@ -109,9 +109,9 @@ def test_waiting_for_a_collective_is_its_time_without_operators(tmp_path: Path) 
 def test_an_engines_iterations_are_read_from_its_annotations(
     name: str, prefills: int, decodes: int, tokens: int
 ) -> None:
-    found = iteration_of(name)
-    assert found is not None
-    assert (found.prefills, found.decodes, found.prefill_tokens) == (prefills, decodes, tokens)
+    iteration = iteration_of(name)
+    assert iteration is not None
+    assert (iteration.prefills, iteration.decodes, iteration.prefill_tokens) == (prefills, decodes, tokens)
     assert iteration_of("scheduler.run_batch") is None
 
 
@@ -130,9 +130,9 @@ def test_a_pass_that_serves_no_request_is_no_iteration(name: str) -> None:
 
 
 def test_a_mixed_batch_is_both_prefill_and_decode() -> None:
-    found = iteration_of("step[MIXED bs=5]")
-    assert found is not None
-    assert (found.mixed, found.prefills, found.prefill_tokens) == (True, 5, None)
+    iteration = iteration_of("step[MIXED bs=5]")
+    assert iteration is not None
+    assert (iteration.mixed, iteration.prefills, iteration.prefill_tokens) == (True, 5, None)
 
 
 def test_iterations_on_the_device_are_preferred_to_their_launches(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_is_broken_is_counted_and_the_rest_is_used(tmp_path: Path) -> None:
 
 def test_a_time_that_nobody_can_have_measured_is_counted_and_not_summed(tmp_path: Path) -> None:
     far: list[dict[str, Any]] = [{"ts": 1e306}, {"dur": 1e308}, {"ts": -1e300}, {"dur": 5e15}]
-    events = [op("aten::mm", 1e9, 10), *({**op("aten::mm", 1e9 + 20, 10), **each} for each in far)]
+    events = [op("aten::mm", 1e9, 10), *({**op("aten::mm", 1e9 + 20, 10), **fields} for fields in far)]
     since_1970 = op("aten::mm", 1_683_564_902_137_136, 10)
     content = read(tmp_path, [*events, since_1970])
     assert (content.operators[0].count, content.operators[0].total_us) == (2, 20)
@@ -333,7 +333,7 @@ def test_operators_in_any_order_take_few_bytes_each_until_they_are_sorted() -> N
     count = 4 * CHUNK
     tracemalloc.start()
     try:
-        unordered = kernels._Unordered()
+        unordered = content_reader._Unordered()
         for at in range(count):
             unordered.add(float(count - at), 0.5, f"op {at % 7}")
         held, _ = tracemalloc.get_traced_memory()
@@ -359,7 +359,7 @@ def test_a_package_names_iterations_of_its_own_and_renames_ours(monkeypatch: pyt
     finally:
         event_names._installed.cache_clear()
         event_names.requests_of.cache_clear()
-    counts = {name: each and (each.prefills, each.decodes) for name, each in read.items()}
+    counts = {name: iteration and (iteration.prefills, iteration.decodes) for name, iteration in read.items()}
     assert counts == {
         "pass<2>": (2, 0), "step[DECODE bs=4]": (0, 1), "step[EXTEND bs=4]": None,
         "step[DECODE bs=8]": (0, 8), "aten::mm": None,

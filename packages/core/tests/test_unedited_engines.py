@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
-from stepscope.engines import registered
+from stepscope.engines import instrumented_engines
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.recording.capture import configure as run
 from stepscope.recording.instrument import configured, step_boundaries
@@ -54,7 +54,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
-    monkeypatch.setattr(registered, "_entries", [])
+    monkeypatch.setattr(instrumented_engines, "_entries", [])
     monkeypatch.setattr("stepscope.recording.process.prepared._process", 0)
 
     def build(engines: dict[str, str], *kinds: dict[str, object], **rollout: object) -> Any:
@@ -111,7 +111,7 @@ def test_a_registered_engine_is_recorded_under_the_number_of_the_framework(
     framework: Callable[..., Any], rows: Rows
 ) -> None:
     trainer = framework({})
-    registered.register("torch", trainer.engine, 3)
+    instrumented_engines.register("torch", trainer.engine, 3)
     trainer.step()
     assert rows(0)["replica 3"].artifacts[0].path.startswith("traces/rollout/replica3/")
 
@@ -120,7 +120,7 @@ def test_an_engine_that_is_registered_and_at_a_path_is_recorded_once(
     framework: Callable[..., Any], rows: Rows
 ) -> None:
     trainer = framework({"torch": "self.engine"})
-    registered.register("torch", trainer.engine, 1)
+    instrumented_engines.register("torch", trainer.engine, 1)
     trainer.step()
     assert list(rows(0)) == ["replica 1"]
 
@@ -130,14 +130,14 @@ def test_engines_whose_numbers_are_equal_are_numbered_by_their_order(
 ) -> None:
     trainer = framework({})
     for engine in trainer.twins:
-        registered.register("torch", engine, 0)
+        instrumented_engines.register("torch", engine, 0)
     trainer.step()
     assert sorted(rows(0)) == ["replica 0", "replica 1"]
 
 
 def test_an_engine_that_is_gone_is_forgotten(framework: Callable[..., Any], rows: Rows) -> None:
     trainer = framework({})
-    registered.register("torch", trainer.engine, 0)
+    instrumented_engines.register("torch", trainer.engine, 0)
     trainer.engine = type(trainer.engine)(4, 4)
     trainer.step()
     assert rows(0) == {}

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
-from stepscope.engines.registered import register
+from stepscope.engines.instrumented_engines import register
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.recording.capture import configure as run
 from stepscope.recording.instrument import configured, step_boundaries
@@ -93,9 +93,9 @@ def test_engines_that_nothing_registered_are_found_in_the_actors_and_numbered_by
 def test_registered_engines_have_the_numbers_of_the_framework(trainer: Any, tmp_path: Path) -> None:
     ray.get([handle.__ray_call__.remote(register_by_rank) for handle in trainer.handles])
     trainer.step()
-    found = rows(tmp_path, 0)
-    assert sorted(found) == ["replica 4", "replica 5"]
-    for name, row in found.items():
+    outcomes = rows(tmp_path, 0)
+    assert sorted(outcomes) == ["replica 4", "replica 5"]
+    for name, row in outcomes.items():
         (artifact,) = row.artifacts
         assert artifact.path.startswith(f"traces/rollout/replica{name[-1]}/")
 
@@ -111,5 +111,5 @@ def test_a_dead_actor_costs_its_own_row(trainer: Any, tmp_path: Path) -> None:
     ray.kill(trainer.handles[0])
     with pytest.raises(ray.exceptions.RayActorError):
         trainer.step()
-    found = rows(tmp_path, 1)
-    assert [found[name].state for name in ("replica 0", "replica 1")] == ["failed", "ok"]
+    outcomes = rows(tmp_path, 1)
+    assert [outcomes[name].state for name in ("replica 0", "replica 1")] == ["failed", "ok"]

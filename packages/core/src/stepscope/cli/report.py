@@ -27,7 +27,7 @@ class Reports(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     steps: list[StepReport]
     unreadable: dict[str, str]
-    """Folders of steps that nothing could be made of, and why."""
+    """Step folders that could not be read, with the reason."""
 
 
 def report(

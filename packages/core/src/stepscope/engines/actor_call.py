@@ -101,8 +101,8 @@ class ActorLine:
         try:
             answer = self.actor.__ray_call__.remote(stamped, fn, args)
         except Exception as error:
-            said = str(error).partition("\n")[0][:300]
-            raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {said}") from error
+            message = str(error).partition("\n")[0][:300]
+            raise CallFailedError(f"the call cannot be sent: {type(error).__name__}: {message}") from error
         try:
             heard, answered, value = await answer
         except ray.exceptions.RayActorError as error:

@@ -158,8 +158,8 @@ def _inside(path: Path, step_dir: Path) -> str:
 
 def _size(path: Path) -> int:
     try:
-        files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-        size = sum(each.stat().st_size for each in files)
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        size = sum(file.stat().st_size for file in files)
     except OSError as error:
         raise EngineError(f"the engine announced {path}, which cannot be read: {error}") from error
     if size == 0:

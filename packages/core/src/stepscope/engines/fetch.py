@@ -63,8 +63,8 @@ async def arrive(path: Path, read: Callable[[int], Awaitable[bytes]]) -> None:
 
 def names_of(instance: object, path: str) -> list[str]:
     """Return the file, or all of a folder, and the sidecar at last: what has one is whole."""
-    there = [found for found in Path(path).rglob("*") if found.is_file()] if os.path.isdir(path) else [path]
-    return [str(name) for name in (*there, sidecar_of(Path(path)))]
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
+    return [str(name) for name in (*files, sidecar_of(Path(path)))]
 
 
 def read_piece(instance: object, path: str, offset: int) -> bytes:

@@ -189,17 +189,17 @@ def workers_of(
 def _listed(answer: Answer) -> list[str]:
     """`{"workers": [{"url": ...}]}` or `{"urls": [...]}`."""
     try:
-        said = msgspec.json.decode(answer.body)
+        reply = msgspec.json.decode(answer.body)
     except msgspec.DecodeError:
         return []
-    if not isinstance(said, dict):
+    if not isinstance(reply, dict):
         return []
-    workers = said.get("workers") or said.get("urls")
+    workers = reply.get("workers") or reply.get("urls")
     if not isinstance(workers, Sequence):
         return []
-    found = [each.get("url") if isinstance(each, dict) else each for each in workers]
+    urls = [worker.get("url") if isinstance(worker, dict) else worker for worker in workers]
     # Of a server with data parallelism a router may name each engine: http://host:8000@0, http://host:8000@1.
-    return sorted({_ENGINE.sub("", url) for url in found if isinstance(url, str)}, key=_natural)
+    return sorted({_ENGINE.sub("", url) for url in urls if isinstance(url, str)}, key=_natural)
 
 
 def _natural(url: str) -> list[str | int]:

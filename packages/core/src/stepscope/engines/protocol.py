@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
@@ -178,6 +179,7 @@ class EngineFactory(Protocol):
         """
         return
 
+    @abstractmethod
     def recognises(self, engine: object) -> bool:
         """Return whether `engine` is one of this adapter's. Must not import the engine's library."""
         ...
@@ -192,6 +194,7 @@ class EngineFactory(Protocol):
             f"this adapter drives no servers, and {url!r} is one. Fix: a path to the engine itself"
         )
 
+    @abstractmethod
     def owned(self) -> Sequence[object]:
         """Return the engines of this kind that live in this process: what `capture(engines="<name>")` means.
 
@@ -199,6 +202,7 @@ class EngineFactory(Protocol):
         """
         ...
 
+    @abstractmethod
     def __call__(self, engine: object, replica: int) -> EngineProfiler:
         """Return the profiler for that engine object, as replica number `replica`."""
         ...

@@ -15,6 +15,7 @@ import msgspec
 
 from stepscope.engines.actor_call import ActorLine, CallFailedError, present
 from stepscope.engines.fetch import bring_home
+from stepscope.engines.instrumented_engines import registered, replica_of
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import (
     EngineCapture,
@@ -23,7 +24,6 @@ from stepscope.engines.protocol import (
     load_engine,
     waited_s,
 )
-from stepscope.engines.registered import registered, replica_of
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -285,11 +285,11 @@ def _find(instance: object, attribute: str | None, factory: ProfilerFactory) -> 
     owned = [] if known else list(getattr(factory, "owned", list)())
     if len(owned) == 1:
         return owned[0]
-    found = f"{len(known)} attributes ({', '.join(known)})" if known else "no attribute"
+    finding = f"{len(known)} attributes ({', '.join(known)})" if known else "no attribute"
     if owned:
-        found += f" (and its process {len(owned)} engines)"
+        finding += f" (and its process {len(owned)} engines)"
     raise EngineError(
-        f"{type(instance).__name__} has {found} that the adapter recognises. "
+        f"{type(instance).__name__} has {finding} that the adapter recognises. "
         "Fix: RayRollout(actor, attribute='...')"
     )
 

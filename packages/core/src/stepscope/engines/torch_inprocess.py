@@ -170,7 +170,7 @@ factory = TorchFactory()
 def _modules(engine: object) -> list[Module]:
     """`engine` itself, or the modules among its attributes, each once."""
     held = [engine] if _is_module(engine) else list(getattr(engine, "__dict__", {}).values())
-    return list({id(each): cast("Module", each) for each in held if _is_module(each)}.values())
+    return list({id(module): cast("Module", module) for module in held if _is_module(module)}.values())
 
 
 def _is_module(value: object) -> bool:

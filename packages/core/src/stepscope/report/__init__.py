@@ -1,4 +1,9 @@
-"""Tables of a step's time: pure functions of a timeline, and the tables as text."""
+"""Tables of a step's time: pure functions of a timeline, and the tables as text.
+
+From a trace to a number on the page: `timeline.activity.content_reader` reads each trace once into a
+`TraceContent`, `tables.traces` adds those up into the value of the section `traces`, `sections.py` lists the
+sections, and `html.traces` draws this one. Every section takes the same way.
+"""
 
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice

@@ -58,8 +58,10 @@ class Section(msgspec.Struct, Generic[Value], frozen=True, kw_only=True):
     """One section of a report.
 
     Attributes:
-        name: The field of `StepReport` and of `--json`, and the anchor on the page where `html` is None.
-        title: The heading, in the docs too. Empty for a value that other sections draw.
+        name: The field of `StepReport` and of `--json`, and the anchor on the page where `html` is None. A
+            section of another package has its entry point's name instead.
+        title: The heading on the page and in the docs; terminal tables have titles of their own. Empty for a
+            value that other sections draw.
         compute: Returns the value. A pure function of the step.
         terminal: Returns the value as tables and lists of text, for the terminal. The report is for
             figures of other sections.

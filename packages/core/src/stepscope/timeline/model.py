@@ -174,6 +174,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """Number of inference engines that the capture was given, recorded or not."""
     uncaptured: tuple[UncapturedStep, ...] = ()
     """Nearest recorded steps of the same loop that were not captured, in the order of their starts."""
+    metrics: dict[str, float] = {}
+    """Numbers that the trainer logged of the step, under its own names. Empty: it logged none here."""
 
     def since_opening_ns(self, span: Span) -> int | None:
         """Return the time from the opening to the span's start. None: its process is unaligned."""

@@ -1,9 +1,9 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is a list of stages with one index: switch off, close the session, stop the participants, conclude
-with the manifest, hand the files over. A closer that is interrupted leaves the index where it is, and whoever
-closes next continues there: the same call once more, a signal's handler, the end of the process. Each stage
-may be entered twice. Opening that fails or is cancelled is rolled back by the same stages.
+Closing is the list of stages at the end of this file, with one index. An interrupted stage keeps the index. The
+interrupted call enters that stage once more; interrupted there again, it goes on with the next, and raises at
+its end. A signal's handler and the end of the process continue at the index too: a stage may be entered twice.
+Opening that fails or is cancelled is rolled back by the same stages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lifecycle:
         self.result: CaptureResult | None = None
         """None until it is open, and in a forked child."""
         self.claim: Claim | None = None
-        """With which this has, or had, the process."""
+        """The claim that holds the process, or held it."""
         self._taker = taker
         self._files: CapturedFiles | None = None
         self._manifest: Manifest | None = None
@@ -207,7 +207,7 @@ class Lifecycle:
         try:
             self._finish(closing)
         finally:
-            self._hand_back()
+            self._note_end_of_closing()
 
     async def aclose(self, closing: Closing) -> asyncio.CancelledError | None:
         """Close without blocking the event loop. Return the cancellation that came meanwhile."""
@@ -217,7 +217,7 @@ class Lifecycle:
         try:
             return await private_loop.uninterrupted(self._close_in_task(closing))
         finally:
-            self._hand_back()
+            self._note_end_of_closing()
 
     async def _close_in_task(self, closing: Closing) -> None:
         if self.is_left_to_a_task() or not self._lock.acquire(blocking=False):
@@ -312,7 +312,7 @@ class Lifecycle:
             self._index = index + 1
 
     def switch_off(self, closing: Closing) -> None:
-        """Stop recording in this process."""
+        """Accept no more spans in this process."""
         if self.session is not None:
             activation.deactivate(self.session)
 
@@ -341,8 +341,8 @@ class Lifecycle:
         else:
             conclusion.discard(self.asked, self.session, closing.discard)
 
-    def hand_over(self, closing: Closing) -> None:
-        """Free the process for the next capture, and begin what comes after this one."""
+    def release(self, closing: Closing) -> None:
+        """Free the process for the next capture, and queue the work that follows this one."""
         self._free()
         try:
             if self.session is not None:
@@ -381,7 +381,7 @@ class Lifecycle:
         if self.claim is not None:
             self.claim.free()
 
-    def _hand_back(self) -> None:
+    def _note_end_of_closing(self) -> None:
         """Read the clock at which closing ends, after all else that it does."""
         if self.session is not None and self.state == "closed":
             self.session.hand_back()
@@ -392,7 +392,7 @@ STAGES: tuple[Callable[[Lifecycle, Closing], None], ...] = (
     Lifecycle.close_session,
     Lifecycle.stop_participants,
     Lifecycle.conclude,
-    Lifecycle.hand_over,
+    Lifecycle.release,
 )
 """Stages of closing, in order. `aclose` begins `stop_participants` before `close_session`, awaits it after.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stepscope.engines import registered
+from stepscope.engines import instrumented_engines
 from stepscope.recording.capture import configure, prepare
 from stepscope.recording.capture.capture import Capture, capture_unedited, opened
 from stepscope.recording.instrument import step_boundaries
@@ -73,7 +73,7 @@ def _engines(groups: Mapping[str, object]) -> UneditedEngines | None:
     """Return the engines of this step. None if there are none, or none is to be recorded."""
     config = configure.current()
     match = config.role("rollout")
-    if match is None or not match[1].engine.profiler or not (groups or registered.registered()):
+    if match is None or not match[1].engine.profiler or not (groups or instrumented_engines.registered()):
         return None
     from stepscope.recording.fanout.unedited_engines import UneditedEngines  # import time: asyncio
 

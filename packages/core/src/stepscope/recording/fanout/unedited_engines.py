@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
+from stepscope.engines.instrumented_engines import registered
 from stepscope.engines.protocol import ADAPTERS
 from stepscope.engines.ray import RayRollout
-from stepscope.engines.registered import registered
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.process import failures, private_loop

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 from stepscope.config._instrument import paths_in
-from stepscope.engines import registered
+from stepscope.engines import instrumented_engines
 from stepscope.files.values import AttrValue, whole
 from stepscope.recording.instrument.call_arguments import (
     Arguments,
@@ -286,7 +286,7 @@ class EngineCalls(Calls):
             engine = self._read("engine", path, lambda value: value, args, kwargs, (result,))
             if engine is not None:
                 number = self.number("replica", self.paths.replica, args, kwargs, (result,))
-                registered.register(adapter, engine, whole(number))
+                instrumented_engines.register(adapter, engine, whole(number))
         except Exception as error:
             failures.note(f"the engine of {self.target}", error)
 

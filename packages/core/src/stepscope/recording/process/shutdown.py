@@ -28,7 +28,7 @@ _before: Callable[[int, FrameType | None], object] | int | None = None
 
 
 def on_exit(name: str, close: Callable[[Ending, float], None], order: int) -> None:
-    """Have `close(ending, deadline_s)` called at the end of a process that `install` was called in.
+    """Register `close(ending, deadline_s)`, which is called when a process that called `install` ends.
 
     Args:
         order: The lowest is called first.

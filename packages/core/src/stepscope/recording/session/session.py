@@ -1,9 +1,9 @@
 """One captured step in one process: its spans, its profiler windows, its part of the manifest.
 
 States: new -> open -> (truncated ->) closed. Opening makes the folders, starts the profiler (in continuous
-mode), then the span file and the watchdog. Closing ends recording, the profiler, the span file, the part.
-Nothing here raises for a profiler's or a disk's trouble: that becomes an expectation in the manifest, with
-its reason.
+mode), then the span file and the watchdog. Closing, which is one stage of closing a capture
+(`capture/lifecycle.py`), ends recording, the profiler, the span file, the part. Nothing here raises for a
+profiler's or a disk's trouble: that becomes an expectation in the manifest, with its reason.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Session:
                 return
             self._closed, self._discard = True, discard
             try:
-                self._write_the_end(ending, discard)
+                self._stop_and_write(ending, discard)
             except BaseException:
                 self._closed = False
                 raise
@@ -279,7 +279,7 @@ class Session:
             if self.when_closed is not None:
                 self.when_closed(self, discard)
 
-    def _write_the_end(self, ending: Ending | None, discard: str | None) -> None:
+    def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
         ended = self._end(discard=discard)
         self.manifest_part.update(closed=ended)
         if ending is not None:

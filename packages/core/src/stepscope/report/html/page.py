@@ -56,7 +56,8 @@ def draw(block: Block, heading: str = "") -> Html:
     if isinstance(block, Paragraph):
         return tag("p", block.text, class_="said")
     if isinstance(block, Listing):
-        return listing(block.title, block.lines, "bad" if block.bad else "")
+        title = "" if block.title == heading else block.title
+        return listing(title, block.lines, "bad" if block.bad else "")
     title = EMPTY if block.title == heading else tag("h3", block.title)
     if isinstance(block, TextTable):
         note = tag("p", block.note, class_="note") if block.note else EMPTY
@@ -82,7 +83,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Html]], name: st
 def listing(title: str, lines: Sequence[str], kind: str = "") -> Html:
     """Return a titled list. Of many lines the rest is folded away, and a printed page only counts it."""
     seen, rest = lines[: ROWS // 2], lines[ROWS // 2 :]
-    start = join(tag("h3", title), _bullets(seen, kind))
+    start = join(tag("h3", title) if title else EMPTY, _bullets(seen, kind))
     if not rest:
         return start
     return join(start, tag("details", tag("summary", f"and {len(rest):,} more"), _bullets(rest, kind)))

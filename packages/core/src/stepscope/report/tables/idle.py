@@ -311,8 +311,8 @@ def _collectives(activities: Iterable[TraceActivity]) -> dict[int, int]:
     for activity in activities:
         content = activity.content
         if activity.process is not None and content.collectives:
-            alone_us = sum(device.alone_us for device in content.devices)
-            times[activity.process] += round(1000 * (content.waiting_us + alone_us))
+            exposed_us = sum(device.exposed_us for device in content.devices)
+            times[activity.process] += round(1000 * (content.waiting_us + exposed_us))
     return dict(times)
 
 

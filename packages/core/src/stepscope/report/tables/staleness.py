@@ -104,7 +104,7 @@ def _consumed(timeline: Timeline) -> dict[str, _Consumed]:
 
 
 def _trainer_version(timeline: Timeline) -> int | None:
-    """Under which trajectories are consumed, where no span around `consume` says: that of the other work."""
+    """Return the policy version of the step's other work, for a `consume` inside no span that states one."""
     return max(_versions(timeline.spans, timeline.step), default=None)
 
 

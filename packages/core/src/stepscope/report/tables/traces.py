@@ -43,7 +43,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     recorded_ns: int
     """Time for which the process' traces were open."""
     span_ns: int
-    """From the first to the last thing it did, of each trace."""
+    """From the first to the last event of the device, summed over traces."""
     busy_ns: int
     compute_ns: int
     communication_ns: int
@@ -178,7 +178,7 @@ def _device(process: str, name: str, activities: Sequence[TraceActivity]) -> Dev
         busy_ns=_ns(sum(usage.busy_us for usage in devices)),
         compute_ns=_ns(sum(usage.compute_us for usage in devices)),
         communication_ns=_ns(sum(usage.communication_us for usage in devices)),
-        exposed_ns=_ns(sum(usage.alone_us for usage in devices)),
+        exposed_ns=_ns(sum(usage.exposed_us for usage in devices)),
         memory_ns=_ns(sum(usage.memory_us for usage in devices)),
     )
 

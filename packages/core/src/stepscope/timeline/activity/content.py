@@ -71,7 +71,7 @@ class Device(msgspec.Struct):
     busy_us: float
     compute_us: float
     communication_us: float
-    alone_us: float
+    exposed_us: float
     """Communication time that no computation overlaps."""
     memory_us: float
 

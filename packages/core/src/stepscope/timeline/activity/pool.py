@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.kernels import nothing_read, read_trace
+from stepscope.timeline.activity.content_reader import nothing_read, read_trace
 from stepscope.timeline.children import command_of
 
 SMALL = 4 << 20

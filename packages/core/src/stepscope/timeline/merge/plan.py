@@ -67,7 +67,7 @@ def read_sources(layout: StepLayout, timeline: Timeline) -> Sources:
     files = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
     chrome = [(trace, ChromeTrace(trace.path).fields()) for trace in files.traces if trace.reader is None]
     recordings = [
-        (trace, Recorded(trace.reader, trace.found, trace.role))
+        (trace, Recorded(trace.reader, trace.found_file, trace.role))
         for trace in files.traces
         if trace.reader is not None
     ]

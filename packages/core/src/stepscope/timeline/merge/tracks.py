@@ -34,7 +34,7 @@ class Tracks:
         self._pids = set(self.pids)
         self._tids: dict[tuple[int, str, str], int] = {}
         self._count = Counter[int]()
-        """Of tracks, by row: what a row's get depends on no other row."""
+        """Tracks by row. They are numbered within a row, so that no row changes the numbers of another."""
         self._taken: set[tuple[int, int]] = set()
         """(pid, tid) in the timeline of all that has a track."""
         self._unnamed: dict[tuple[int, int], str] = {}

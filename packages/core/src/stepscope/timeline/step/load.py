@@ -11,6 +11,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold
+from stepscope.files.metrics import read_metrics
 from stepscope.files.spans import CONSUME, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
@@ -116,6 +117,7 @@ def _assemble(
         problems=tuple(problems),
         stalls=stalls_of(parts, processes),
         replicas=replicas_of(parts),
+        metrics=read_metrics(layout, run_id),
         uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
     )
 

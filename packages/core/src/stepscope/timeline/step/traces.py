@@ -35,7 +35,7 @@ class TraceFile(NamedTuple):
     """None: it is a Chrome trace."""
 
     @property
-    def found(self) -> FoundFile:
+    def found_file(self) -> FoundFile:
         return FoundFile(path=self.path, name=self.name, sidecar=self.sidecar)
 
     @property

@@ -356,7 +356,7 @@ def _device(key: int | str, covers: dict[Work, Cover]) -> Device:
         busy_us=length(*stretches.values()),
         compute_us=compute_us,
         communication_us=length(communication),
-        alone_us=length(compute, communication) - compute_us,
+        exposed_us=length(compute, communication) - compute_us,
         memory_us=length(stretches.get("memory", nothing)),
     )
 
