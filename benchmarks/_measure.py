@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,16 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> M
 def median_over(results: Measured, name: str, bare: str) -> float:
     """Median of the differences within each round: what slows a whole round down cancels."""
     return statistics.median(a - b for a, b in zip(results[name], results[bare], strict=True))
+
+
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Return the ratio of the medians, and the interval that holds 95 % of those of 2,000 resamples."""
+    draw = random.Random(0).choices
+    resampled = sorted(
+        statistics.median(draw(ours, k=len(ours))) / statistics.median(draw(theirs, k=len(theirs)))
+        for _ in range(2000)
+    )
+    return statistics.median(ours) / statistics.median(theirs), resampled[50], resampled[-51]
 
 
 def captures_of_an_engine(
