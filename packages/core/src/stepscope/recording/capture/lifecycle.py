@@ -1,9 +1,9 @@
 """Life of one captured step: new -> opening -> open -> closing -> closed.
 
-Closing is the list of stages at the end of this file, with one index. An interrupted stage keeps the index. The
-interrupted call enters that stage once more; interrupted there again, it goes on with the next, and raises at
-its end. A signal's handler and the end of the process continue at the index too: a stage may be entered twice.
-Opening that fails or is cancelled is rolled back by the same stages.
+Closing is the list of stages at the end of this file, with one index. A stage that is interrupted keeps it:
+the interrupted call enters that stage once more, goes on with the next if interrupted there again, and raises
+at its end. A signal's handler and the end of the process continue at the index too, so a stage may be entered
+twice. Opening that fails or is cancelled is rolled back by the same stages.
 """
 
 from __future__ import annotations
