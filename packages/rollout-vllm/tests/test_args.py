@@ -11,8 +11,8 @@ import pytest
 import stepscope_vllm
 from stepscope import ProfileConfig
 from stepscope.errors import ConfigError
-from stepscope_vllm._driving import ascend_profiler, in_process
-from stepscope_vllm._driving.in_process import Driver
+from stepscope_vllm._driving import ascend_profiler, discovery
+from stepscope_vllm._driving.in_process import InProcessTarget
 
 
 def a_config(tmp_path: Path, tool: str) -> ProfileConfig:
@@ -58,7 +58,7 @@ def test_a_server_is_not_served_for_nsys(tmp_path: Path) -> None:
 def test_the_environment_of_an_old_release_is_set_around_building_and_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope_vllm._arming.arguments._installed", lambda: "0.12.0")
+    monkeypatch.setattr("stepscope_vllm._versions.installed", lambda: "0.12.0")
     monkeypatch.setenv("VLLM_TORCH_PROFILER_WITH_STACK", "yours")
     with pytest.raises(RuntimeError), stepscope_vllm.engine_environment(a_config(tmp_path, "torch"), 3):
         assert os.environ["VLLM_TORCH_PROFILER_DIR"] == str(tmp_path / ".vllm" / "replica3")
@@ -76,7 +76,7 @@ class LLM:
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "_kinds", lambda: {LLM})
+    monkeypatch.setattr(discovery, "_kinds", lambda: {LLM})
     monkeypatch.delenv("VLLM_TORCH_PROFILER_DIR", raising=False)
 
 
@@ -84,12 +84,12 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_old_engine_was_built_with_is_known_after_its_environment_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepscope_vllm._arming.arguments._installed", lambda: "0.12.0")
+    monkeypatch.setattr("stepscope_vllm._versions.installed", lambda: "0.12.0")
     without, built = LLM(), []
     for replica in range(2):
         with stepscope_vllm.engine_environment(a_config(tmp_path, "npu"), replica):
             built.append(LLM())
-    folders = [Driver(engine).settings.get("torch_profiler_dir") for engine in (without, *built)]
+    folders = [InProcessTarget(engine).settings.get("torch_profiler_dir") for engine in (without, *built)]
     assert folders == [None, *(str(tmp_path / ".vllm" / f"replica{replica}") for replica in range(2))]
 
 
@@ -98,9 +98,9 @@ def test_vllm_ascend_0_13_is_told_by_the_environment_though_its_vllm_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = ascend_profiler.Ascend("vllm-ascend 0.13.0", {"msprof_tx": "False"}, by_environment=True)
-    monkeypatch.setattr("stepscope_vllm._arming.arguments._installed", lambda: "0.13.0")
+    monkeypatch.setattr("stepscope_vllm._versions.installed", lambda: "0.13.0")
     assert stepscope_vllm.engine_env(a_config(tmp_path, "npu")) == {}
     monkeypatch.setattr(ascend_profiler, "installed", lambda: found)
     with stepscope_vllm.engine_environment(a_config(tmp_path, "npu")):
-        engine = Driver(LLM())
+        engine = InProcessTarget(LLM())
     assert "npu.markers" in ascend_profiler.check(engine.settings, engine.environment)

@@ -22,9 +22,11 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.session import Desk, DeskProfiler
-from stepscope_vllm._driving import ascend_profiler, in_process
-from stepscope_vllm._driving.in_process import Started
+from stepscope_vllm._capture.desk import Desk
+from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._driving import ascend_profiler
+from stepscope_vllm._driving.in_process import InProcessTarget
+from stepscope_vllm._driving.target import Started
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._profiler import VllmProfiler
 from stepscope_vllm._versions import dialect_of
@@ -129,7 +131,7 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
 ) -> None:
     profiler = object.__new__(VllmProfiler)
     engine = SimpleNamespace(version="0.32.0", dialect=None, dead=lambda: "the engine is dead")
-    profiler._driver = engine  # type: ignore[assignment]  # as much of one as is asked here
+    profiler._target = engine  # type: ignore[assignment]  # as much of one as is asked here
     for _ in range(2):
         with pytest.raises(EngineError, match="the engine is dead"):
             asyncio.run(profiler.start(a_capture(tmp_path)))
@@ -140,11 +142,11 @@ def test_the_code_of_vllm_ascend_is_read_once_and_not_on_the_event_loop(
 
 def test_workers_of_vllm_ascend_are_not_told_to_use_another_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours would be torch's, which sees no NPU."""
-    driver = object.__new__(in_process.Driver)
-    monkeypatch.setattr(in_process.Driver, "in_this_process", property(lambda _: True))
-    assert driver.takes_aim()
+    target = object.__new__(InProcessTarget)
+    monkeypatch.setattr(InProcessTarget, "in_this_process", property(lambda _: True))
+    assert target.takes_aim()
     monkeypatch.setattr(ascend_profiler, "is_here", lambda: True)
-    assert not driver.takes_aim()
+    assert not target.takes_aim()
 
 
 SAID = {
@@ -161,7 +163,7 @@ class Ascend:
 
     version = "0.32.0"
     settings: ClassVar[Mapping[str, object]] = {}
-    told: ClassVar[Sequence[Mapping[str, object]]] = ()
+    reports: ClassVar[Sequence[Mapping[str, object]]] = ()
     layout = Layout(tp=2, pp=1, dp=1, external=False)
 
     def __init__(self, folder: Path) -> None:
@@ -187,7 +189,7 @@ class Ascend:
         return {}
 
 
-class AscendProfiler(DeskProfiler):
+class AscendProfiler(ReplicaProfiler):
     def __init__(self, desk: Desk, target: Ascend) -> None:
         super().__init__(0, desk)
         self._target = target

@@ -15,7 +15,7 @@ import pytest
 
 from stepscope.engines import EngineCapture
 from stepscope_vllm._driving import ascend_profiler
-from stepscope_vllm._files.traces import is_recording
+from stepscope_vllm._files.names import is_recording
 from tests.downloads import members
 
 STACKS, MODULES, ENVIRONMENT = "with_stack", "with_modules", "VLLM_TORCH_PROFILER_WITH_STACK"

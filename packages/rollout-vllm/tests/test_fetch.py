@@ -14,7 +14,7 @@ import pytest
 from stepscope.errors import EngineError
 from stepscope_vllm import WorkerExtension
 from stepscope_vllm._engine_side import extension
-from stepscope_vllm._files import traces
+from stepscope_vllm._files import remote_disks
 
 
 class Workers:
@@ -39,7 +39,7 @@ async def test_a_workers_trace_comes_in_pieces(tmp_path: Path, monkeypatch: pyte
     home, content = tmp_path / "step" / "a.pt.trace.json.gz", bytes(range(256)) * 3
     there = put(Path(f"{tmp_path / 'far'}{home}"), content)
     workers = Workers(tmp_path / "far", home)
-    assert await traces.bring_home(workers.call, home.parent, said(home)) == {}
+    assert await remote_disks.bring_home(workers.call, home.parent, said(home)) == {}
     assert home.read_bytes() == there.read_bytes() == content
     assert names(home.parent) == [home.name]
 
@@ -47,7 +47,7 @@ async def test_a_workers_trace_comes_in_pieces(tmp_path: Path, monkeypatch: pyte
 async def test_what_no_worker_has_any_more_is_named_with_its_host(tmp_path: Path) -> None:
     home = tmp_path / "step" / "a.pt.trace.json.gz"
     workers = Workers(tmp_path / "far", home)
-    left = await traces.bring_home(workers.call, home.parent, said(home))
+    left = await remote_disks.bring_home(workers.call, home.parent, said(home))
     assert "no worker has it any more" in left["worker on far"]
     assert names(home.parent) == []
 
@@ -56,7 +56,7 @@ async def test_a_file_for_another_place_is_left_alone(tmp_path: Path) -> None:
     home = tmp_path / "elsewhere" / "a.pt.trace.json.gz"
     put(Path(f"{tmp_path / 'far'}{home}"), b"x")
     workers = Workers(tmp_path / "far", home)
-    left = await traces.bring_home(workers.call, tmp_path / "step", said(home))
+    left = await remote_disks.bring_home(workers.call, tmp_path / "step", said(home))
     assert f"it is not in {tmp_path / 'step'}" in left["worker on far"]
     assert not home.exists()
 
@@ -65,7 +65,7 @@ async def test_a_worker_hands_over_its_own_captures_files_alone(tmp_path: Path) 
     worker: Any = WorkerExtension()
     assert worker.stepscope_read(str(put(tmp_path / "secret", b"x")), 0) is None
     with pytest.raises(EngineError, match="no worker has it"):
-        await traces._piece(Workers(tmp_path, tmp_path / "a").call, str(tmp_path / "secret"), 0)
+        await remote_disks._piece(Workers(tmp_path, tmp_path / "a").call, str(tmp_path / "secret"), 0)
 
 
 def put(path: Path, content: bytes) -> Path:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from stepscope_vllm._driving.in_process import Driver
+from stepscope_vllm._driving.engine_calls import EngineCalls
+from stepscope_vllm._driving.frontend import FrontendProfiler
 
 
 class Frontend:
@@ -31,10 +32,10 @@ def stopped(profiler: object) -> str | None:
             engine_core=SimpleNamespace(resources=None),
             profiler=SimpleNamespace(profiler=profiler, stop=getattr(profiler, "stop", None)),
         )
-        driver = Driver(engine)
-        driver.bind(asyncio.get_running_loop())
+        calls = EngineCalls(engine)
+        calls.bind(asyncio.get_running_loop())
         try:
-            return await driver._end_frontend()
+            return await FrontendProfiler(calls).stop()
         finally:
             task.cancel()
 

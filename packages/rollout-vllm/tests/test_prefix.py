@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from stepscope_vllm._files.traces import prefix_of, step_of
+from stepscope_vllm._files.names import prefix_of, step_of
 
 TAKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """By vLLM 0.32, which answers ValueError to anything else."""

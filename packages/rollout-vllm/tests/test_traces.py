@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope_vllm._files import traces
+from stepscope_vllm._files import names, traces
 from stepscope_vllm._files.ranks import Layout, global_rank, topology
 
 WHOLE = gzip.compress(b'{"host_name": "node7", "traceEvents": [' + b'{"ph": "X"},' * 5000 + b'{"ph": "X"}]}')
@@ -41,8 +41,7 @@ def test_a_trace_says_on_which_host_it_was_recorded(tmp_path: Path) -> None:
 
 def a_trace(name: str, rank: int, world_size: int | None) -> traces.Trace:
     read = traces.Trace(Path(name), False, rank, world_size, None, None, None)
-    dp = traces._DP.search(name)
-    return read._replace(dp=int(dp[1]) if dp else None)
+    return read._replace(dp=names.dp_of(name))
 
 
 @pytest.mark.parametrize(

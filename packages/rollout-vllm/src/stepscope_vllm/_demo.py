@@ -7,7 +7,7 @@ from typing import Any
 from stepscope.demo import task
 from stepscope.demo.engine_replica import EngineReplica
 from stepscope_vllm._arming.arguments import engine_args
-from stepscope_vllm._driving.facts import TimedSpan, record_request
+from stepscope_vllm._requests import TimedSpan, record_request
 
 
 class VllmReplica(EngineReplica):
@@ -54,8 +54,8 @@ class VllmReplica(EngineReplica):
             last = output
         return list(last.outputs[0].token_ids), last
 
-    def record(self, served: TimedSpan, said: Any) -> None:
-        record_request(served, said)
+    def record(self, served: TimedSpan, output: Any) -> None:
+        record_request(served, output)
 
     def end(self) -> None:
         self.engine.shutdown()

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from stepscope_vllm._arming.arguments import FOLDER_VARIABLE
+from stepscope_vllm._driving.built_settings import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from stepscope.doctor import Row
@@ -19,9 +19,9 @@ def doctor_rows() -> list[Row]:
     if find_spec("vllm") is None:
         return []
     folder = os.environ.get(FOLDER_VARIABLE)
-    found = (
+    state = (
         f"{FOLDER_VARIABLE}={folder} switches it on"
         if folder
         else "on where `engine_args` or `server_args` made the engine: prepare() looks"
     )
-    return [Row(subject="vllm profiler", state="green", found=found)]
+    return [Row(subject="vllm profiler", state="green", found=state)]

@@ -11,18 +11,19 @@ from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
-from stepscope_vllm._arming import unedited
+from stepscope_vllm._arming import folders, unedited
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.session import Desk, DeskProfiler
-from stepscope_vllm._driving import ascend_profiler, in_process
-from stepscope_vllm._driving.in_process import Driver
+from stepscope_vllm._capture.desk import Desk
+from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._driving import ascend_profiler, discovery
+from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
 """Engine -> its captures: a capture that is given an engine makes a new profiler. One writer: this class."""
 
 
-class VllmProfiler(DeskProfiler):
+class VllmProfiler(ReplicaProfiler):
     """Drives vLLM's own profiler, in all workers of one engine of this process.
 
     Calls come from any event loop or thread: the engine is called on its own.
@@ -37,55 +38,55 @@ class VllmProfiler(DeskProfiler):
         Raises:
             EngineError: it is neither.
         """
-        if not in_process.is_engine(engine):
+        if not discovery.is_engine(engine):
             kind = f"{type(engine).__module__}.{type(engine).__qualname__}"
             raise EngineError(f"{kind} is no vLLM engine. Fix: pass an AsyncLLM or an LLM")
         self.engine = engine
         super().__init__(replica, _desks.setdefault(engine, Desk()))
-        self._driver = Driver(engine)
+        self._target = InProcessTarget(engine)
 
     @property
     def world_size(self) -> int:
         """tp * pp * dp."""
-        return self._driver.layout.size
+        return self._target.layout.size
 
     @property
     def processes(self) -> int:
-        layout = self._driver.layout
+        layout = self._target.layout
         return layout.size if layout.external else 1
 
     def check(self) -> None:
-        driver = self._driver
-        _versions.expect_supported(driver.version)
-        _ = driver.dialect
-        why = driver.dead()
+        target = self._target
+        _versions.expect_supported(target.version)
+        _ = target.dialect
+        why = target.dead()
         if why is not None:
             raise EngineError(f"{why}. Fix: start a new engine")
-        options.refuse_disabled(driver.settings)
+        options.refuse_disabled(target.settings)
         if (
-            driver.layout.pp > 1
-            and not (ascend_profiler.is_here() or driver.takes_aim())
+            target.layout.pp > 1
+            and not (ascend_profiler.is_here() or target.takes_aim())
             and plugin.is_missing()
         ):
             raise EngineError(plugin.MISSING)
-        self._ignored = ascend_profiler.check(driver.settings, driver.environment)
+        self._ignored = ascend_profiler.check(target.settings, target.environment)
 
     async def start(self, capture: EngineCapture) -> None:
         ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files
         self.check()
-        driver = self._driver
+        target = self._target
         ignored = options.unable(
             capture,
-            driver.settings,
-            driver.dialect,
-            driver.version,
-            aimed=driver.takes_aim(),
+            target.settings,
+            target.dialect,
+            target.version,
+            aimed=target.takes_aim(),
             ascend=ascend,
         )
-        if driver.in_this_process and capture.profile_memory:
+        if target.in_this_process and capture.profile_memory:
             ignored["profile_memory"] = options.OTHER_THREAD
-        driver.bind(asyncio.get_running_loop())
-        await self._begin(driver, capture, ignored)
+        target.calls.bind(asyncio.get_running_loop())
+        await self._begin(target, capture, ignored)
 
 
 class VllmFactory(EngineFactory):
@@ -98,15 +99,15 @@ class VllmFactory(EngineFactory):
         unedited.arm(config, settings)
 
     def recognises(self, engine: object) -> bool:
-        return in_process.is_engine(engine)
+        return discovery.is_engine(engine)
 
     def serving(self, url: str, config: ProfileConfig) -> EngineProfiler:
         from stepscope_vllm._server import VllmServer  # import time: for servers alone
 
-        return VllmServer(url, unedited.folder(config))
+        return VllmServer(url, folders.of_unedited(config))
 
     def owned(self) -> Sequence[object]:
-        return in_process.owned()
+        return discovery.owned()
 
     def __call__(self, engine: object, replica: int) -> VllmProfiler:
         return VllmProfiler(engine, replica=replica)

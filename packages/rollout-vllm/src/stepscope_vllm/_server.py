@@ -5,35 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from stepscope.engines import EngineCapture
-from stepscope.engines.artifacts import Option
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
-from stepscope_vllm._capture.session import Desk, DeskProfiler
-from stepscope_vllm._driving import facts
-from stepscope_vllm._driving.in_process import Started
+from stepscope_vllm._capture.desk import Desk
+from stepscope_vllm._capture.replica import ReplicaProfiler
+from stepscope_vllm._driving.http import ASK_S, BUILT, ServerTarget, as_object
 from stepscope_vllm._engine_side import plugin
-from stepscope_vllm._files import traces
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 
 log = logging.getLogger("stepscope")
-_ASK_S = 10.0
-"""For the small questions: version, routes, metrics."""
-_START_S = 60.0
-"""A start is one round through the workers, which may be in a long prefill."""
-_BUILT = (
-    'Fix: serve it with `--profiler-config \'{"profiler": "torch", "torch_profiler_dir": "/a/shared/folder", '
-    '"torch_profiler_with_stack": false, "ignore_frontend": true}\'` (stepscope_vllm.server_args), or with '
-    "VLLM_TORCH_PROFILER_DIR set for vLLM 0.12 and older"
-)
 
 _desks: dict[str, Desk] = {}
 """Server -> its captures, for a loop that makes a new profiler for each. One writer: `VllmServer`."""
@@ -42,7 +31,7 @@ _told: set[str] = set()
 """Servers of whose pipeline the log has something. One writer: `VllmServer.check`."""
 
 
-class VllmServer(DeskProfiler):
+class VllmServer(ReplicaProfiler):
     """Drives the profiler of one `vllm serve`, by its routes /start_profile and /stop_profile.
 
     vLLM does not guard these routes with its `--api-key`: keep its port from strangers.
@@ -100,7 +89,7 @@ class VllmServer(DeskProfiler):
         headers: Mapping[str, str] | None = None,
         **parallel: int,
     ) -> list[VllmServer]:
-        """One for each server behind a router, sorted by URL. Blocks.
+        """Return one for each server behind a router, sorted by URL. Blocks.
 
         Args:
             profile_dir: One folder: they write there or to folders in it (`replica0`, `replica1`... of
@@ -111,7 +100,7 @@ class VllmServer(DeskProfiler):
         Raises:
             EngineError: the router does not name its servers, or `profile_dir` lacks one of them.
         """
-        found = []
+        servers = []
         for url in workers_of(router, headers=headers):
             folder = profile_dir.get(url) if isinstance(profile_dir, Mapping) else profile_dir
             if folder is None and isinstance(profile_dir, Mapping):
@@ -121,8 +110,8 @@ class VllmServer(DeskProfiler):
                 )
             server = cls(url, folder, headers=headers, **parallel)
             server._below = folder is not None and not isinstance(profile_dir, Mapping)
-            found.append(server)
-        return found
+            servers.append(server)
+        return servers
 
     @property
     def world_size(self) -> int:
@@ -159,7 +148,7 @@ class VllmServer(DeskProfiler):
             capture = msgspec.structs.replace(capture, name=f"{capture.name}_replica{capture.replica}")
         else:
             self._refuse_a_shared_folder(self._folder)
-        target = _There(
+        target = ServerTarget(
             self._server, self._dialect, self._folder, self._layout, self._version, below=self._below
         )
         await self._begin(target, capture, ignored)
@@ -176,10 +165,10 @@ class VllmServer(DeskProfiler):
     def _unnamed(self) -> str:
         return f"vLLM {self._version} does not name its files as it is told (0.32.0 does)"
 
-    # What the server says of itself. These block.
+    # Questions to the server. These block.
 
     def _refuse_a_router(self) -> None:
-        """A router answers all that is asked here, each time from another of its servers."""
+        """Raise EngineError for a router: it answers each question from another of its servers."""
         if self._direct:
             return
         try:
@@ -196,34 +185,34 @@ class VllmServer(DeskProfiler):
         )
 
     def _ask(self, path: str) -> Answer:
-        return self._server.request_now("GET", path, timeout_s=_ASK_S)
+        return self._server.request_now("GET", path, timeout_s=ASK_S)
 
     def _ask_version(self) -> str:
         answer = self._ask("/version")
-        said = _json(answer)
-        if answer.status != 200 or "version" not in said:
+        version = as_object(answer).get("version")
+        if answer.status != 200 or version is None:
             raise EngineError(
                 f"GET {self._server.url}/version: {answer.status} {answer.text}: no vLLM answers there. "
                 "Fix: the URL of the server itself; for a router VllmServer.behind(url)"
             )
-        return str(said["version"])
+        return str(version)
 
     def _ask_dialect(self) -> Dialect:
-        """From the routes that the server documents; from its version where it documents none."""
+        """Read it from the routes that the server documents, or else from its version."""
         answer = self._ask("/openapi.json")
-        said = _json(answer)
-        if answer.status != 200 or "paths" not in said:
+        document = as_object(answer)
+        if answer.status != 200 or "paths" not in document:
             return _versions.dialect_of_version(self._version)
-        paths = said["paths"]
+        paths = document["paths"]
         if not isinstance(paths, dict) or "/start_profile" not in paths:
-            raise EngineError(f"{self._server.url} has no /start_profile: its profiler is off. {_BUILT}")
+            raise EngineError(f"{self._server.url} has no /start_profile: its profiler is off. {BUILT}")
         text = answer.body.decode(errors="replace")
         fields = ("profile_prefix", "delay_iterations", "max_iterations")
         return _versions.dialect_of([field for field in fields if f'"{field}"' in text])
 
     def _ask_folder(self) -> Path:
         answer = self._ask("/server_info?config_format=json")
-        config = _json(answer).get("vllm_config")
+        config = as_object(answer).get("vllm_config")
         profiler = config.get("profiler_config") if isinstance(config, dict) else None
         folder = profiler.get("torch_profiler_dir") if isinstance(profiler, dict) else None
         if not folder:
@@ -232,87 +221,3 @@ class VllmServer(DeskProfiler):
                 "profile_dir='...'), the torch_profiler_dir that it was served with"
             )
         return Path(str(folder))
-
-
-class _There:
-    """A server as a recording's target."""
-
-    def __init__(
-        self,
-        server: Server,
-        dialect: Dialect,
-        folder: Path,
-        layout: Layout,
-        version: str,
-        *,
-        below: bool,
-    ) -> None:
-        self._server = server
-        self._dialect = dialect
-        self.folder = folder
-        self._below = below
-        self._name = ""
-        self.layout = layout
-        self.version = version
-        self.told: Sequence[Mapping[str, object]] = ()
-        self.settings: Mapping[str, object] = {}
-        self._frontends: set[str] = set()
-        """Traces of its API server from before the start."""
-
-    def facts(self) -> dict[str, Option]:
-        found: dict[str, Option] = {"url": self._server.url}
-        try:
-            answer = self._server.request_now("GET", "/metrics", timeout_s=_ASK_S)
-        except EngineError:
-            return found  # it is the profiler's own call that says what is wrong
-        return {**found, **facts.scheduler(answer.body.decode(errors="replace"))}
-
-    async def start(self, capture: EngineCapture, name: str, ranks: list[int] | None) -> Started:
-        body: dict[str, object] = {}
-        self._name = name
-        self._frontends = await asyncio.to_thread(traces.of_frontends, self.folder)
-        if self._dialect.prefix == "every start":
-            body["profile_prefix"] = name
-        if self._dialect.bounds:
-            body["delay_iterations"] = capture.iterations.start
-            body["max_iterations"] = capture.iterations.count or 0
-        try:
-            answer = await self._server.request("POST", "/start_profile", body or None, timeout_s=_START_S)
-        except UnreachableError:
-            raise
-        except AnswerLostError:
-            # It may have begun. One stop is harmless; a second would end an older server with a frontend.
-            await self._server.request("POST", "/stop_profile", timeout_s=_START_S)
-            raise
-        if answer.status == 409:
-            raise EngineError(
-                f"{self._server.url} profiles already: somebody else started it, or a process that ended "
-                f"did. Fix: curl -X POST {self._server.url}/stop_profile, then capture"
-            )
-        self._refuse_failure("start_profile", answer)
-        return Started(self.folder, named=self._dialect.prefix == "every start", aimed=False)
-
-    async def stop(self) -> dict[str, str]:
-        if not self._dialect.guarded:
-            came = await asyncio.to_thread(traces.of_frontends, self.folder)
-            if came - self._frontends:
-                return {}  # somebody has stopped it: before vLLM 0.31 one more ends the server
-        answer = await self._server.request("POST", "/stop_profile")  # takes minutes; the caller's deadline
-        self._refuse_failure("stop_profile", answer)
-        if self._below:
-            self.folder = await asyncio.to_thread(traces.holder, self.folder, f"{self._name}_")
-        return {}
-
-    def _refuse_failure(self, what: str, answer: Answer) -> None:
-        if answer.status == 404:
-            raise EngineError(f"{self._server.url} has no /{what}: its profiler is off. {_BUILT}")
-        if answer.status != 200:
-            raise EngineError(f"POST {self._server.url}/{what}: {answer.status} {answer.text}")
-
-
-def _json(answer: Answer) -> dict[str, object]:
-    try:
-        said = msgspec.json.decode(answer.body)
-    except msgspec.DecodeError:
-        return {}
-    return said if isinstance(said, dict) else {}

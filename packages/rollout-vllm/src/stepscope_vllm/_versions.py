@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 from stepscope.engines import supported
 from stepscope.engines.supported import numbers
-from stepscope.errors import EngineError
+from stepscope.errors import ConfigError, EngineError
 
 ADAPTER = "stepscope-rollout-vllm"
 """The distribution whose `engine` extra states the supported range."""
@@ -59,8 +60,10 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(parameters: Collection[str]) -> Dialect:
-    """Return the dialect of an engine whose start takes these parameters: of its signature, or of its HTTP
-    body.
+    """Return the dialect of an engine whose start takes these parameters.
+
+    Args:
+        parameters: Of the signature of its start, or of the body of that HTTP request.
     """
     bounds = "delay_iterations" in parameters
     if "profile_prefix" not in parameters:
@@ -79,43 +82,75 @@ def dialect_of_engine(engine: object) -> Dialect:
     return dialect_of(inspect.signature(start).parameters)
 
 
-def dialect_of_version(version: str) -> Dialect:
+def dialect_of_version(release: str) -> Dialect:
     """Return the dialect of a server that does not document its routes."""
-    new = numbers(version) >= numbers(ADDED["delay_iterations"])
+    new = numbers(release) >= numbers(ADDED["delay_iterations"])
     return Dialect("every start" if new else "no", new, new)
 
 
-def expect_supported(version: str) -> None:
+def expect_supported(release: str) -> None:
     """Warn of a newer vLLM than any that was tested: its signatures decide.
 
     Raises:
-        EngineError: `version` is older than all that are supported.
+        EngineError: `release` is older than all that are supported.
     """
-    supported.expect_supported(supported.supported_by(ADAPTER), version)
+    supported.expect_supported(supported.supported_by(ADAPTER), release)
 
 
-def untried(version: str) -> str | None:
+def untried(release: str) -> str | None:
     """Return why the behaviour of this vLLM is not known; None for one in the supported range."""
     tested = supported.supported_by(ADAPTER)
-    return supported.untried(tested, version) if tested and tested.is_newer(version) else None
+    return supported.untried(tested, release) if tested and tested.is_newer(release) else None
 
 
-def names_iterations(version: str) -> bool:
+def names_iterations(release: str) -> bool:
     """Return whether traces of workers name each iteration (`execute_...`)."""
-    return numbers(version) >= (0, 12)
+    return numbers(release) >= (0, 12)
 
 
-def leaves_sends_open(version: str) -> bool:
+def leaves_sends_open(release: str) -> bool:
     """Return whether the stages of a pipeline go on while gloo still sends (`_engine_side.plugin`)."""
-    return numbers(version) >= (0, 29)
+    return numbers(release) >= (0, 29)
 
 
 def since(option: str) -> str:
-    """`; vLLM 0.32.0 has it`, or nothing."""
+    """Return `; vLLM 0.32.0 has it` for an option that was added later; otherwise nothing."""
     return f"; vLLM {ADDED[option]} has it" if option in ADDED else ""
 
 
 def fields_of(config: object) -> Mapping[str, object]:
-    """Return the settings of an engine's `ProfilerConfig`, as a mapping."""
+    """Return the settings of an engine's `ProfilerConfig` as a mapping."""
     names = getattr(type(config), "__dataclass_fields__", {})
     return {name: getattr(config, name) for name in names}
+
+
+def installed() -> str:
+    """Return the version of whichever distribution brings the module `vllm`.
+
+    Raises:
+        ConfigError: vLLM is not installed here.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    try:
+        import vllm
+    except ImportError:
+        raise ConfigError(
+            "vllm", "not installed here", "the vLLM that the engine is built with",
+            "call this where the engine is built, or say installed='0.32.0'",
+        ) from None  # fmt: skip
+    return str(vllm.__version__)
+
+
+def has(release: str, option: str) -> bool:
+    """Return whether a release has an option of `ADDED`. A release without numbers has all."""
+    own = numbers(release)
+    return not own or own >= numbers(ADDED[option])
+
+
+def reads_environment(release: str) -> bool:
+    """Return whether a release takes the settings of its profiler from environment variables."""
+    return not has(release, "profiler_config")

@@ -97,7 +97,7 @@ class TestConformance(EngineConformance):
 
     async def work(self, profiler: EngineProfiler, iterations: int) -> None:
         assert isinstance(profiler, VllmProfiler)
-        loop = profiler._driver._loop()
+        loop = profiler._target.calls.loop()
         assert loop is not None
         there = asyncio.run_coroutine_threadsafe(generate(profiler.engine, iterations), loop)
         await asyncio.wrap_future(there)

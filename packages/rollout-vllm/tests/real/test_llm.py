@@ -25,7 +25,7 @@ from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope.timeline import load_step
 from stepscope_vllm import VllmProfiler, _versions
-from stepscope_vllm._capture.session import Desk
+from stepscope_vllm._capture.desk import Desk
 from stepscope_vllm._driving import work_loop
 
 MODERN = _versions.dialect_of_engine(LLM).bounds
@@ -77,7 +77,7 @@ class TestConformance(EngineConformance):
     async def recording(self, profiler: EngineProfiler) -> bool | None:
         assert isinstance(profiler, VllmProfiler)
         assert isinstance(profiler.engine, LLM)
-        await work_loop.outcome(
+        await work_loop.result_of(
             work_loop.submit(_idle(profiler._desk))
         )  # what a cancelled start has begun is undone
         (active,) = profiler.engine.collective_rpc(
@@ -223,7 +223,7 @@ async def test_operations_are_counted_as_the_engine_was_built_or_the_capture_say
 ) -> None:
     profiler = VllmProfiler(llm, replica=0)
     flops = "torch_profiler_with_flops"
-    monkeypatch.setattr(profiler._driver.config.profiler_config, flops, built)
+    monkeypatch.setattr(profiler._target.config.profiler_config, flops, built)
     extra = {} if asked is None else {flops: asked}
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), extra=extra))
     try:
@@ -243,9 +243,9 @@ async def test_a_recording_that_nobody_ends_ends_by_itself(llm: LLM, tmp_path: P
     profiler = VllmProfiler(llm, replica=0)
     await profiler.start(given)
     generate(llm)
-    run = profiler._desk.current
-    assert run is not None
-    await asyncio.to_thread(run.over.wait, 30)
+    session = profiler._desk.current
+    assert session is not None
+    await asyncio.to_thread(session.over.wait, 30)
     (artifact,) = await profiler.stop()
     assert artifact.truncated == "open for more than 0.05 s"
 
@@ -323,7 +323,7 @@ async def test_an_engine_under_nsys_opens_a_range_and_says_who_writes_the_report
     monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
     monkeypatch.setattr("torch.cuda.nvtx.range", lambda name: nullcontext())
     profiler = VllmProfiler(llm, replica=0)
-    monkeypatch.setattr(profiler._driver.config.profiler_config, "profiler", "cuda")
+    monkeypatch.setattr(profiler._target.config.profiler_config, "profiler", "cuda")
     own = llm.collective_rpc(_open_ranges)
     try:
         with pytest.raises(EngineError, match="nsys did not start this process"):

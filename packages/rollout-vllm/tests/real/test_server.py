@@ -27,7 +27,7 @@ from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Manifest
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
 from stepscope_vllm import VllmServer
-from stepscope_vllm._files import traces
+from stepscope_vllm._files import names, traces
 
 Served: TypeAlias = Any
 """`conftest.Served`: a file of tests cannot be imported from another."""
@@ -159,7 +159,7 @@ def _worker_of(served: Served) -> int:
 
 
 def _whole(folder: Path, prefix: str) -> bool:
-    found = [name for name in os.listdir(folder) if name.startswith(prefix) and traces.is_trace(name)]
+    found = [name for name in os.listdir(folder) if name.startswith(prefix) and names.is_trace(name)]
     return bool(found) and not any(traces.unfinished(folder / name) for name in found)
 
 

@@ -17,7 +17,7 @@ import pytest
 import vllm
 
 from stepscope.engines.supported import numbers
-from stepscope_vllm._arming import arguments
+from stepscope_vllm._driving import built_settings
 from stepscope_vllm._versions import ADDED, dialect_of, leaves_sends_open
 from tests.downloads import members
 
@@ -94,7 +94,7 @@ def variables(version: str) -> set[str]:
 
 def kinds(version: str) -> list[str]:
     if not fields(version):
-        return ["torch", *(["cuda"] if arguments.CUDA_VARIABLE in variables(version) else [])]
+        return ["torch", *(["cuda"] if built_settings.CUDA_VARIABLE in variables(version) else [])]
     said = re.search(r"ProfilerKind = Literal\[(.*?)\]", sources(version)["config"])
     assert said is not None
     return re.findall(r'"(\w+)"', said[1])
@@ -186,6 +186,6 @@ def test_an_option_is_there_from_the_release_on_that_is_named_for_it(option: str
 
 @pytest.mark.parametrize("version", [each for each in VERSIONS if numbers(each) < (0, 13)])
 def test_the_variables_that_are_set_for_old_releases_are_theirs(version: str) -> None:
-    assert arguments.FOLDER_VARIABLE in variables(version)
+    assert built_settings.FOLDER_VARIABLE in variables(version)
     if numbers(version) >= (0, 10, 2):
-        assert set(arguments.VARIABLES.values()) <= variables(version)
+        assert set(built_settings.VARIABLES.values()) <= variables(version)

@@ -90,17 +90,17 @@ def unable(
             "artifacts": "CUDA profiler ranges were opened and closed: the nsys that started the engine "
             "writes its report where it was told to"
         }
-    found = _asked(capture, _NEVER)
+    reasons = _asked(capture, _NEVER)
     if not aimed:
-        found.update(_fixed(capture, settings))
-        found.update(_iterations(capture, settings, dialect))
-    found.update(_extra(capture, settings, version, aimed=aimed))
+        reasons.update(_fixed(capture, settings))
+        reasons.update(_iterations(capture, settings, dialect))
+    reasons.update(_extra(capture, settings, version, aimed=aimed))
     if ascend is not None:
-        found.update(ascend.unable(capture))
+        reasons.update(ascend.unable(capture))
     why = _versions.untried(version)
     if why is not None:
-        found["version"] = why
-    return found
+        reasons["version"] = why
+    return reasons
 
 
 def _asked(capture: EngineCapture, unable: Mapping[str, str]) -> dict[str, str]:
@@ -108,16 +108,16 @@ def _asked(capture: EngineCapture, unable: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fixed(capture: EngineCapture, settings: Mapping[str, object]) -> dict[str, str]:
-    found = {}
+    reasons = {}
     for option, field in _TORCH.items():
         wanted, built = bool(getattr(capture, option)), settings.get(field)
         if built is None and wanted:
-            found[option] = f"what the server was built with is not known. Fix: serve it with {field} set"
+            reasons[option] = f"what the server was built with is not known. Fix: serve it with {field} set"
         elif built is not None and wanted and not built:
-            found[option] = f"the engine was built with {field}=False. {FIX}"
+            reasons[option] = f"the engine was built with {field}=False. {FIX}"
         elif option == "with_stack" and built and not wanted:
-            found[option] = f"{_STACKS}. {FIX}"
-    return found
+            reasons[option] = f"{_STACKS}. {FIX}"
+    return reasons
 
 
 def _iterations(capture: EngineCapture, settings: Mapping[str, object], dialect: Dialect) -> dict[str, str]:
@@ -136,17 +136,17 @@ def _iterations(capture: EngineCapture, settings: Mapping[str, object], dialect:
 def _extra(
     capture: EngineCapture, settings: Mapping[str, object], version: str, *, aimed: bool
 ) -> dict[str, str]:
-    found = {}
+    reasons = {}
     for option, value in capture.extra.items():
         if option in settings:
             free = aimed and option == "torch_profiler_with_flops"
             if settings[option] != value and not free:
-                found[option] = f"the engine was built with {option}={settings[option]!r}. {FIX}"
+                reasons[option] = f"the engine was built with {option}={settings[option]!r}. {FIX}"
         elif option in _versions.ADDED and settings:
             raise EngineError(f"vLLM {version} has no option {option!r}{_versions.since(option)}")
         elif not settings and option in _versions.KNOWN:
-            found[option] = "what the server was built with is not known"
+            reasons[option] = "what the server was built with is not known"
         else:
             known = sorted(settings or _versions.KNOWN)
             raise EngineError(f"vLLM has no profiler option {option!r}; it has: {', '.join(known)}")
-    return found
+    return reasons

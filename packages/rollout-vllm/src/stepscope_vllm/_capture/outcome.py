@@ -1,4 +1,4 @@
-"""The end of a recording: who ended it, and whether it has what was asked for."""
+"""The end of a recording: its cause, and whether the recording has all that was asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from stepscope.engines.artifacts import Option, stalls_of
 from stepscope.files.sidecar import Ended, Stall
-from stepscope_vllm._files import traces
+from stepscope_vllm._files import engine_folder
+from stepscope_vllm._files.traces import Trace
 
 
 class Ending(NamedTuple):
@@ -36,7 +37,7 @@ def ending_of(
         asked: How many were to be recorded; None: all until the end of the capture.
         early: Whether it ended before our stop.
         ran: Engine iterations in the capture, by the engine's own counter. None: nothing counts them.
-        expired: Why our stop came before the end of the capture; None: it did not.
+        expired: Reason why our stop came before the end of the capture; None: it did not.
         certain: Whether nothing but a stop or `asked` ends this engine's recordings.
     """
     if not early:
@@ -50,17 +51,17 @@ def ending_of(
         return Ending(None, expired, None)
     seen = "early" if recorded is None else f"after {recorded} engine iterations"
     wanted = "" if asked is None else f" of the {asked} asked for"
-    told = f"somebody else stopped the engine's profiler {seen}{wanted}"
+    event = f"somebody else stopped the engine's profiler {seen}{wanted}"
     if ran is None or recorded is None:
-        return Ending("others", f"{told}; how many more it ran is not known", None)
+        return Ending("others", f"{event}; how many more it ran is not known", None)
     if ran <= recorded:
-        return Ending("others", None, f"{told}; it ran no more")
-    return Ending("others", f"{told}; it ran {ran - recorded} more", None)
+        return Ending("others", None, f"{event}; it ran no more")
+    return Ending("others", f"{event}; it ran {ran - recorded} more", None)
 
 
-def is_idle(told: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the workers counted and ran nothing: one that was to begin later leaves no file then."""
-    counts = [worker.get("ran") for worker in told]
+def is_idle(reports: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the workers counted no iteration. A recording that begins later has no file then."""
+    counts = [worker.get("ran") for worker in reports]
     return bool(counts) and all(count == 0 for count in counts)
 
 
@@ -74,7 +75,7 @@ class Outcome:
     """Engine iterations that were to be recorded. None: all until the end of the capture."""
     named: bool
     """This vLLM names iterations in its traces."""
-    told: Sequence[Mapping[str, Any]]
+    reports: Sequence[Mapping[str, Any]]
     """Reports of the workers after the stop (`WorkerExtension.stepscope_release`)."""
     before: Mapping[str, Option]
     """Facts of the engine at the start."""
@@ -88,13 +89,13 @@ class Outcome:
     certain: bool
     """Nothing but a stop or `asked` ends this engine's recordings."""
 
-    def iterations(self, trace: traces.Trace) -> int | None:
+    def iterations(self, trace: Trace) -> int | None:
         """Return the engine iterations in a trace; None if it does not name them."""
         if trace.frontend or trace.is_recording:
             return None
         return trace.iterations if self.named or trace.iterations else None
 
-    def ending(self, trace: traces.Trace) -> Ending:
+    def ending(self, trace: Trace) -> Ending:
         """Return who ended a trace."""
         if trace.frontend or trace.is_recording or self.stopped_ns is None:
             return Ending(None, self.expired, None)
@@ -109,23 +110,23 @@ class Outcome:
             certain=self.certain,
         )
 
-    def stalls(self, trace: traces.Trace, changed_ns: Mapping[str, int]) -> tuple[Stall, ...]:
-        """Return when the engine served nothing because of a trace.
+    def stalls(self, trace: Trace, changed_ns: Mapping[str, int]) -> tuple[Stall, ...]:
+        """Return the times at which the engine served nothing because of a trace.
 
         Args:
-            changed_ns: By the file's name, when it was whole where the engine wrote it; unix ns.
+            changed_ns: Time at which it was complete where the engine wrote it, by the file's name; unix ns.
         """
         stamped = [
             Stall(start_ns=start_ns, end_ns=end_ns, doing=doing, source="stamps")
-            for worker in self.told
+            for worker in self.reports
             if worker.get("pid") == trace.pid and worker.get("host") == trace.host
             for doing, start_ns, end_ns in worker.get("stalls", ())
         ]
-        return stalls_of(trace.window, stamped, traces.whole_ns(changed_ns, trace.path.name))
+        return stalls_of(trace.window, stamped, engine_folder.whole_ns(changed_ns, trace.path.name))
 
-    def _ran(self, trace: traces.Trace) -> int | None:
-        """Return the iterations in the capture: as the worker counted, else as a server's metrics do."""
-        for worker in self.told:
+    def _ran(self, trace: Trace) -> int | None:
+        """Return the iterations in the capture, as counted by the worker, or else by the server's metrics."""
+        for worker in self.reports:
             if worker.get("pid") == trace.pid and isinstance(ran := worker.get("ran"), int):
                 return max(ran - self.start, 0)
         before, after = self.before.get("iterations"), self.after.get("iterations")

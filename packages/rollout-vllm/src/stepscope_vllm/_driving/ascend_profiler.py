@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
-from stepscope_vllm._arming.arguments import FOLDER_VARIABLE
+from stepscope_vllm._driving.built_settings import FOLDER_VARIABLE
 from stepscope_vllm._driving.facts import Fact
 
 log = logging.getLogger("stepscope")
@@ -58,30 +58,31 @@ class Ascend(NamedTuple):
         given = self.arguments
         if not given:
             return {"npu": f"{self.who}: {_UNKNOWN}"}
-        found = {}
+        reasons = {}
         if "profiler_level" in given:
-            found["npu.level"] = f"{self.who} records at {given['profiler_level']} and has no setting for it"
+            level = given["profiler_level"]
+            reasons["npu.level"] = f"{self.who} records at {level} and has no setting for it"
         if "export_type" in given:
-            found["npu.export"] = (
+            reasons["npu.export"] = (
                 f"{self.who} writes {given['export_type'].lower()} and has no setting for it. Fix: stepscope "
                 "analyse, then merge"
             )
         if "True" not in (given.get("msprof_tx"), given.get("mstx")):
-            found["npu.markers"] = f"{self.who} {_MARKERS}"
-        return found
+            reasons["npu.markers"] = f"{self.who} {_MARKERS}"
+        return reasons
 
     def unable(self, capture: EngineCapture) -> dict[str, str]:
         """{option: why it is not honoured}"""
-        given, found = {**_DEFAULTS, **self.arguments}, self.fixed()
+        given, reasons = {**_DEFAULTS, **self.arguments}, self.fixed()
         if not self.arguments:
-            return found
+            return reasons
         for option in ("record_shapes", "profile_memory"):
             if getattr(capture, option) and given[option] == "False":
-                found[option] = f"{self.who} records none and has no setting for it"
+                reasons[option] = f"{self.who} records none and has no setting for it"
         if capture.with_stack and given["with_stack"] == "False":
             instead = "none" if given["with_modules"] == "False" else "modules in its place"
-            found["with_stack"] = f"{self.who} records {instead}"
-        return found
+            reasons["with_stack"] = f"{self.who} records {instead}"
+        return reasons
 
 
 def is_here() -> bool:
@@ -124,10 +125,10 @@ def of_recording(folder: Path) -> Ascend | None:
     for path in folder.glob("profiler_info*.json"):
         try:
             config = json.loads(path.read_bytes())["config"]
-            said = {**config["common_config"], **config["experimental_config"]}
+            options = {**config["common_config"], **config["experimental_config"]}
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        given = {name.lstrip("_"): value for name, value in said.items()}
+        given = {name.lstrip("_"): value for name, value in options.items()}
         exports = given.get("export_type")
         if isinstance(exports, list):
             given["export_type"] = ", ".join(map(str, exports))
@@ -139,13 +140,13 @@ def of_recording(folder: Path) -> Ascend | None:
 def options_of(recording: Ascend | None) -> dict[str, Fact]:
     """Return the options of one recording for its sidecar, in the words of `npu`."""
     given = {} if recording is None else recording.arguments
-    found: dict[str, Fact] = {}
+    options: dict[str, Fact] = {}
     for name, argument in (("level", "profiler_level"), ("export", "export_type")):
         if argument in given:
-            found[name] = given[argument].lower()
+            options[name] = given[argument].lower()
     if "msprof_tx" in given:
-        found["markers"] = "True" in (given["msprof_tx"], given.get("mstx"))
-    return found
+        options["markers"] = "True" in (given["msprof_tx"], given.get("mstx"))
+    return options
 
 
 def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
@@ -160,22 +161,22 @@ def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> 
         EngineError: the engine was built with a profiler that this vllm-ascend does not look at.
     """
     global _told
-    found = installed()
-    if found is None:
+    ascend = installed()
+    if ascend is None:
         return {}
-    _refuse_unheard(found, settings, environment)
+    _refuse_unread(ascend, settings, environment)
     if not _told:
         _told = True
-        log.warning("stepscope: engines of this environment: %s", "; ".join(found.fixed().values()))
-    return found.fixed()
+        log.warning("stepscope: engines of this environment: %s", "; ".join(ascend.fixed().values()))
+    return ascend.fixed()
 
 
-def _refuse_unheard(found: Ascend, settings: Mapping[str, object], environment: Mapping[str, object]) -> None:
-    if found.by_environment and not environment.get("torch_profiler_dir"):
+def _refuse_unread(ascend: Ascend, settings: Mapping[str, object], environment: Mapping[str, object]) -> None:
+    if ascend.by_environment and not environment.get("torch_profiler_dir"):
         folder = settings.get("torch_profiler_dir")
         raise EngineError(
-            f"{found.who} takes no profiler_config: its workers look at {FOLDER_VARIABLE}, which is not set. "
-            f"Fix: build the engine in `with engine_environment(config, replica):`, or export "
+            f"{ascend.who} takes no profiler_config: its workers look at {FOLDER_VARIABLE}, which is not "
+            f"set. Fix: build the engine in `with engine_environment(config, replica):`, or export "
             f"{FOLDER_VARIABLE}={folder} before, or vllm-ascend 0.14 or later"
         )
 
@@ -183,13 +184,13 @@ def _refuse_unheard(found: Ascend, settings: Mapping[str, object], environment: 
 def _arguments(module: ast.Module) -> dict[str, str]:
     """Of `profile(experimental_config=_ExperimentalConfig(...))`, in whatever function it stands."""
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        given = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
         if name == "_ExperimentalConfig" or (name == "profile" and "experimental_config" in given):
-            found |= {argument: _text(value) for argument, value in given.items()}
-    return found
+            arguments |= {argument: _text(value) for argument, value in given.items()}
+    return arguments
 
 
 def _text(value: ast.expr) -> str:

@@ -1,7 +1,7 @@
-"""The thread on which captures are opened and closed: an event loop that outlives every caller's.
+"""The event loop on which captures are opened and closed. It outlives those of all callers.
 
-A caller that gives up (a deadline, a cancelled task, a loop that ends) leaves its work running here, so that
-what it began is still ended, in order.
+A caller that gives up (a deadline, a cancelled task, a loop that ends) leaves its work running here. So
+whatever it began is still ended, in order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _lock = threading.Lock()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin `work` on the line. Work of one caller begins in the order in which it was given."""
+    """Begin `work` on the loop. Work of one caller begins in the order in which it was given."""
     future = asyncio.run_coroutine_threadsafe(work, _running())
     future.add_done_callback(_seen)
     return future
 
 
-async def outcome(future: Future[T]) -> T:
-    """Return the result of `future`. Being cancelled leaves it running."""
+async def result_of(future: Future[T]) -> T:
+    """Return the result of `future`. If this is cancelled, the work goes on."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
@@ -48,7 +48,7 @@ def _running() -> asyncio.AbstractEventLoop:
 
 def _seen(future: Future[Any]) -> None:
     if not future.cancelled():
-        future.exception()  # whoever waits raises it; nobody else needs a complaint about it
+        future.exception()  # callers that wait raise it; asyncio need not log it as well
 
 
 def _after_fork() -> None:

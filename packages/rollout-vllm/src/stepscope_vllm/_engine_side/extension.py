@@ -232,8 +232,8 @@ def _dp(parallel: Any) -> int:
     engines that know of no others (`data_parallel_rank` is 0 in all); what stays is `data_parallel_index`.
     """
     for name in ("data_parallel_index", "data_parallel_rank"):
-        if isinstance(found := getattr(parallel, name, None), int):
-            return found
+        if isinstance(number := getattr(parallel, name, None), int):
+            return number
     return 0
 
 

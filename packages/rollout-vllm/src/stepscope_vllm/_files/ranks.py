@@ -55,10 +55,10 @@ def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
     if place is None:
         return None
     inside, dp = place
-    found = {"tp": inside % layout.tp, "pp": inside // (layout.tp * layout.pcp)}
+    axes = {"tp": inside % layout.tp, "pp": inside // (layout.tp * layout.pcp)}
     if layout.pcp > 1:
-        found["pcp"] = inside // layout.tp % layout.pcp
-    return found if dp is None else {**found, "dp": dp}
+        axes["pcp"] = inside // layout.tp % layout.pcp
+    return axes if dp is None else {**axes, "dp": dp}
 
 
 def contradiction(trace: Trace, layout: Layout | None) -> str | None:

@@ -1,0 +1,97 @@
+"""Files of captures that are over, which came when the process that had opened them was gone."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.engines import EngineCapture
+from stepscope.errors import StepscopeError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.late import take_in, waiting
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest.records import ProcessPart
+from stepscope.files.storage.processes import is_running
+from stepscope_vllm._capture.publishing import adopt
+from stepscope_vllm._capture.recording import Recording
+from stepscope_vllm._driving.target import Target
+from stepscope_vllm._files import engine_folder, names, traces
+
+_entering = threading.Lock()
+"""Servers of one process look side by side; a part of a manifest is read, changed and written."""
+
+
+def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
+    """Move files of captures that are over to their steps, and enter them in the manifests there.
+
+    Args:
+        capture: A capture of the same engine, in the same run.
+        folder: The folder that the engine writes to.
+    """
+    for late, files in _late(capture, folder):
+        with _entering, contextlib.suppress(OSError, StepscopeError):  # otherwise they stay where they are
+            adopt(Recording(target=target, capture=late, ignored={}), files, folder)
+            layout, replica = StepLayout(Path(late.step_dir)), f"replica {late.replica}"
+            stops = [stop for stop in waiting(layout) if (stop.run_id, stop.name) == (late.run_id, replica)]
+            take_in(layout, [stop for stop in stops if stop.alive is False])
+
+
+def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture, set[str]]]:
+    """Yield each capture that is over, with its complete files."""
+    run = RunLayout(Path(capture.step_dir).parent)
+    present = {name for name in engine_folder.listed(folder) if not names.is_recording(name)}
+    steps = {name: step for name in present if (step := names.step_of(name)) is not None}
+    for step in sorted(set(steps.values())):
+        layout = run.step(step)
+        for run_id in runs_that_are_over(read_parts(layout)[0]):
+            late = msgspec.structs.replace(
+                capture,
+                step=step,
+                run_id=run_id,
+                name=f"step_{step:06d}_{run_id}{_suffix(capture.name)}",
+                out_dir=str(layout.engine_dir(capture.replica)),
+                step_dir=str(layout.root),
+                ranks=None,
+            )
+            prefix = f"{names.prefix_of(late.name)}_"
+            files = {name for name in steps if name.startswith(prefix) and _is_complete(folder / name)}
+            if files:
+                yield late, files
+
+
+def _is_complete(path: Path) -> bool:
+    return not (names.is_trace(path.name) and traces.unfinished(path))
+
+
+def _suffix(name: str) -> str:
+    """Return the end of a capture's name that tells it from those of other servers; empty without one."""
+    match = re.search(r"_replica\d+$", name)
+    return match[0] if match else ""
+
+
+def runs_that_are_over(parts: Sequence[ProcessPart]) -> set[str]:
+    """Return the runs whose one capture of the step is over.
+
+    Where several processes opened a capture, each of them has a replica 0. A file's name does not tell them
+    apart, so it stays where it is.
+    """
+    owners: dict[str, list[ProcessPart]] = {}
+    for part in parts:
+        if part.owner:
+            owners.setdefault(part.run_id, []).append(part)
+    return {
+        run_id
+        for run_id, own in owners.items()
+        if len({part.process.key for part in own}) == 1 and all(map(_has_ended, own))
+    }
+
+
+def _has_ended(part: ProcessPart) -> bool:
+    here = part.process.host == socket.gethostname()
+    return part.closed is not None or (here and not is_running(part.process.pid))

@@ -1,0 +1,85 @@
+"""One recording of an engine: state that is known from its start to the last of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stepscope.engines import EngineCapture
+from stepscope.engines.artifacts import Option
+from stepscope.files.clock import ClockAnchor
+from stepscope_vllm import _versions
+from stepscope_vllm._capture.outcome import Outcome
+from stepscope_vllm._driving.target import Started, Target
+from stepscope_vllm._files import names, ranks
+from stepscope_vllm._files.ranks import Layout
+
+_SCHEDULES = ("wait_iterations", "warmup_iterations")
+"""Settings with which an engine begins and ends recordings by itself."""
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """State of one recording. Its session writes it; whoever publishes its files reads it."""
+
+    target: Target
+    capture: EngineCapture
+    ignored: dict[str, str]
+    """{option or part that is absent: reason}"""
+    started: Started | None = None
+    """None until it has begun."""
+    files_before: set[str] = field(default_factory=set)
+    """Names in the engine's folder before the start."""
+    files_at_start: set[str] = field(default_factory=set)
+    """Names in the engine's folder after the start."""
+    opened: ClockAnchor | None = None
+    closed: ClockAnchor | None = None
+    facts_at_start: Mapping[str, Option] = field(default_factory=dict)
+    facts_at_stop: Mapping[str, Option] = field(default_factory=dict)
+    expired: str | None = None
+    """Reason why our stop came before the end of the capture."""
+    stop_ns: int | None = None
+    """Time of our stop; unix ns."""
+    is_early: bool = False
+    """A trace was there before our stop."""
+    changed_ns: Mapping[str, int] = field(default_factory=dict)
+    """Times at which its files were complete where the engine wrote them (`engine_folder.changed_ns`)."""
+
+    @property
+    def prefix(self) -> str:
+        """Return the beginning of its files' names."""
+        return names.prefix_of(self.capture.name)
+
+    @property
+    def local_ranks(self) -> list[int] | None:
+        """Return the wanted ranks as its engine numbers them; None for all."""
+        return ranks.local_ranks(self.capture.ranks, self.target.layout, self.capture.replica)
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a file has the prefix of this recording."""
+        return name.startswith(f"{self.prefix}_")
+
+    def workers_expected(self, layout: Layout) -> int:
+        """Return the number of workers that write. With our extension, workers of unwanted ranks do not."""
+        local = self.local_ranks
+        if self.started is None or not self.started.aimed or local is None:
+            return layout.size
+        return len(local) * layout.dp
+
+    def outcome(self) -> Outcome:
+        """Return what the engine and its clocks say about the end of this recording."""
+        target, started = self.target, self.started
+        settings = {**target.settings, **self.capture.extra}
+        scheduled = any(settings.get(name) for name in _SCHEDULES)
+        return Outcome(
+            start=self.capture.iterations.start,
+            asked=None if "iterations" in self.ignored else self.capture.iterations.count,
+            named=_versions.names_iterations(target.version),
+            reports=target.reports,
+            before=self.facts_at_start,
+            after=self.facts_at_stop,
+            stopped_ns=None if started is None else self.stop_ns,
+            early=self.is_early,
+            expired=self.expired,
+            certain=started is not None and (started.aimed or started.named) and not scheduled,
+        )

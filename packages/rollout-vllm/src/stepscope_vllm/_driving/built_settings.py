@@ -1,0 +1,60 @@
+"""Settings of a profiler that an engine was built with, where the environment states them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
+"""Makes vLLM 0.11.1 to 0.12 open CUDA profiler ranges. Later ones have `ProfilerConfig(profiler="cuda")`."""
+
+FOLDER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+
+VARIABLES = {
+    "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
+    "torch_profiler_record_shapes": "VLLM_TORCH_PROFILER_RECORD_SHAPES",
+    "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
+    "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
+}
+"""Settings before there was a `ProfilerConfig` (vLLM 0.12 and older); before 0.10.2 only the folder."""
+
+
+_built_in: WeakKeyDictionary[object, Mapping[str, object]] = WeakKeyDictionary()
+"""Engine -> settings of its profiler. One writer: `building`."""
+
+
+@contextmanager
+def building(owned: Callable[[], list[object]]) -> Iterator[None]:
+    """Remember the settings of the environment for the engines that are built inside.
+
+    Args:
+        owned: The engines that live in this process.
+    """
+    earlier = owned()
+    yield
+    settings = settings_of_environment()
+    for engine in owned():
+        if all(engine is not other for other in earlier):
+            _built_in[engine] = settings
+
+
+def settings_of(engine: object) -> Mapping[str, object]:
+    """Return the settings of the environment in which an engine was built; if unknown, those of now."""
+    known = _built_in.get(engine)
+    return settings_of_environment() if known is None else known
+
+
+def settings_of_environment() -> dict[str, object]:
+    """Return the settings that the environment states now, under the names of `ProfilerConfig`."""
+    if os.environ.get(CUDA_VARIABLE) == "1":
+        return {"profiler": "cuda"}
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return {}
+    settings: dict[str, object] = {"profiler": "torch", "torch_profiler_dir": os.path.abspath(folder)}
+    for field, variable in VARIABLES.items():
+        default = "1" if field == "torch_profiler_with_stack" else "0"
+        settings[field] = os.environ.get(variable, default) != "0"
+    return settings

@@ -1,0 +1,121 @@
+"""Calls to one engine of this process, on the event loop or the thread to which it belongs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from stepscope.errors import EngineError
+from stepscope_vllm._driving import work_loop
+
+_LIFE_S = 0.5
+"""Interval at which an engine that does not answer is checked for life."""
+TAKEN = (
+    "Somebody else started its profiler, or a process that ended did. Fix: stop_profile() on the engine "
+    "once, then capture"
+)
+
+
+class EngineCalls:
+    """Calls to an `AsyncLLM` on its own event loop, or to an `LLM` on one thread of ours."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.asynchronous = hasattr(engine, "output_handler")
+        # An LLM is always called on the same thread: where its worker lives in this process, a torch.profiler
+        # that is stopped on another thread than it was started on ends the process.
+        self._thread = ThreadPoolExecutor(1, "stepscope-vllm-llm")
+        self._home: asyncio.AbstractEventLoop | None = None
+
+    def bind(self, caller: asyncio.AbstractEventLoop) -> None:
+        """Find the event loop of an AsyncLLM. One without a loop yet gets the caller's.
+
+        Raises:
+            EngineError: that loop has ended, or is not one for an engine.
+        """
+        if not self.asynchronous:
+            return
+        home = self.loop()
+        if home is None and work_loop.is_ours(caller):
+            raise EngineError(
+                "the AsyncLLM has no event loop yet, and this is not one for it. Fix: open the capture with "
+                "`async with capture(...)` in the loop that generates, or generate once before"
+            )
+        self._home = home or caller
+        if not self._home.is_running():
+            raise EngineError(
+                "the event loop of the AsyncLLM does not run now, so the engine cannot be called. Fix: open "
+                "the capture with `async with capture(...)` inside that loop"
+            )
+
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the event loop of an AsyncLLM; None before it was used."""
+        resources = getattr(self.engine.engine_core, "resources", None)
+        tasks = (self.engine.output_handler, getattr(resources, "output_queue_task", None))
+        return next((task.get_loop() for task in tasks if task is not None), None)
+
+    def dead(self) -> str | None:
+        """Return the reason why the engine will not answer any more; None while it lives."""
+        core = getattr(self.engine if self.asynchronous else self.engine.llm_engine, "engine_core", None)
+        resources = getattr(core, "resources", None)
+        if getattr(resources, "engine_dead", False) or (self.asynchronous and self.engine.errored):
+            return "the engine is dead (its EngineCore or a worker ended)"
+        return None
+
+    async def call(self, method: str, *args: object, **kwargs: object) -> Any:
+        """Call a method of the engine.
+
+        Raises:
+            EngineError: the engine is dead or dies meanwhile; or the engine's own error, as text.
+        """
+        why = self.dead()
+        if why is not None:
+            raise EngineError(f"{method}: {why}")
+        work = asyncio.ensure_future(self.run(partial(getattr(self.engine, method), *args, **kwargs)))
+        while not work.done():
+            await asyncio.wait({work}, timeout=_LIFE_S)
+            why = self.dead()
+            if why is not None and not work.done():
+                work.cancel()
+                raise EngineError(f"{method}: {why}")
+        try:
+            return work.result()
+        except Exception as error:
+            why = await self._death() if type(error) is Exception else self.dead()
+            raise EngineError(f"{method}: {why or described(error)}") from error
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function where the engine is to be called; await its result for an AsyncLLM."""
+        if not self.asynchronous:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        if self._home is None:
+            raise EngineError("the engine's event loop is not known")
+
+        async def at_home() -> Any:
+            return await function()
+
+        work: Coroutine[Any, Any, Any] = at_home()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+
+    async def _death(self) -> str | None:
+        """Wait for the news that the engine is dead: a call fails a moment before it is known."""
+        for _ in range(10):
+            why = self.dead()
+            if why is not None:
+                return why
+            await asyncio.sleep(_LIFE_S / 5)
+        return None
+
+
+def described(error: BaseException) -> str:
+    """Return one line about an engine's error; vLLM's own types may not exist where the text is read."""
+    text = " ".join(str(error).split())
+    hint = ""
+    if type(error).__name__ == "ProfilerAlreadyActiveError":
+        hint = f". {TAKEN}"
+    elif "rofiling is not enabled" in text or "rofiler is not enabled" in text:
+        hint = ". Fix: build it with `**stepscope_vllm.engine_args(config, replica)`"
+    return f"{type(error).__name__}: {text[-400:]}{hint}"
