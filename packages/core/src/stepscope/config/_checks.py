@@ -179,15 +179,15 @@ def _try_to_write(folder: Path) -> None:
     import shutil  # with tempfile 8 ms, once per run
     import tempfile
 
-    there = _nearest(folder)
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a folder")
-    if there == folder:
-        _write(there)
+    nearest = _nearest(folder)
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
+    if nearest == folder:
+        _write(nearest)
     else:
         # Not TemporaryDirectory: its finalizer would put those of the whole process behind multiprocessing's
         # wait for its children at exit, if that is imported later; one of these ends a vLLM engine.
-        passing = tempfile.mkdtemp(prefix=".stepscope-", dir=there)
+        passing = tempfile.mkdtemp(prefix=".stepscope-", dir=nearest)
         try:
             _write(passing)
         finally:

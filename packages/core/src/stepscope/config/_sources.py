@@ -152,5 +152,5 @@ def _names(section: type[Section], role: str) -> Iterator[str]:
 
 
 def _located(error: ConfigError, where: str) -> ConfigError:
-    also = [_located(each, where) for each in error.also]
+    also = [_located(other, where) for other in error.also]
     return ConfigError(error.field, error.value, error.allowed, f"{error.fix} (in {where})", also)

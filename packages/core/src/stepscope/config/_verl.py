@@ -304,31 +304,31 @@ class _Tree:
 
     def get(self, path: str) -> Any:
         """Return the value at `path` as plain data, with references filled in; None if there is none."""
-        found = self._root
+        value = self._root
         for name in path.split("."):
-            if not isinstance(found, Mapping) and not _is_omegaconf(found):
+            if not isinstance(value, Mapping) and not _is_omegaconf(value):
                 return None
-            found = found.get(name)
-        if _is_omegaconf(found):
+            value = value.get(name)
+        if _is_omegaconf(value):
             from omegaconf import OmegaConf
 
-            return OmegaConf.to_container(found, resolve=True)
-        if any(isinstance(leaf, str) and "${" in leaf for leaf in _leaves(found)):
-            return self._resolved(path, found)
-        return found
+            return OmegaConf.to_container(value, resolve=True)
+        if any(isinstance(leaf, str) and "${" in leaf for leaf in _leaves(value)):
+            return self._resolved(path, value)
+        return value
 
     def block(self, path: str) -> Block | None:
-        found = self.get(path)
-        if found is None or isinstance(found, Mapping):
-            return found
-        raise ConfigError(path, found, "a mapping", "see verl's trainer configuration")
+        block = self.get(path)
+        if block is None or isinstance(block, Mapping):
+            return block
+        raise ConfigError(path, block, "a mapping", "see verl's trainer configuration")
 
-    def _resolved(self, path: str, found: object) -> Any:
+    def _resolved(self, path: str, value: object) -> Any:
         try:
             from omegaconf import OmegaConf
         except ImportError:
             fix = "pip install omegaconf, which fills references in, or pass what verl's trainer gets"
-            raise ConfigError(path, found, "values, not references to other settings", fix) from None
+            raise ConfigError(path, value, "values, not references to other settings", fix) from None
         self._root = OmegaConf.create(self._root)
         return self.get(path)
 

@@ -121,7 +121,9 @@ class RolloutReplica:
 
     def _prefill(self, requests: list[Request]) -> None:
         longest = max(request.length for request in requests)
-        tokens = torch.tensor([each.prompt + [task.PADDING] * (longest - each.length) for each in requests])
+        tokens = torch.tensor(
+            [request.prompt + [task.PADDING] * (longest - request.length) for request in requests]
+        )
         last = torch.tensor([request.length - 1 for request in requests])
         self._forward(requests, tokens, torch.arange(longest).expand_as(tokens), last)
 

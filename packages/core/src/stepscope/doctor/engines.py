@@ -30,8 +30,8 @@ def _without_adapter(name: str) -> Row:
     except (ImportError, ValueError):  # a module that was put into sys.modules by hand
         is_here = True
     if not is_here:
-        found = "neither the engine nor its adapter is installed here"
-        return Row(subject=name, state="absent", found=found)
+        finding = "neither the engine nor its adapter is installed here"
+        return Row(subject=name, state="absent", found=finding)
     fix = f"pip install 'stepscope[{name}]', in the environment of the engine and of the driver"
     return Row(subject=name, state="amber", found=f"{name} is installed, without its adapter", fix=fix)
 
@@ -40,9 +40,9 @@ def _of_adapter(point: metadata.EntryPoint) -> Iterator[Row]:
     try:
         factory = cast(EngineFactory, point.load())
     except Exception as error:
-        found = f"the adapter cannot be loaded: {type(error).__name__}: {error}"
+        finding = f"the adapter cannot be loaded: {type(error).__name__}: {error}"
         fix = f"install the package that brings {point.value} again"
-        yield Row(subject=point.name, state="red", found=found, fix=fix)
+        yield Row(subject=point.name, state="red", found=finding, fix=fix)
         return
     if factory.distributions:
         versions = {
@@ -62,8 +62,8 @@ def _engine(name: str, versions: Mapping[str, str], supported: Supported | None)
     """Compare the installed engine with the range of its adapter."""
     known = f"the adapter supports {supported}" if supported else "the adapter states no range"
     if not versions:
-        found = f"not installed in this environment; {known}. Servers elsewhere can be driven from here"
-        return Row(subject=name, state="absent", found=found)
+        finding = f"not installed in this environment; {known}. Servers elsewhere can be driven from here"
+        return Row(subject=name, state="absent", found=finding)
     package, version = next(iter(versions.items()))
     if version == DAMAGED or not numbers(version):
         fix = f"pip install --force-reinstall {package}"
@@ -73,7 +73,7 @@ def _engine(name: str, versions: Mapping[str, str], supported: Supported | None)
         fix = f"pip install '{supported.requirement}'"
         return Row(subject=name, state="red", found=f"{installed_ones}: too old; {known}", fix=fix)
     if supported and supported.is_newer(version):
-        found = f"{installed_ones}: newer than any that was tested; {known}"
+        finding = f"{installed_ones}: newer than any that was tested; {known}"
         fix = "prepare() checks it before the run; if it refuses, install an engine of that range"
-        return Row(subject=name, state="amber", found=found, fix=fix)
+        return Row(subject=name, state="amber", found=finding, fix=fix)
     return Row(subject=name, state="green", found=f"{installed_ones}; {known}")

@@ -53,8 +53,8 @@ def _needed(row: Row) -> Row:
     """Return `row`, in red if it reports that the library of the configured `tool` is absent."""
     if row.state != "absent":
         return row
-    found = "not installed, and `tool` is npu"
-    return Row(subject=row.subject, state="red", found=found, fix=INSTALL_TORCH_NPU)
+    finding = "not installed, and `tool` is npu"
+    return Row(subject=row.subject, state="red", found=finding, fix=INSTALL_TORCH_NPU)
 
 
 def _configuration(file: Path | None) -> ProfileConfig | ConfigError:

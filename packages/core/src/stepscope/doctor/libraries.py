@@ -32,8 +32,8 @@ def torch(environ: Mapping[str, str]) -> Iterator[Row]:
         yield _broken_torch(f"{type(error).__name__}: {error}")
         return
     if absent:
-        found = "not installed in this environment: tool torch and cuda_memory record nothing here"
-        yield Row(subject="torch", state="absent", found=found)
+        finding = "not installed in this environment: tool torch and cuda_memory record nothing here"
+        yield Row(subject="torch", state="absent", found=finding)
         return
     try:
         seen = torch_probe.ask()
@@ -112,11 +112,11 @@ def nsys(tool: str) -> Row:
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     version = next((line for line in lines if re.search(r"version\s+\d{4}\.\d", line)), None)
     if done.returncode or version is None:
-        found = (
+        finding = (
             f"{path} --version ended with {done.returncode}: {lines[-1] if lines else 'it printed nothing'}"
         )
         fix = "it does not work here: install Nsight Systems again, or take it off PATH"
-        return Row(subject="nsys", state=state, found=found, fix=fix)
+        return Row(subject="nsys", state=state, found=finding, fix=fix)
     return Row(subject="nsys", state="green", found=f"{version.strip()}, {path}")
 
 
@@ -129,9 +129,9 @@ def nsys_permissions() -> Iterator[Row]:
     except (OSError, ValueError):
         return  # not on this system
     if level > SAMPLED_UP_TO:
-        found = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
+        finding = f"{PARANOID} is {level}: nsys traces CUDA and NVTX here and samples no CPU"
         fix = f"sysctl kernel.perf_event_paranoid={SAMPLED_UP_TO}; or nsys: {{extra: {{sample: none}}}}"
-        yield Row(subject="nsys permissions", state="amber", found=found, fix=fix)
+        yield Row(subject="nsys permissions", state="amber", found=finding, fix=fix)
 
 
 def nvtx() -> Row:

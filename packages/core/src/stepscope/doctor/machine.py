@@ -93,8 +93,8 @@ def configuration(config: ProfileConfig | ConfigError) -> Iterator[Row]:
     """Yield a row for a valid configuration, or one for each mistake in it."""
     if isinstance(config, ConfigError):
         for error in (config, *config.also):
-            found = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
-            yield Row(subject="configuration", state="red", found=found, fix=error.fix)
+            finding = f"{error.field} is {error.value!r}; allowed: {error.allowed}"
+            yield Row(subject="configuration", state="red", found=finding, fix=error.fix)
     else:
         yield _valid(config)
 
@@ -118,13 +118,13 @@ def save_path(config: ProfileConfig) -> Row:
     folder = Path(config.save_path).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    found = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
+    finding = f"{config.save_path} is writable, {free / GIB:.1f} GiB free"
     allowed = config.budget.trace_mb << 20
     if free < allowed:
         fix = "free some, choose another save_path, or set a smaller budget.trace_mb"
-        found += f"; one process may write {allowed / GIB:.1f} GiB per capture (budget.trace_mb)"
-        return Row(subject="save_path", state="red" if free < GIB else "amber", found=found, fix=fix)
-    return Row(subject="save_path", state="green", found=found)
+        finding += f"; one process may write {allowed / GIB:.1f} GiB per capture (budget.trace_mb)"
+        return Row(subject="save_path", state="red" if free < GIB else "amber", found=finding, fix=fix)
+    return Row(subject="save_path", state="green", found=finding)
 
 
 def shared_memory() -> Row:
@@ -137,21 +137,21 @@ def shared_memory() -> Row:
         if sys.platform != "linux":
             return Row(subject=where, state="absent", found="not on this system")
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`); in a container: --shm-size=16g"
-        found = "not there: Ray falls back to the disk, and engines fail to start"
-        return Row(subject=where, state="amber", found=found, fix=fix)
+        finding = "not there: Ray falls back to the disk, and engines fail to start"
+        return Row(subject=where, state="amber", found=finding, fix=fix)
     except OSError as error:
         fix = "make it a tmpfs that all users can write to: mode 1777"
         return Row(subject=where, state="amber", found=f"cannot be examined: {error}", fix=fix)
     if not writable:
         fix = "make it writable for all users: chmod 1777 /dev/shm"
         return Row(subject=where, state="red", found="this user cannot write there", fix=fix)
-    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+    finding = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
     if usage.free < GIB:
         fix = (
             "docker run --shm-size=16g (or --ipc=host); Ray falls back to the disk, and engines fail to start"
         )
-        return Row(subject=where, state="amber", found=found, fix=fix)
-    return Row(subject=where, state="green", found=found)
+        return Row(subject=where, state="amber", found=finding, fix=fix)
+    return Row(subject=where, state="green", found=finding)
 
 
 def installed(distribution: str) -> str | None:

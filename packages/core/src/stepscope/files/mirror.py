@@ -40,7 +40,7 @@ def files_below(root: Path) -> dict[str, os.stat_result]:
     Raises:
         OSError: a folder cannot be read.
     """
-    found = {}
+    statuses = {}
     for folder, names, files in os.walk(root, onerror=_unless_it_is_gone):
         names[:] = sorted(name for name in names if not name.startswith("."))
         for name in sorted(files):
@@ -53,8 +53,8 @@ def files_below(root: Path) -> dict[str, os.stat_result]:
             except OSError:
                 continue  # renamed or removed meanwhile
             if S_ISREG(status.st_mode):
-                found[relative] = status
-    return found
+                statuses[relative] = status
+    return statuses
 
 
 def _unless_it_is_gone(error: OSError) -> None:
@@ -70,10 +70,10 @@ def is_copied(copied: Copied | None, status: os.stat_result) -> bool:
 def record_of(step: StepLayout, host: str, url: str) -> MirrorRecord:
     """Return what `host` copied of a step to `url`; an empty record if nothing."""
     try:
-        found = read_record(step.mirror_record(host), MirrorRecord)
+        record = read_record(step.mirror_record(host), MirrorRecord)
     except (OSError, RecordError):
         return MirrorRecord(url=url)
-    return found if found.url == url else MirrorRecord(url=url)
+    return record if record.url == url else MirrorRecord(url=url)
 
 
 def write_record(step: StepLayout, host: str, record: MirrorRecord) -> None:

@@ -133,7 +133,11 @@ class EngineConformance:
     ) -> None:
         async def scenario() -> None:
             artifacts = await self._record(make_profiler(tmp_path, 1), a_capture(tmp_path, replica=1))
-            stated = [(each.kind, each.stage, each.rank) for each in artifacts if each.rank is not None]
+            stated = [
+                (artifact.kind, artifact.stage, artifact.rank)
+                for artifact in artifacts
+                if artifact.rank is not None
+            ]
             assert all(type(rank) is int and rank >= 0 for _, _, rank in stated)
             assert len(stated) == len(set(stated)), "a rank that no engine stated was made up"
 
@@ -215,7 +219,7 @@ class EngineConformance:
             late = await self._record(profiler, second)
             after = contents(first.step_dir)
             assert {name: after[name] for name in before} == before
-            assert {each.path for each in early}.isdisjoint({each.path for each in late})
+            assert {artifact.path for artifact in early}.isdisjoint({artifact.path for artifact in late})
 
         self.run(scenario())
 

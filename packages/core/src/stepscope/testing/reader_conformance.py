@@ -60,13 +60,13 @@ class ReaderConformance:
         """Return the sidecar that the reader needs for the file, if it needs one."""
         return None
 
-    def found(self, path: Path) -> FoundFile:
+    def found_file(self, path: Path) -> FoundFile:
         return FoundFile(path=path, name=f"traces/actor/{path.name}", sidecar=self.sidecar())
 
     def read(self, reader: Reader, path: Path) -> tuple[list[Event], dict[str, int | None]]:
         """Return the events of a file, and the notes."""
         notes = Notes()
-        with closing(reader.open(self.found(path), notes)) as recording:
+        with closing(reader.open(self.found_file(path), notes)) as recording:
             return list(recording.events()), notes.counts
 
     # The contract.
@@ -74,7 +74,7 @@ class ReaderConformance:
     def test_it_has_a_name_and_claims_its_own_file(self, reader: Reader, tmp_path: Path) -> None:
         assert isinstance(reader, Reader)
         assert reader.name
-        assert reader.claims(self.found(self.write(tmp_path))) == Claim()
+        assert reader.claims(self.found_file(self.write(tmp_path))) == Claim()
 
     @pytest.mark.parametrize("name", _STRANGERS)
     def test_it_leaves_the_files_of_others_alone(self, reader: Reader, tmp_path: Path, name: str) -> None:
@@ -88,7 +88,7 @@ class ReaderConformance:
         assert notes == {}
 
     def test_it_says_where_the_times_come_from(self, reader: Reader, tmp_path: Path) -> None:
-        with closing(reader.open(self.found(self.write(tmp_path)), Notes())) as recording:
+        with closing(reader.open(self.found_file(self.write(tmp_path)), Notes())) as recording:
             origin = recording.origin
         assert isinstance(origin, Origin)
         assert origin.clock in ("realtime", "monotonic", "monotonic_raw", "unknown")
@@ -96,7 +96,7 @@ class ReaderConformance:
 
     def test_a_track_is_declared_before_anything_is_on_it(self, reader: Reader, tmp_path: Path) -> None:
         path = self.write(tmp_path)
-        with closing(reader.open(self.found(path), Notes())) as recording:
+        with closing(reader.open(self.found_file(path), Notes())) as recording:
             processes = {None, *recording.origin.processes}
             declared: set[int] = set()
             for event in recording.events():
@@ -137,10 +137,10 @@ class ReaderConformance:
 
     def test_it_leaves_the_folder_as_it_was(self, reader: Reader, tmp_path: Path) -> None:
         path = self.write(tmp_path)
-        before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
-        reader.claims(self.found(path))
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        reader.claims(self.found_file(path))
         self.read(reader, path)
-        assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
     @pytest.mark.parametrize("tenths", range(10))
     def test_a_file_that_is_cut_off_gives_what_it_has_and_says_so(
@@ -150,7 +150,7 @@ class ReaderConformance:
         whole, _ = self.read(reader, path)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) * tenths // 10])
-        reader.claims(self.found(path))
+        reader.claims(self.found_file(path))
         try:
             events, notes = self.read(reader, path)
         except RecordError:
