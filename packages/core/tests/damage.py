@@ -97,14 +97,14 @@ def _places(value: Any, above: tuple[Any, ...] = (None,)) -> Any:
 
 def _damage_rows(path: Path, random: Random) -> None:
     fitting = [
-        each
-        for each in SCALARS
-        if isinstance(each, float | str | None) or (isinstance(each, int) and abs(each) < 2**63)
+        scalar
+        for scalar in SCALARS
+        if isinstance(scalar, float | str | None) or (isinstance(scalar, int) and abs(scalar) < 2**63)
     ]
     with closing(sqlite3.connect(path)) as database, suppress(sqlite3.Error, UnicodeEncodeError):
         for _ in range(random.choice((1, 2, 6))):
             tables = [
-                each for (each,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             ]
             table = random.choice(tables)
             columns = [row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,))]

@@ -45,10 +45,10 @@ def released(preset: str, version: str) -> Path:
 def definition(source: Path, module: str, name: str) -> Function | None:
     """Return the function or method `name` of `module` under `source`, imported and inherited ones too."""
     *classes, function = name.split(".")
-    found = _find(source, module, classes[0] if classes else function)
-    if found is None:
+    target = _find(source, module, classes[0] if classes else function)
+    if target is None:
         return None
-    where, node = found
+    where, node = target
     if not classes:
         return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
     return _method(source, where, node, function) if isinstance(node, ast.ClassDef) else None
@@ -58,17 +58,17 @@ def arguments(function: Function) -> set[str]:
     """Return the names of its parameters."""
     given = function.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg, given.kwarg])]
-    return {each.arg for each in every}
+    return {argument.arg for argument in every}
 
 
 def _method(source: Path, module: str, node: ast.ClassDef, method: str) -> Function | None:
-    for each in node.body:
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == method:
-            return each
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and member.name == method:
+            return member
     for base in node.bases:
-        found = _find(source, module, base.id) if isinstance(base, ast.Name) else None
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            inherited = _method(source, found[0], found[1], method)
+        target = _find(source, module, base.id) if isinstance(base, ast.Name) else None
+        if target is not None and isinstance(target[1], ast.ClassDef):
+            inherited = _method(source, target[0], target[1], method)
             if inherited is not None:
                 return inherited
     return None
@@ -84,9 +84,9 @@ def _find(source: Path, module: str, name: str) -> tuple[str, ast.stmt] | None:
             return module, node
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and any(
-            (each.asname or each.name) == name for each in node.names
+            (alias.asname or alias.name) == name for alias in node.names
         ):
-            original = next(each.name for each in node.names if (each.asname or each.name) == name)
+            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
             return _find(source, _target(path, module, node), original)
     return None
 
@@ -101,12 +101,14 @@ def record(preset: str, source: Path, repository: str, commit: str) -> None:
     """Write the preset's names that are in `source`."""
     entries = read_preset(preset).entries
     names = {f"{entry.module}:{entry.name}" for entry in entries}
-    found = {name: definition(source, *name.split(":")) for name in sorted(names)}
-    there = {name: sorted(arguments(function)) for name, function in found.items() if function is not None}
+    functions = {name: definition(source, *name.split(":")) for name in sorted(names)}
+    parameters = {
+        name: sorted(arguments(function)) for name, function in functions.items() if function is not None
+    }
     DATA.mkdir(exist_ok=True)
-    data = {"repository": repository, "commit": commit, "arguments": there}
+    data = {"repository": repository, "commit": commit, "arguments": parameters}
     (DATA / f"{preset}.json").write_text(json.dumps(data, indent=1) + "\n")
-    for name in sorted(names - set(there)):
+    for name in sorted(names - set(parameters)):
         print(f"not there: {name}")
 
 

@@ -73,9 +73,9 @@ def trim(step: Path) -> None:
     aligned = DATA / "aligned" / "step_000002"
     for part in sorted(step.glob("processes/*.json")):
         kept = _trim_spans(next(step.glob(f"spans/{part.stem}.jsonl")), aligned, part)
-        said = json.loads(part.read_bytes())
-        said["spans"] = kept
-        _put(aligned / "processes" / part.name, json.dumps(said))
+        record = json.loads(part.read_bytes())
+        record["spans"] = kept
+        _put(aligned / "processes" / part.name, json.dumps(record))
     for trace in sorted(step.glob("traces/**/*.json.gz")):
         place = aligned / trace.parent.relative_to(step) / trace.name
         _put(place, _trimmed(json.loads(gzip.decompress(trace.read_bytes()))))
@@ -131,9 +131,9 @@ def no_clock(step: Path) -> None:
         text = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).decode()
         text = text.replace("ref_rank0_node-a_", "ref_rank0_node-b_")
         if path.name.startswith("trainer") and path.suffix == ".json":
-            said = json.loads(text)
-            said["clocks"] = [c for c in said["clocks"] if not c["process"].startswith("ref")]
-            text = json.dumps(said)
+            record = json.loads(text)
+            record["clocks"] = [c for c in record["clocks"] if not c["process"].startswith("ref")]
+            text = json.dumps(record)
         if "ref" in (path.name.partition("_")[0], path.parent.name):
             text = text.replace('"node-a"', '"node-b"')
             path.unlink()
@@ -156,11 +156,11 @@ def replica_missing(step: Path) -> None:
     for path in [*step.glob("*/rollout_rank1_*"), *step.glob("traces/rollout/replica1/*")]:
         path.unlink()
     (part,) = step.glob("processes/trainer*")
-    said = json.loads(part.read_bytes())
-    for expectation in said["expected"]:
+    record = json.loads(part.read_bytes())
+    for expectation in record["expected"]:
         if expectation["name"] == "replica 1":
             expectation |= {"state": "missing", "reason": "no answer within 60 s", "artifacts": []}
-    part.write_text(json.dumps(said))
+    part.write_text(json.dumps(record))
 
 
 def truncated(step: Path) -> None:

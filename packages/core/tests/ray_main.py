@@ -128,8 +128,8 @@ def spans(folder: Path, expected: int, deadline_s: float = 30) -> Counter[str]:
     until = time.monotonic() + deadline_s
     while True:
         lines = [line for file in folder.glob("step_*/spans/*") for line in file.read_text().splitlines(True)]
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        stages = Counter(line["stage"] for line in found if line["kind"] == "span")
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        stages = Counter(line["stage"] for line in records if line["kind"] == "span")
         if stages.total() >= expected or time.monotonic() > until:
             return stages
         time.sleep(0.1)

@@ -215,20 +215,22 @@ def built_classes(preset: str, entries: Sequence[InstrumentConfig]) -> Iterator[
 def _function(preset: str, module: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     if preset in RECORDED:
         recorded = json.loads((DATA / f"{preset}.json").read_text())["arguments"][f"{module}:{name}"]
-        signature = ", ".join(["self", *(each for each in recorded if each != "self")])
+        signature = ", ".join(["self", *(name for name in recorded if name != "self")])
         (function,) = ast.parse(f"def {name.split('.')[-1]}({signature}): pass").body
         assert isinstance(function, ast.FunctionDef)
     else:
-        found = definition(released(preset, dict(WHEELS)[preset]), module, name)
-        assert found is not None
-        function = copy.deepcopy(found)
+        original = definition(released(preset, dict(WHEELS)[preset]), module, name)
+        assert original is not None
+        function = copy.deepcopy(original)
     kinds = ("classmethod", "staticmethod")
     function.decorator_list = [
-        each for each in function.decorator_list if isinstance(each, ast.Name) and each.id in kinds
+        decorator
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Name) and decorator.id in kinds
     ]
     none = ast.Constant(None)
     function.args.defaults = [none for _ in function.args.defaults]
-    function.args.kw_defaults = [each and none for each in function.args.kw_defaults]
+    function.args.kw_defaults = [default and none for default in function.args.kw_defaults]
     function.body.insert(0, ast.Expr(ast.Name("LOCK", ast.Load())))
     return function
 

@@ -157,10 +157,10 @@ def test_advice_names_what_fits_the_step_and_nothing_else(
     case = Case(tmp_path)
     for change in changes:
         change(case)
-    found = case.advice(traces=True)
-    assert rule in found
-    assert fits in found[rule].do
-    assert not_fits not in found[rule].do
+    advice = case.advice(traces=True)
+    assert rule in advice
+    assert fits in advice[rule].do
+    assert not_fits not in advice[rule].do
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_the_cost_of_the_capture_is_no_alarm_and_stands_behind_the_steps_own_sto
     case = Case(tmp_path)
     for change in (dear, slow_rank, weights, profiled(0)):
         change(case)
-    found: list[Advice] = list(case.advice().values())
-    assert found[-1].rule == "profiler-cost"
-    assert found[-1].kind == "hint"
-    assert len(found) > 2
+    advice: list[Advice] = list(case.advice().values())
+    assert advice[-1].rule == "profiler-cost"
+    assert advice[-1].kind == "hint"
+    assert len(advice) > 2
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -94,8 +94,8 @@ def test_the_report_counts_it_where_it_ran_and_names_whose_it_is(recorded: RunLa
     assert five.long_tail is not None
     assert (five.long_tail.trajectories, five.long_tail.of_other_steps) == (1, 1)
     assert seven.health.other_steps == ()
-    for found in (five, seven):
-        assert sum(line.wall_ns for line in found.breakdown.lines) == found.breakdown.window_ns
+    for outcome in (five, seven):
+        assert sum(line.wall_ns for line in outcome.breakdown.lines) == outcome.breakdown.window_ns
 
 
 def under(layout: RunLayout, step: int) -> str:
@@ -130,12 +130,12 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 
 
 def test_how_stale_each_trajectory_is_that_the_step_consumes(stale: RunLayout) -> None:
-    found = report(stale, 7).staleness
-    assert found is not None
-    assert (found.trajectories, found.policy_version, found.mixed) == (5, 6, 1)
-    assert found.steps == Lag(known=4, p50=1, p90=4, max=4)
-    assert found.versions == Lag(known=4, p50=1, p90=4, max=4)
-    assert [(each.trajectory, each.begun_step, each.policy_versions) for each in found.worst] == [
+    staleness = report(stale, 7).staleness
+    assert staleness is not None
+    assert (staleness.trajectories, staleness.policy_version, staleness.mixed) == (5, 6, 1)
+    assert staleness.steps == Lag(known=4, p50=1, p90=4, max=4)
+    assert staleness.versions == Lag(known=4, p50=1, p90=4, max=4)
+    assert [(row.trajectory, row.begun_step, row.policy_versions) for row in staleness.worst] == [
         ("old", 3, (2,)), ("t5", 5, (4,)), ("half", 6, (5, 6)),
     ]  # fmt: skip
 
@@ -144,23 +144,23 @@ def test_staleness_is_in_the_tables_the_page_and_the_scalars(stale: RunLayout) -
     path = stale.step(7).root
     timeline = load_step(path)
     text, page = under(stale, 7), render_step(timeline, step_report(timeline))
-    for said in (text, page):
-        assert "5 trajectories consumed by this step, under policy version 6; 1 written by several" in said
-        assert "Stalest trajectories" in said
-    found = to_scalars(step_report(timeline))
-    assert {name: value for name, value in found.items() if name.startswith("staleness/")} == {
+    for output in (text, page):
+        assert "5 trajectories consumed by this step, under policy version 6; 1 written by several" in output
+        assert "Stalest trajectories" in output
+    values = to_scalars(step_report(timeline))
+    assert {name: value for name, value in values.items() if name.startswith("staleness/")} == {
         "staleness/steps_p50": 1, "staleness/steps_max": 4,
         "staleness/versions_p50": 1, "staleness/versions_max": 4,
     }  # fmt: skip
 
 
 def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
-    found = report(stale, 7)
-    assert "consume" not in {stage.stage for stage in found.stages}
-    assert "consume" not in {line.stage for line in found.breakdown.lines}
-    assert found.long_tail is not None
-    assert found.long_tail.consumed == 5
-    assert (found.long_tail.trajectories, found.long_tail.of_other_steps, found.long_tail.under_way) == (
+    result = report(stale, 7)
+    assert "consume" not in {stage.stage for stage in result.stages}
+    assert "consume" not in {line.stage for line in result.breakdown.lines}
+    assert result.long_tail is not None
+    assert result.long_tail.consumed == 5
+    assert (result.long_tail.trajectories, result.long_tail.of_other_steps, result.long_tail.under_way) == (
         1,
         1,
         1,
@@ -170,7 +170,7 @@ def test_consuming_takes_no_time_and_is_no_stage(stale: RunLayout) -> None:
 def test_a_slow_trajectory_says_which_step_it_is_for(stale: RunLayout) -> None:
     tail = report(stale, 7).long_tail
     assert tail is not None
-    assert {(each.trajectory, each.consumed_by, each.policy_version) for each in tail.worst} == {
+    assert {(row.trajectory, row.consumed_by, row.policy_version) for row in tail.worst} == {
         ("t7", None, 6), ("t8", 8, 6),
     }  # fmt: skip
     assert "t8, for step 8" in under(stale, 7)
@@ -182,8 +182,8 @@ def test_the_timeline_marks_what_is_consumed(stale: RunLayout) -> None:
     events = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()))["traceEvents"]
     (mark,) = [event for event in events if event["name"] == "consume old"]
     assert mark["ph"] == "i"
-    said = {name: mark["args"][name] for name in ("begun", "begun_version", "policy_version", "trajectory")}
-    assert said == {"begun": 3, "begun_version": 2, "policy_version": 6, "trajectory": "old"}
+    marked = {name: mark["args"][name] for name in ("begun", "begun_version", "policy_version", "trajectory")}
+    assert marked == {"begun": 3, "begun_version": 2, "policy_version": 6, "trajectory": "old"}
 
 
 def test_where_nothing_calls_consume_the_steps_own_spans_say_it(recorded: RunLayout) -> None:
@@ -194,7 +194,7 @@ def test_where_nothing_calls_consume_the_steps_own_spans_say_it(recorded: RunLay
         Lag(known=1, p50=0, p90=0, max=0),
         Lag(known=1, p50=1, p90=1, max=1),
     )
-    assert [(each.trajectory, each.begun_step, each.steps) for each in seven.worst] == [("t7", 5, 2)]
+    assert [(row.trajectory, row.begun_step, row.steps) for row in seven.worst] == [("t7", 5, 2)]
 
 
 def test_where_nothing_is_stale_nothing_is_said(tmp_path: Path) -> None:
@@ -221,12 +221,12 @@ def test_the_very_first_step_is_captured_with_what_was_under_way(tmp_path: Path)
         pass
     cap.close()
     cap.result.wait()
-    found = report(RunLayout(tmp_path), 0)
+    result = report(RunLayout(tmp_path), 0)
     assert {(s.trajectory, s.turn) for s in load_step(RunLayout(tmp_path).step(0).root).spans} == {
         ("early", 0), ("late", None),
     }  # fmt: skip
-    assert found.long_tail is not None
-    assert (found.long_tail.trajectories, found.long_tail.under_way) == (1, 1)
+    assert result.long_tail is not None
+    assert (result.long_tail.trajectories, result.long_tail.under_way) == (1, 1)
     assert "1 under way when the capture opened" in under(RunLayout(tmp_path), 0)
 
 
@@ -239,6 +239,6 @@ def test_a_capture_that_runs_into_the_next_step_keeps_the_two_apart(tmp_path: Pa
         pass
     cap.close()
     cap.result.wait()
-    found = report(RunLayout(tmp_path), 5)
-    assert [(other.step, other.spans) for other in found.health.other_steps] == [(6, 1)]
-    assert found.health.complete
+    result = report(RunLayout(tmp_path), 5)
+    assert [(other.step, other.spans) for other in result.health.other_steps] == [(6, 1)]
+    assert result.health.complete

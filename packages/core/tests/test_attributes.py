@@ -136,12 +136,12 @@ def test_names_are_bounded_as_texts_are_and_those_that_differ_at_the_end_stay_ap
         with attach({"process": long, "span": 1}), span("below nobody"):
             pass
     written = recorded.spans()
-    names = [name for each in written for name in (each.stage, each.role, each.trajectory) if name]
+    names = [name for line in written for name in (line.stage, line.role, line.trajectory) if name]
     assert max(map(len, names)) == MAX_TEXT
-    assert len({each.trajectory for each in written} - {None}) == 2
-    assert len({each.stage for each in written if each.stage[:1] == "x"}) == 2
-    assert [each.trajectory for each in written if each.stage == "elsewhere"] == [
-        next(each.trajectory for each in written if each.stage == "trajectory")
+    assert len({line.trajectory for line in written} - {None}) == 2
+    assert len({line.stage for line in written if line.stage[:1] == "x"}) == 2
+    assert [line.trajectory for line in written if line.stage == "elsewhere"] == [
+        next(line.trajectory for line in written if line.stage == "trajectory")
     ]
-    assert all(each.link is None for each in written)
+    assert all(line.link is None for line in written)
     assert max(len(path.name) for path in recorded.layout.root.rglob("*")) < 255

@@ -100,15 +100,15 @@ def spans(tmp_path: Path) -> Spans:
     """{step: the stages recorded in it}."""
 
     def read() -> dict[int, list[str]]:
-        found = {}
+        stages = {}
         for folder in sorted(tmp_path.glob("run/step_*")):
             lines = [
                 line
                 for file in folder.glob("spans/*.jsonl")
                 for line in msgspec.json.Decoder(Line).decode_lines(file.read_bytes())
             ]
-            found[int(folder.name[-6:])] = [line.stage for line in lines if isinstance(line, Span)]
-        return found
+            stages[int(folder.name[-6:])] = [line.stage for line in lines if isinstance(line, Span)]
+        return stages
 
     return read
 

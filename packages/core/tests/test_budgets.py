@@ -46,7 +46,7 @@ def manifest_of(config: ProfileConfig, step: int) -> Manifest:
     return fold(read_parts(RunLayout(config.save_path).step(step))[0])
 
 
-def said(config: ProfileConfig, step: int) -> dict[str, tuple[str, str | None]]:
+def outcomes(config: ProfileConfig, step: int) -> dict[str, tuple[str, str | None]]:
     parts = manifest_of(config, step).processes
     return {item.name: (item.state, item.reason) for part in parts for item in part.expected}
 
@@ -59,11 +59,11 @@ def test_a_disk_that_is_nearly_full_gets_spans_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, 500 << 20))
     with capture(1, config=config), span("update"):
         pass
-    assert said(config, 1)["torch trace"] == (
+    assert outcomes(config, 1)["torch trace"] == (
         "failed",
         f"budget.free_mb: 500 MB are free in {config.save_path}, 1024 wanted",
     )
-    assert said(config, 1)["spans"][0] == "ok"
+    assert outcomes(config, 1)["spans"][0] == "ok"
 
 
 @pytest.mark.needs("torch")
@@ -76,7 +76,7 @@ def test_traces_of_earlier_steps_count_against_the_run(tmp_path: Path) -> None:
     (traces / "large.json").write_bytes(b"x" * (3 << 20))
     with capture(1, config=config):
         pass
-    state, reason = said(config, 1)["torch trace"]
+    state, reason = outcomes(config, 1)["torch trace"]
     assert state == "failed"
     assert str(reason).startswith("budget.run_trace_mb: 3 MB lie in")
 
@@ -111,7 +111,7 @@ def test_on_a_disk_that_is_nearly_full_no_engine_is_started(
     engine = FakeEngine()
     with capture(1, engines=[FakeEngineProfiler(engine)], config=config):
         assert not engine.recordings
-    state, reason = said(config, 1)["replica 0"]
+    state, reason = outcomes(config, 1)["replica 0"]
     assert state == "failed"
     assert str(reason).startswith("budget.free_mb: 500 MB are free in")
 
@@ -149,7 +149,7 @@ def test_a_capture_that_outgrows_its_budget_is_truncated_and_training_goes_on(
             until.wait(0.001)
         after = "training goes on"
     assert after
-    assert "budget.memory_mb: the process grew by 800 MB" in str(said(config, 1)["spans"])
+    assert "budget.memory_mb: the process grew by 800 MB" in str(outcomes(config, 1)["spans"])
 
 
 def test_a_cancelled_watchdog_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

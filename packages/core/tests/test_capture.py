@@ -65,10 +65,10 @@ def manifest_of(config: ProfileConfig, step: int) -> Manifest:
 
 
 def expectation(config: ProfileConfig, step: int, name: str) -> Expectation:
-    (found,) = [
+    (outcome,) = [
         item for part in manifest_of(config, step).processes for item in part.expected if item.name == name
     ]
-    return found
+    return outcome
 
 
 def test_a_capture_says_where_its_files_are_and_what_reads_them(
@@ -77,9 +77,9 @@ def test_a_capture_says_where_its_files_are_and_what_reads_them(
     monkeypatch.setattr(conclusion, "_is_torch_explained", True)  # torch may have run in another test
     with caplog.at_level(logging.INFO, "stepscope"), capture(1, config=config), capture(2, config=config):
         pass
-    (said,) = [line for line in caplog.messages if "captured" in line]
-    assert said.startswith("stepscope: step 2 captured: 1 process, 0 traces, in ")
-    assert said.endswith(f"`stepscope report {config.save_path} --step 2`")
+    (message,) = [line for line in caplog.messages if "captured" in line]
+    assert message.startswith("stepscope: step 2 captured: 1 process, 0 traces, in ")
+    assert message.endswith(f"`stepscope report {config.save_path} --step 2`")
 
 
 def test_a_role_that_nobody_has_is_named_with_the_likely_one(
@@ -90,12 +90,12 @@ def test_a_role_that_nobody_has_is_named_with_the_likely_one(
     )
     with capture(2, workers={}, config=config), span("update", role="actor"):  # Ray may run: of other tests
         pass
-    said = expectation(config, 2, "roles.actr")
-    assert said.state == "missing"
-    assert said.reason == (
+    item = expectation(config, 2, "roles.actr")
+    assert item.state == "missing"
+    assert item.reason == (
         "roles.actr matched nothing; roles in this capture: actor, trainer. Did you mean 'actor'?"
     )
-    assert said.reason in caplog.text
+    assert item.reason in caplog.text
     assert "act*" not in caplog.text
 
 
@@ -448,9 +448,9 @@ def test_cancelled_at_any_await_a_capture_leaves_nothing_open_and_the_truth(
         assert capture_module.opened() is None
         assert not any(engine.recordings for engine in engines), suspension
         if RunLayout(config.save_path).steps():
-            said = told_all_of(config, 2)
-            assert (said is None) == (2 in whole), (suspension, said)
-            assert said is None or "CancelledError" in said
+            error = told_all_of(config, 2)
+            assert (error is None) == (2 in whole), (suspension, error)
+            assert error is None or "CancelledError" in error
         whole.clear()
         asyncio.run(recorded(3, config, engines))
         assert manifest_of(config, 3).state == "ok", suspension
@@ -470,7 +470,7 @@ def told_all_of(config: ProfileConfig, step: int) -> str | None:
     for item in part.expected:
         assert item.pending is None, item
         assert (item.state == "ok") == (item.reason is None), item
-        assert all((folder.root / each.path).exists() for each in item.artifacts), item
+        assert all((folder.root / artifact.path).exists() for artifact in item.artifacts), item
     return part.error
 
 
@@ -805,9 +805,9 @@ def test_prepare_names_a_role_that_nothing_known_before_the_run_has(
 
     roles = {"trainr": {"ranks": "first"}, "verif*": {"ranks": "first"}, "*": {"ranks": "first"}}
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path), steps=[2], roles=roles))
-    (said,) = caplog.messages
-    assert re.search(r"roles\.trainr matched nothing; roles known before the run: .*\btrainer\b", said)
-    assert "Did you mean 'trainer'?" in said
+    (message,) = caplog.messages
+    assert re.search(r"roles\.trainr matched nothing; roles known before the run: .*\btrainer\b", message)
+    assert "Did you mean 'trainer'?" in message
 
 
 def test_prepare_starts_the_profiler_for_nothing_in_a_run_that_is_only_triggered(
@@ -835,8 +835,8 @@ def test_prepare_warns_of_what_is_wrong_in_a_run_that_is_only_triggered(
 ) -> None:
     (tmp_path / "file").write_text("")
     stepscope.prepare(config=ProfileConfig(save_path=str(tmp_path / "file" / "run")))
-    (said,) = caplog.messages
-    assert "a capture on request would not be whole: save_path" in said
+    (message,) = caplog.messages
+    assert "a capture on request would not be whole: save_path" in message
 
 
 def test_prepare_does_nothing_for_a_run_that_captures_nothing(
@@ -918,11 +918,11 @@ def test_a_span_that_is_used_again_is_a_span_each_time_also_in_later_captures(co
     with capture(3, config=config):
         with timer:
             pass
-    found = all_spans(config, 2)
-    assert [line.span for line in found] == [1, 2, 3]
-    assert [line.attrs for line in found] == [{"number": 0}, {"number": 1}, {"number": 2}]
-    assert all(line.parent is None and line.policy_version == 4 for line in found)
-    assert all(a.start_ns + a.dur_ns <= b.start_ns for a, b in itertools.pairwise(found))
+    spans = all_spans(config, 2)
+    assert [line.span for line in spans] == [1, 2, 3]
+    assert [line.attrs for line in spans] == [{"number": 0}, {"number": 1}, {"number": 2}]
+    assert all(line.parent is None and line.policy_version == 4 for line in spans)
+    assert all(a.start_ns + a.dur_ns <= b.start_ns for a, b in itertools.pairwise(spans))
     assert len(all_spans(config, 3)) == 1
 
 

@@ -96,10 +96,10 @@ with span("hang"):
     assert process.stdout.readline() == "ready\n"
     process.kill()
     process.communicate()
-    found = lines(tmp_path)
-    assert [line.stage for line in found if isinstance(line, Span)] == ["done"]
-    assert [line.stage for line in found if type(line) is Open] == ["hang"]
-    assert not any(isinstance(line, End) for line in found)
+    written = lines(tmp_path)
+    assert [line.stage for line in written if isinstance(line, Span)] == ["done"]
+    assert [line.stage for line in written if type(line) is Open] == ["hang"]
+    assert not any(isinstance(line, End) for line in written)
     (part,) = parts(tmp_path)
     assert part.closed is None
     assert manifest(tmp_path).state == "missing"
@@ -419,9 +419,9 @@ for number in range(1, 6):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     for number in range(1, 6):
-        found = parts(tmp_path, number)
-        assert len({part.run_id for part in found}) == 2
-        assert all(item.state == "ok" for part in found for item in part.expected if item.name == "spans")
+        manifests = parts(tmp_path, number)
+        assert len({part.run_id for part in manifests}) == 2
+        assert all(item.state == "ok" for part in manifests for item in part.expected if item.name == "spans")
 
 
 PEER = """

@@ -51,8 +51,8 @@ def json_of(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_run_is_reported_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(a_run(tmp_path))]) == 0
     printed = capsys.readouterr()
-    for said in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
-        assert said in printed.out
+    for phrase in ("Step 2 of run run1", "Step 4 of run run1", "agent_loop", "8.00 ms", "80.0", "Steps"):
+        assert phrase in printed.out
     pages = f"Page: {tmp_path}/report.html and 2 for its steps\n"
     assert printed.err == f"All tables: --full, or --step N for those of one step\n{pages}"
 
@@ -136,14 +136,14 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
     before = (step / "timeline.json.gz").read_bytes()
     capsys.readouterr()
     assert run(["merge", str(step), "--roles", "traner"]) == 2
-    said = capsys.readouterr().err
-    assert "roles is 'traner'" in said
-    assert "trainer" in said
+    message = capsys.readouterr().err
+    assert "roles is 'traner'" in message
+    assert "trainer" in message
     assert (step / "timeline.json.gz").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["report", "{}/absent"], "does not exist. {} holds: empty, file, runs"),
         (["report", "{}/file"], "is a file: give the folder of a run"),
@@ -162,30 +162,30 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
     ],
 )
 def test_a_path_that_is_no_run_is_answered_with_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     a_run(tmp_path / "runs" / "first")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     assert run([argument.format(tmp_path) for argument in arguments]) == 2
     printed = capsys.readouterr()
-    assert said.format(tmp_path) in printed.err
+    assert message.format(tmp_path) in printed.err
     assert printed.out == ""
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "message"),
     [([], "selects no step: set `steps`"), ([100], "selects steps [100]: the run has reached none of them")],
 )
 def test_a_run_without_captured_steps_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list[int], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list[int], message: str
 ) -> None:
     record = RunRecord(
         run_id="r", started_ns=0, host="h", pid=1, command=("train.py",), config={"steps": steps}, versions={}
     )
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(record))
     assert run(["report", str(tmp_path)]) == 3
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_ls_shows_each_step_with_its_state_and_what_is_missing(
@@ -353,7 +353,7 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--ranks", "0..3"], "--ranks is '0..3'; give ranks and ranges of them, such as 0,8-15"),
         (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
@@ -363,11 +363,11 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
     ],
 )
 def test_an_option_of_merge_that_means_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     step = a_run(tmp_path) / "step_000002"
     assert run(["merge", str(step), *arguments]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (step / "timeline.json.gz").exists()
 
 

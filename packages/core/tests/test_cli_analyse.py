@@ -50,9 +50,9 @@ def test_what_waits_is_analysed_once(step: Path, capsys: pytest.CaptureFixture[s
 def test_one_that_fails_is_named_and_the_others_go_on(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (step / "traces" / "0.raw").write_text("broken")
     assert run(["analyse", str(step), "--timeout", "7"]) == 3
-    said = capsys.readouterr().err
-    assert "0.raw: FAILED: took longer than 7 s" in said
-    assert "a.raw: one file" in said
+    message = capsys.readouterr().err
+    assert "0.raw: FAILED: took longer than 7 s" in message
+    assert "a.raw: one file" in message
 
 
 def test_without_an_analyser_it_says_what_to_install(

@@ -103,17 +103,17 @@ def test_two_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     steps = [str(a_run(tmp_path) / f"step_{step:06d}") for step in (2, 4)]
     assert run(["diff", *steps]) == 0
     printed = capsys.readouterr().out
-    for said in (
+    for phrase in (
         "A: step 2 of run run1",
         "B: step 4 of run run1",
         "What changed",
         "rollout",
         "+ opening, closing",
     ):
-        assert said in printed
+        assert phrase in printed
     assert run(["diff", *steps, "--json"]) == 0
-    found = json_of(capsys)
-    assert (found["a"]["step_ns"], found["delta_ns"]) == (10 * MS, 0)
+    comparison = json_of(capsys)
+    assert (comparison["a"]["step_ns"], comparison["delta_ns"]) == (10 * MS, 0)
 
 
 def test_two_runs_are_compared_also_within_one_folder(

@@ -21,9 +21,9 @@ def a_step(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    (found,) = json.loads(capsys.readouterr().out)["steps"]
-    assert isinstance(found, dict)
-    return found
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert isinstance(step, dict)
+    return step
 
 
 def test_traces_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +38,8 @@ def test_the_tables_of_traces_are_printed(tmp_path: Path, capsys: pytest.Capture
     path, _ = a_step(tmp_path)
     assert run(["report", str(path), "--no-html"]) == 0
     text = capsys.readouterr().out
-    for said in ("Idle", "Engines", "Operators and kernels: actor", "gemm", "Devices", "GPU 0"):
-        assert said in text
+    for phrase in ("Idle", "Engines", "Operators and kernels: actor", "gemm", "Devices", "GPU 0"):
+        assert phrase in text
 
 
 def test_without_traces_none_is_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,9 +55,9 @@ def test_a_broken_trace_is_named_and_costs_nothing_else(
     path, trace = a_step(tmp_path)
     trace.write_bytes(trace.read_bytes()[:100])
     assert run(["report", str(path), "--json"]) == 3
-    found = printed(capsys)
-    assert [problem["file"] for problem in found["traces"]["problems"]]
-    assert found["idle"][0]["idle_ns"] > 0
+    step = printed(capsys)
+    assert [problem["file"] for problem in step["traces"]["problems"]]
+    assert step["idle"][0]["idle_ns"] > 0
 
 
 def test_steps_side_by_side_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,11 +25,11 @@ def gloo(op: str, ts: float, dur: float = 10, **args: object) -> Event:
 
 
 def nccl(op: str, ts: float, dur: float = 10, **args: object) -> Event:
-    said = {"stream": 7, "grid": [8, 1, 1], "Collective name": op, "Process Group Name": "0",
+    arguments = {"stream": 7, "grid": [8, 1, 1], "Collective name": op, "Process Group Name": "0",
             "Process Group Ranks": "[0, 1]", "In msg nelems": 5, **args}  # fmt: skip
     return {
         "ph": "X", "cat": "kernel", "name": "ncclDevKernel_Sum", "pid": 0, "tid": 7, "ts": ts, "dur": dur,
-        "args": said,
+        "args": arguments,
     }  # fmt: skip
 
 
@@ -41,8 +41,8 @@ def read(
     return read_collectives("actor", [path])
 
 
-def series(found: dict[Kind, Series | Refused]) -> Series:
-    (one,) = found.values()
+def series(collectives: dict[Kind, Series | Refused]) -> Series:
+    (one,) = collectives.values()
     assert isinstance(one, Series)
     return one
 
@@ -65,9 +65,9 @@ def test_wherever_blocks_end_no_collective_is_missed(
             "args": {"x": "{" * chance.randrange(900)},
         }
         events.append(other)
-    found = series(read(tmp_path / "t.json.gz", events, indent=indent))
-    assert found.count == 2000
-    assert sorted(times.entered_ns for times in found.times.values()) == [
+    collective = series(read(tmp_path / "t.json.gz", events, indent=indent))
+    assert collective.count == 2000
+    assert sorted(times.entered_ns for times in collective.times.values()) == [
         1_000_000 + 100_000 * number for number in range(2000)
     ]
     assert len(json.dumps(events)) > 4 * BLOCK
@@ -92,8 +92,8 @@ def test_of_those_that_overlap_without_numbers_nobody_knows_which_came_first(tmp
         gloo("all_reduce", 120, 9),
         gloo("all_reduce", 300),
     ]
-    found = series(read(tmp_path / "t.json.gz", events))
-    assert (found.count, sorted(found.times)) == (4, [0, 3])
+    collective = series(read(tmp_path / "t.json.gz", events))
+    assert (collective.count, sorted(collective.times)) == (4, [0, 3])
 
 
 def test_numbered_ones_are_matched_by_number_whatever_is_missing(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_numbered_ones_are_matched_by_number_whatever_is_missing(tmp_path: Path)
     pairs = match(one, other)
     assert not isinstance(pairs, str)
     assert sorted(pairs) == [5, 6, 7, 8]
-    assert all(theirs.entered_ns == mine.entered_ns for theirs, mine in pairs.values())
+    assert all(theirs.entered_ns == own.entered_ns for theirs, own in pairs.values())
 
 
 def test_sizes_that_differ_are_no_match(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_sizes_that_differ_are_no_match(tmp_path: Path) -> None:
 def test_all_windows_of_a_process_count_as_one(tmp_path: Path) -> None:
     for name, first in (("b", 500.0), ("a", 0.0)):
         read(tmp_path / f"{name}.json.gz", [gloo("barrier", first), gloo("barrier", first + 100)])
-    found = series(read_collectives("actor", [tmp_path / "b.json.gz", tmp_path / "a.json.gz"]))
-    assert [times.entered_ns for _, times in sorted(found.times.items())] == [
+    collective = series(read_collectives("actor", [tmp_path / "b.json.gz", tmp_path / "a.json.gz"]))
+    assert [times.entered_ns for _, times in sorted(collective.times.items())] == [
         1_000_000 + us * 1000 for us in (0, 100, 500, 600)
     ]

@@ -205,12 +205,12 @@ def test_validate_refuses_what_is_not_installed_here(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
 
-    def found(name: str, package: str | None = None) -> ModuleSpec | None:
-        return None if name == absent else there(name, package)
+    def spec_of(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == absent else find_spec(name, package)
 
-    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(importlib.util, "find_spec", spec_of)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("stepscope.cli.validate.check_tool", lambda config: None)  # stepscope-npu is there
     path = tmp_path / "stepscope.yaml"

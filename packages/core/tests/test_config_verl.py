@@ -33,8 +33,8 @@ def trainer_config(release: str, **overall: object) -> dict[str, Any]:
 
 
 def tool_config(config: dict[str, Any], role: str, tool: str) -> dict[str, Any]:
-    found: dict[str, Any] = config["actor_rollout_ref"][role]["profiler"]["tool_config"][tool]
-    return found
+    options: dict[str, Any] = config["actor_rollout_ref"][role]["profiler"]["tool_config"][tool]
+    return options
 
 
 def quietly(config: object) -> ProfileConfig:
@@ -118,12 +118,12 @@ def test_what_is_a_trap_in_verl_is_named() -> None:
     config = trainer_config("0.9.1", profile_continuous_steps=True)
     config["critic"]["profiler"]["enable"] = True
     tool_config(config, "rollout", "torch").update(profile_token_start=4, profile_token_end=20)
-    said = differences(config)
-    assert "critic: ranks is empty, which verl reads as rank 0" in said
-    assert "contents is empty, which verl documents as everything" in said
-    assert "rollout has discrete: false, with which verl records no rollout" in said
-    assert "profile_token_start and profile_token_end count engine iterations" in said
-    assert "profile_continuous_steps" in said
+    message = differences(config)
+    assert "critic: ranks is empty, which verl reads as rank 0" in message
+    assert "contents is empty, which verl documents as everything" in message
+    assert "rollout has discrete: false, with which verl records no rollout" in message
+    assert "profile_token_start and profile_token_end count engine iterations" in message
+    assert "profile_continuous_steps" in message
     iterations = quietly(config).roles["rollout"].engine.iterations
     assert (iterations.start, iterations.count) == (4, 16)
 
@@ -178,9 +178,9 @@ def test_options_and_tools_that_do_not_hold_are_named() -> None:
     rollout = config["actor_rollout_ref"]["rollout"]["profiler"]
     rollout.update(enable=True, tool="torch", tool_config={"torch": {"contents": ["cuda"]}})
     config["actor_rollout_ref"]["actor"]["profiler"]["tool"] = "torch"
-    said = differences(config)
-    assert "global_profiler.tool is nsys, and that of the roles is torch" in said
-    assert "the tool's options of rollout differ" in said
+    message = differences(config)
+    assert "global_profiler.tool is nsys, and that of the roles is torch" in message
+    assert "the tool's options of rollout differ" in message
 
 
 def test_a_tool_without_counterpart_is_refused() -> None:

@@ -80,8 +80,8 @@ def test_a_line_is_the_innermost_that_is_not_torchs_own() -> None:
 
 def test_without_stacks_and_times_the_sizes_are_there() -> None:
     made = snapshot()
-    for each in made["device_traces"][0]:
-        del each["frames"], each["time_us"]
+    for event in made["device_traces"][0]:
+        del event["frames"], event["time_us"]
     (device,) = summarise(made, 1000).devices
     assert device.peak_bytes == 450 * MB
     assert {(block.at_us, block.where) for block in device.blocks} == {(None, -1)}
@@ -172,11 +172,14 @@ def test_what_held_the_memory_is_said_by_stage_and_line(tmp_path: Path, skew_ns:
         450 * MB,
         30 * MS,
     )
-    assert [(each.stage, each.where, each.bytes // MB) for each in row.holders] == [
+    assert [(holder.stage, holder.where, holder.bytes // MB) for holder in row.holders] == [
         ("actor forward", "train/forward.py:41 forward", 300),
         ("actor update_actor", "train/backward.py:41 backward", 50),
     ]
-    assert row.before_bytes + row.other_bytes + sum(each.bytes for each in row.holders) == row.allocated_bytes
+    assert (
+        row.before_bytes + row.other_bytes + sum(holder.bytes for holder in row.holders)
+        == row.allocated_bytes
+    )
 
 
 def test_the_tables_and_the_page_show_it(tmp_path: Path) -> None:
@@ -184,17 +187,17 @@ def test_the_tables_and_the_page_show_it(tmp_path: Path) -> None:
     made = snapshot()
     made["device_traces"][0].append({"action": "oom", "size": 900 * MB, "device_free": 5, "frames": []})
     put(folder, actor, msgspec.json.encode(summarise(made, 11)), OOM_SUMMARY)
-    found = report(folder)
+    step = report(folder)
     out = StringIO()
-    Console(file=out, width=200).print(render(found))
-    page = render_step(load_step(folder.layout.root), found)
-    for said in (out.getvalue(), page):
-        assert "CUDA memory at its highest" in said
-        assert "Held then: actor 0 cuda:0, at an out-of-memory error" in said
-        assert "CUDA was out of memory when it was asked for 900 MB" in said
-        assert "The history was full" in said
-        assert "train/forward.py:41 forward" in said
-        assert "before the recording" in said
+    Console(file=out, width=200).print(render(step))
+    page = render_step(load_step(folder.layout.root), step)
+    for output in (out.getvalue(), page):
+        assert "CUDA memory at its highest" in output
+        assert "Held then: actor 0 cuda:0, at an out-of-memory error" in output
+        assert "CUDA was out of memory when it was asked for 900 MB" in output
+        assert "The history was full" in output
+        assert "train/forward.py:41 forward" in output
+        assert "before the recording" in output
 
 
 def test_a_summary_is_no_trace_of_the_timeline(tmp_path: Path) -> None:
@@ -208,9 +211,9 @@ def test_a_summary_is_no_trace_of_the_timeline(tmp_path: Path) -> None:
 def test_a_broken_summary_is_named_and_costs_itself(tmp_path: Path, data: bytes) -> None:
     folder, actor = a_step(tmp_path)
     put(folder, actor, data)
-    found = report(folder)
-    assert found.cuda_memory == ()
-    assert found.traces is not None
-    assert [problem.file for problem in found.traces.problems] == [
+    step = report(folder)
+    assert step.cuda_memory == ()
+    assert step.traces is not None
+    assert [problem.file for problem in step.traces.problems] == [
         "traces/actor/capture_cuda_memory_summary.json.gz"
     ]

@@ -64,10 +64,10 @@ class Worker:
 
     @profile_step(role="rollout")
     def stream(self, n: int) -> Generator[int, str, str]:
-        said = []
+        received = []
         for i in range(n):
-            said.append((yield i))  # noqa: PERF401 # a comprehension cannot yield
-        return f"done {said}"
+            received.append((yield i))  # noqa: PERF401 # a comprehension cannot yield
+        return f"done {received}"
 
     @profile_step(role="rollout")
     async def astream(self, n: int) -> AsyncGenerator[int, str]:
@@ -798,7 +798,7 @@ def test_a_function_without_a_role_has_that_of_the_span_around_it_else_of_the_pr
         assert (Bare.above_classmethod(), Bare.below_staticmethod(1), Bare().score(1)) == ("Bare", 1, 1)
         with span("rewards", role="reward"):
             Bare().score(1)
-    assert [(each.role, each.stage) for each in spans()] == [
+    assert [(line.role, line.stage) for line in spans()] == [
         ("agent_loop", "update"),
         ("agent_loop", "generate"),
         ("critic", "value"),

@@ -62,10 +62,10 @@ def dunder_names(a: int, __fn: int, *__args: int, __runtime: int = 3) -> tuple[o
 
 
 ORIGINALS.append(dunder_names)
-each = pytest.mark.parametrize("fn", ORIGINALS, ids=lambda fn: fn.__name__)
+of_each_kind = pytest.mark.parametrize("fn", ORIGINALS, ids=lambda fn: fn.__name__)
 
 
-@each
+@of_each_kind
 def test_the_signature_is_exact(fn: types.FunctionType) -> None:
     wrapper = profile_step(role="actor")(fn)
     assert inspect.signature(wrapper) == inspect.signature(fn)
@@ -76,7 +76,7 @@ def test_the_signature_is_exact(fn: types.FunctionType) -> None:
         assert inspect.getfullargspec(wrapper) == inspect.getfullargspec(fn)
 
 
-@each
+@of_each_kind
 def test_the_kind_is_the_same(fn: types.FunctionType) -> None:
     wrapper = profile_step(role="actor")(fn)
     assert type(wrapper) is types.FunctionType
@@ -89,7 +89,7 @@ def test_the_kind_is_the_same(fn: types.FunctionType) -> None:
         assert ask(wrapper) == ask(fn)
 
 
-@each
+@of_each_kind
 def test_the_metadata_is_the_functions(fn: types.FunctionType) -> None:
     vars(fn)["of_the_user"] = ["kept"]
     wrapper = profile_step(role="actor")(fn)

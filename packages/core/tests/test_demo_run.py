@@ -37,11 +37,11 @@ RAY_GIVES_UP_SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
 
 @pytest.fixture(scope="module")
 def ran(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, list[str]]:
-    said: list[str] = []
+    lines: list[str] = []
     result = run_demo(
-        tmp_path_factory.mktemp("demo"), steps=2, captured=(1, 7), seed=1, on_progress=said.append
+        tmp_path_factory.mktemp("demo"), steps=2, captured=(1, 7), seed=1, on_progress=lines.append
     )
-    return result, said
+    return result, lines
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ def timeline(ran: tuple[DemoResult, list[str]]) -> Timeline:
 
 
 def test_it_trains_and_captures_the_steps_that_there_are(ran: tuple[DemoResult, list[str]]) -> None:
-    result, said = ran
+    result, lines = ran
     assert list(RunLayout(result.save_path).steps()) == [1] == list(result.captured)
     assert len(result.rewards) == 2
     assert all(0 < reward < 1 for reward in result.rewards)
-    assert [line for line in said if line.endswith("captured")] == said[-1:]
+    assert [line for line in lines if line.endswith("captured")] == lines[-1:]
 
 
 def test_a_ray_that_was_running_goes_on(ran: tuple[DemoResult, list[str]]) -> None:
@@ -79,8 +79,8 @@ def test_everything_that_was_promised_is_there(timeline: Timeline) -> None:
 
 def test_every_actor_and_replica_has_a_trace(ran: tuple[DemoResult, list[str]]) -> None:
     traces = RunLayout(ran[0].save_path).step(1).traces
-    found = Counter(path.relative_to(traces).parts[0] for path in traces.rglob("*.json.gz"))
-    assert found == {"actor": ACTORS, "ref": 1, "rollout": REPLICAS}
+    counts = Counter(path.relative_to(traces).parts[0] for path in traces.rglob("*.json.gz"))
+    assert counts == {"actor": ACTORS, "ref": 1, "rollout": REPLICAS}
 
 
 def test_what_a_replica_does_hangs_below_the_turn_that_asked_for_it(timeline: Timeline) -> None:
@@ -131,10 +131,10 @@ def test_what_is_not_installed_is_named_with_the_command(
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(ConfigError, match="save_path"):
-        run_demo(tmp_path / "file" / "profile", on_progress=said.append)
-    assert said == []
+        run_demo(tmp_path / "file" / "profile", on_progress=lines.append)
+    assert lines == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by their environment")
@@ -165,11 +165,11 @@ def test_ctrl_c_in_a_captured_step_leaves_no_process_behind(tmp_path: Path) -> N
 
 def processes_with(mark: str) -> list[str]:
     """Return the command lines of the processes that inherited `mark` in their environment."""
-    found = []
+    commands = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
+                commands.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue  # it has ended, or is another user's
-    return found
+    return commands

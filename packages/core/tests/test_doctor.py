@@ -105,8 +105,8 @@ def test_the_screen_shows_each_fix_below_its_finding(
 
 
 def test_packages_of_different_versions_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"stepscope": "0.2.0", "stepscope-npu": "0.1.0"}
-    monkeypatch.setattr(machine, "installed", there.get)
+    versions = {"stepscope": "0.2.0", "stepscope-npu": "0.1.0"}
+    monkeypatch.setattr(machine, "installed", versions.get)
     row = machine.own_packages()
     assert (row.state, row.fix) == ("red", "pip install stepscope==0.2.0 stepscope-npu==0.2.0")
 
@@ -230,7 +230,7 @@ def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "found"),
+    ("version", "state", "finding"),
     [
         ("0.32.0+cpu", "green", "mine-cpu 0.32.0+cpu; the adapter supports mine 0.8.5 to 0.33.0"),
         ("0.33.0.post1", "green", "mine-cpu 0.33.0.post1; "),
@@ -241,14 +241,14 @@ def test_an_engine_without_its_adapter_is_noted(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_an_engine_is_compared_with_the_range_of_its_adapter(
-    version: str | None, state: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str | None, state: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = adapter_in(tmp_path, monkeypatch, f"{__name__}:engine_of_mine")
     monkeypatch.setattr(engines, "installed", {"mine-cpu": version}.get)
     monkeypatch.setattr(engines, "entry_points", lambda group: [point])
     row = next(row for row in engines.engines() if row.subject == "mine")
     assert row.state == state
-    assert found in row.found
+    assert finding in row.found
     assert row.fix or state not in ("red", "amber")
 
 
@@ -283,7 +283,7 @@ def adapter_in(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> Ent
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "finding"),
     [
         ("exit 127", "ended with 127: it printed nothing"),
         ("echo cannot open libQt5Core.so >&2; exit 1", "libQt5Core.so"),
@@ -293,7 +293,7 @@ def adapter_in(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> Ent
     ],
 )
 def test_an_nsys_that_does_not_work_is_not_ok(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nsys").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nsys").chmod(0o755)
@@ -302,7 +302,7 @@ def test_an_nsys_that_does_not_work_is_not_ok(
     assert libraries.nsys("nsys").state == "red"
     row = libraries.nsys("torch")
     assert row.state == "amber"
-    assert said in row.found
+    assert finding in row.found
 
 
 def test_shm_that_is_missing_or_closed_has_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +413,8 @@ def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any
         for package, version_, points, metadata in around["packages"]:
             info = folder / f"{package}-{version_ or '0'}.dist-info".replace("/", "_")
             info.mkdir(exist_ok=True)
-            said = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version_}\n".encode()
-            (info / "METADATA").write_bytes(said if metadata is None else metadata)
+            text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version_}\n".encode()
+            (info / "METADATA").write_bytes(text if metadata is None else metadata)
             if points is not None:
                 (info / "entry_points.txt").write_bytes(points)
         patch.syspath_prepend(folder)
@@ -445,9 +445,9 @@ def test_a_package_adds_its_rows_and_one_that_raises_hides_no_other(monkeypatch:
         EntryPoint(name="mine", value=f"{__name__}:rows_of_mine", group=examine.GROUP),
     ]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
-    there = machine.entry_points
+    entry_points = machine.entry_points
     monkeypatch.setattr(
-        machine, "entry_points", lambda group: points if group == examine.GROUP else there(group)
+        machine, "entry_points", lambda group: points if group == examine.GROUP else entry_points(group)
     )
     rows = rows_of()
     assert rows["broken"].state == "red"
@@ -464,8 +464,8 @@ def test_a_torch_npu_that_is_absent_is_red_where_the_tool_is_npu(
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     npu = EntryPoint(name="npu", value="stepscope_npu:NpuBackend", group="stepscope.backends")
     points = {examine.GROUP: [point], "stepscope.backends": [npu]}
-    there = machine.entry_points
-    monkeypatch.setattr(machine, "entry_points", lambda group: [*points.get(group, []), *there(group)])
+    entry_points = machine.entry_points
+    monkeypatch.setattr(machine, "entry_points", lambda group: [*points.get(group, []), *entry_points(group)])
     path = tmp_path / "c.yaml"
     path.write_text(f"tool: {tool}\nsteps: [1]\n")
     row = next(row for row in examine.examine(path) if row.subject == "torch_npu")

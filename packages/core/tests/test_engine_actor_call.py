@@ -82,8 +82,8 @@ async def test_a_plain_function_runs_on_a_sync_actors_main_thread(actors: dict[s
 
 
 async def test_a_coroutine_function_runs_on_an_async_actors_own_loop(actors: dict[str, Any]) -> None:
-    found = await ActorLine(actors["async"]).call(thread_of_the_loop)
-    assert found == await actors["async"].thread.remote()
+    thread = await ActorLine(actors["async"]).call(thread_of_the_loop)
+    assert thread == await actors["async"].thread.remote()
 
 
 @pytest.mark.parametrize("kind", ["sync", "threaded"])

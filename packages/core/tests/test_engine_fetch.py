@@ -33,13 +33,13 @@ class OtherHost:
         self.calls += 1
         path, *rest = args
         try:
-            said = fn(None, f"{self.disk}{path}", *rest)
+            result = fn(None, f"{self.disk}{path}", *rest)
         except OSError as error:
             raise CallFailedError(f"{type(error).__name__}: {error}") from error
-        return [name.removeprefix(str(self.disk)) for name in said] if isinstance(said, list) else said
+        return [name.removeprefix(str(self.disk)) for name in result] if isinstance(result, list) else result
 
 
-def there(disk: Path | str, given: EngineCapture, name: str, content: bytes) -> Artifact:
+def put_trace(disk: Path | str, given: EngineCapture, name: str, content: bytes) -> Artifact:
     """Return a trace on the other host's disk, with its sidecar."""
     beyond = msgspec.structs.replace(
         given, out_dir=f"{disk}{given.out_dir}", step_dir=f"{disk}{given.step_dir}"
@@ -69,17 +69,17 @@ async def test_a_trace_on_a_hosts_own_disk_comes_home_whole_with_its_sidecar(
     monkeypatch.setattr(fetch, "PIECE", 1000)
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
     content = bytes(range(256)) * 10
-    artifact = there(line.disk, given, "a.pt.trace.json.gz", content)
+    artifact = put_trace(line.disk, given, "a.pt.trace.json.gz", content)
     assert await brought(line, given, artifact) == {}
     home = Path(given.step_dir) / artifact.path
     assert home.read_bytes() == content
     assert sidecar_of(home).read_bytes() == sidecar_of(Path(f"{line.disk}{home}")).read_bytes()
-    assert sorted(each.name for each in home.parent.iterdir()) == [home.name, sidecar_of(home).name]
+    assert sorted(path.name for path in home.parent.iterdir()) == [home.name, sidecar_of(home).name]
 
 
 async def test_a_recording_that_is_a_folder_comes_home_with_its_empty_files(tmp_path: Path) -> None:
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
-    artifact = there(line.disk, given, "a_ascend_pt/FRAMEWORK/torch.op_range", b"operators")
+    artifact = put_trace(line.disk, given, "a_ascend_pt/FRAMEWORK/torch.op_range", b"operators")
     artifact = msgspec.structs.replace(artifact, path=artifact.path.partition("/FRAMEWORK")[0])
     folder = Path(given.step_dir) / artifact.path
     put_empty(f"{line.disk}{folder}/empty", f"{line.disk}{folder}.meta.json")
@@ -93,14 +93,14 @@ async def test_a_recording_that_is_a_folder_comes_home_with_its_empty_files(tmp_
 
 async def test_what_is_here_already_is_not_asked_for(tmp_path: Path) -> None:
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
-    artifact = there("", given, "a.pt.trace.json.gz", b"shared")
+    artifact = put_trace("", given, "a.pt.trace.json.gz", b"shared")
     assert await brought(line, given, artifact) == {}
     assert line.calls == 0
 
 
 async def test_what_cannot_be_brought_is_named_with_the_reason(tmp_path: Path) -> None:
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
-    artifact = there(line.disk, given, "a.pt.trace.json.gz", b"gone")
+    artifact = put_trace(line.disk, given, "a.pt.trace.json.gz", b"gone")
     remove(f"{line.disk}{given.step_dir}", artifact)
     left = await brought(line, given, artifact)
     assert "No such file" in left[f"artifacts on {artifact.host}"]
@@ -109,7 +109,7 @@ async def test_what_cannot_be_brought_is_named_with_the_reason(tmp_path: Path) -
 
 async def test_no_file_is_brought_to_a_place_outside_of_the_step(tmp_path: Path) -> None:
     given, line = a_capture(tmp_path), OtherHost(tmp_path / "other")
-    artifact = there(line.disk, given, "a.pt.trace.json.gz", b"other")
+    artifact = put_trace(line.disk, given, "a.pt.trace.json.gz", b"other")
     outside = Path(f"{line.disk}{given.step_dir}").parent / "outside.json"
     outside.write_bytes(b"{}")
     left = await brought(line, given, msgspec.structs.replace(artifact, path="../outside.json"))
@@ -121,10 +121,10 @@ class Elsewhere(FakeEngineProfiler):
     """Leaves its files on another host, and nobody brings them."""
 
     async def stop(self) -> list[Artifact]:
-        found = await super().stop()
-        for artifact in found:
+        artifacts = await super().stop()
+        for artifact in artifacts:
             remove(self.step_dir, artifact)
-        return [msgspec.structs.replace(artifact, host="other-host") for artifact in found]
+        return [msgspec.structs.replace(artifact, host="other-host") for artifact in artifacts]
 
     async def start(self, given: EngineCapture) -> None:
         self.step_dir = given.step_dir
@@ -137,6 +137,6 @@ async def test_a_trace_that_stayed_on_another_host_is_partial_and_says_where_it_
         pass
     manifest = cap.result.manifest()
     assert manifest is not None
-    (item,) = [each for part in manifest.processes for each in part.expected if each.name == "replica 0"]
+    (item,) = [item for part in manifest.processes for item in part.expected if item.name == "replica 0"]
     assert item.state == "partial"
     assert f"They are on other-host, below {RunLayout(tmp_path).step(1).root} there" in str(item.reason)

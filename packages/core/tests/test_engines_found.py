@@ -70,15 +70,15 @@ def test_an_engine_goes_to_the_adapter_that_is_named_as_its_library_before_any_o
 
 def test_a_name_stands_for_the_engines_of_this_process() -> None:
     LIVE.extend([FakeEngine(), FakeEngine()])
-    found = profilers_of("fake")
-    assert [profiler.replica for profiler in found] == [0, 1]
-    assert [getattr(profiler, "engine", None) for profiler in found] == LIVE
+    profilers = profilers_of("fake")
+    assert [profiler.replica for profiler in profilers] == [0, 1]
+    assert [getattr(profiler, "engine", None) for profiler in profilers] == LIVE
 
 
 def test_a_name_and_an_engine_can_stand_side_by_side() -> None:
     LIVE.append(FakeEngine())
-    found = profilers_of(["fake", FakeEngineProfiler(FakeEngine())])
-    assert [profiler.replica for profiler in found] == [0, 1]
+    profilers = profilers_of(["fake", FakeEngineProfiler(FakeEngine())])
+    assert [profiler.replica for profiler in profilers] == [0, 1]
 
 
 def test_a_name_that_stands_for_nothing_says_what_to_pass() -> None:

@@ -129,8 +129,8 @@ def test_nobody_else_can_read_a_trace(exporter: Exporter, tmp_path: Path) -> Non
         Submission(exporter, tmp_path / "b.json", compress=False),
     )
     exporter.drain(30)
-    for each in done:
-        for path in (each.path, sidecar_of(each.path)):
+    for trace in done:
+        for path in (trace.path, sidecar_of(trace.path)):
             assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -145,7 +145,7 @@ def test_nothing_else_is_left_in_the_folder(exporter: Exporter, tmp_path: Path) 
 def test_a_name_that_is_taken_is_not_used_again(exporter: Exporter, tmp_path: Path) -> None:
     done = [Submission(exporter, tmp_path / "a.json") for _ in range(3)]
     exporter.drain(30)
-    assert [each.path.name for each in done] == ["a.json.gz", "a-2.json.gz", "a-3.json.gz"]
+    assert [trace.path.name for trace in done] == ["a.json.gz", "a-2.json.gz", "a-3.json.gz"]
 
 
 def test_a_sidecar_is_never_there_before_its_file(
@@ -217,7 +217,7 @@ def test_bytes_are_counted_by_step(exporter: Exporter, tmp_path: Path) -> None:
     two = [Submission(exporter, tmp_path / f"{number}.json", step=2) for number in range(2)]
     Submission(exporter, tmp_path / "three.json", step=3, compress=False)
     exporter.drain(30)
-    assert exporter.bytes_written(2) == sum(each.path.stat().st_size for each in two)
+    assert exporter.bytes_written(2) == sum(trace.path.stat().st_size for trace in two)
     assert exporter.bytes_written(3) == len(BODY)
     assert exporter.bytes_written(4) == 0
 
@@ -322,7 +322,7 @@ class TestProcess:
         monkeypatch.setattr(threading.Thread, "start", refuse)
         done = [Submission(exporter, tmp_path / f"{number}.json", deferred=True) for number in range(2)]
         assert exporter.drain(30) == []
-        assert all(each.path.is_file() for each in done)
+        assert all(trace.path.is_file() for trace in done)
 
     def test_a_signal_handler_may_drain_in_the_middle_of_a_submit(
         self, exporter: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,11 +126,11 @@ def test_one_of_equal_replicas_that_the_profiler_slowed_is_no_straggler(captured
     assert step.profiled == [True, False]
     assert step.seconds[0] > 1.2 * step.seconds[1]
     assert "straggler" not in step.advice
-    found = step.advice["uneven-profiling"]
+    advice = step.advice["uneven-profiling"]
     assert (
-        found.what == "rollout 0 took longer in rollout decode, and a profiler slowed it and not the others"
+        advice.what == "rollout 0 took longer in rollout decode, and a profiler slowed it and not the others"
     )
-    assert found.saves_ns is None
+    assert advice.saves_ns is None
 
 
 def test_equal_replicas_without_a_profiler_are_equal(captured: Captured) -> None:
@@ -148,9 +148,9 @@ def test_a_slow_replica_is_named_where_all_are_profiled_alike(captured: Captured
 
 def test_a_slow_replica_is_named_though_the_profiler_slowed_another_one(captured: Captured) -> None:
     step = captured("first", [1, 1, 3])
-    found = step.advice["straggler"]
-    assert "rollout 2 is slower than the others" in found.what
-    assert found.because[1] == "no profiler recorded it, though some of the others"
+    advice = step.advice["straggler"]
+    assert "rollout 2 is slower than the others" in advice.what
+    assert advice.because[1] == "no profiler recorded it, though some of the others"
 
 
 def test_a_slow_replica_that_alone_is_profiled_is_told_with_its_doubt(captured: Captured) -> None:

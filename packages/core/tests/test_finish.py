@@ -62,7 +62,7 @@ def drain() -> None:
     assert not pipeline._commands.drain(60)
 
 
-def said(result: CaptureResult) -> dict[str, Expectation]:
+def outcomes(result: CaptureResult) -> dict[str, Expectation]:
     assert result.path is not None
     manifest = msgspec.json.decode((result.path / "manifest.json").read_bytes(), type=Manifest)
     return {item.name: item for part in manifest.processes for item in part.expected}
@@ -117,7 +117,7 @@ async def test_what_an_engine_wrote_is_told_too(tmp_path: Path) -> None:
     async with capture(1, config=config, engines=[FakeEngineProfiler(FakeEngine())]) as block:
         pass
     drain()
-    item = said(block.result)["replica 0"]
+    item = outcomes(block.result)["replica 0"]
     assert sorted(told) == sorted(artifact.path for artifact in item.artifacts) != []
 
 
@@ -198,7 +198,7 @@ def test_the_command_runs_once_a_capture_and_knows_what_was_captured(tmp_path: P
     manifest = result.manifest()
     assert manifest is not None
     assert known["STEPSCOPE_RUN_ID"] == manifest.run_id
-    assert said(result)["finish command"] == Expectation(name="finish command", kind="after", state="ok")
+    assert outcomes(result)["finish command"] == Expectation(name="finish command", kind="after", state="ok")
 
 
 def test_a_program_that_imports_stepscope_can_be_the_command(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_alone_the_variable_of_the_step_is_a_slip() -> None:
 def test_a_command_that_fails_is_recorded_with_its_exit_code_and_output(tmp_path: Path) -> None:
     result = captured(a_config(tmp_path, finish={"command": "echo no bucket >&2; exit 3"}))
     drain()
-    item = said(result)["finish command"]
+    item = outcomes(result)["finish command"]
     assert (item.state, item.reason) == ("failed", f"exit code 3; see {_log_name(result)}")
     assert log_of(result) == "no bucket\n"
 
@@ -236,7 +236,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
     result = captured(a_config(tmp_path, finish={"command": command, "timeout_s": 0.3}))
     assert pipe.read_bytes() == b""
     drain()
-    assert said(result)["finish command"].reason == "timeout: killed after 0.3 s"
+    assert outcomes(result)["finish command"].reason == "timeout: killed after 0.3 s"
 
 
 def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
@@ -244,11 +244,11 @@ def test_a_command_under_way_does_not_count_as_missing(tmp_path: Path) -> None:
     os.mkfifo(go)
     result = captured(a_config(tmp_path, finish={"command": f"cat {go}"}))
     result.raise_for_missing()
-    item = said(result)["finish command"]
+    item = outcomes(result)["finish command"]
     assert (item.state, item.reason) == ("pending", "it has not run yet")
     go.write_text("done")
     drain()
-    assert said(result)["finish command"].state == "ok"
+    assert outcomes(result)["finish command"].state == "ok"
 
 
 def test_a_step_is_not_removed_before_its_command_is_done(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_of_ranks_that_capture_by_themselves_the_chosen_ones_run_it(tmp_path: Pa
     config = a_config(tmp_path, finish={"command": "true"})
     result = captured(config, rank=1)
     drain()
-    item = said(result)["finish command"]
+    item = outcomes(result)["finish command"]
     assert (item.state, item.reason) == ("skipped", "rank 1 is not in finish.ranks: first")
 
 
@@ -302,7 +302,7 @@ def test_the_command_waits_for_the_files_of_the_other_processes(tmp_path: Path) 
     )
     part.write_bytes(msgspec.json.encode(done))
     drain()
-    assert said(block.result)["finish command"].state == "ok"
+    assert outcomes(block.result)["finish command"].state == "ok"
 
 
 def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_a_capture_that_never_opened_runs_nothing(tmp_path: Path, monkeypatch: p
         block.open()
     drain()
     assert told == []
-    assert said(block.result)["finish command"].state == "skipped"
+    assert outcomes(block.result)["finish command"].state == "skipped"
 
 
 # The end of the process.
@@ -347,8 +347,8 @@ def run_program(tmp_path: Path, tail: str, **finish_settings: str) -> subprocess
 def left_behind(tmp_path: Path) -> Expectation:
     layout = RunLayout(tmp_path / "run").step(1)
     (part,) = layout.processes.glob("*.json")
-    found = json.loads(part.read_bytes())["expected"]
-    return next(msgspec.convert(item, Expectation) for item in found if item["name"] == "finish command")
+    items = json.loads(part.read_bytes())["expected"]
+    return next(msgspec.convert(item, Expectation) for item in items if item["name"] == "finish command")
 
 
 def test_hooks_and_the_command_of_the_last_capture_run_at_exit(tmp_path: Path) -> None:

@@ -312,14 +312,14 @@ def test_an_actor_cannot_be_a_worker_of_its_own_capture(crew: dict[str, list[Any
 
 
 def outcome_of(outcomes: list[WorkerOutcome], actor: Any) -> WorkerOutcome:
-    (found,) = [each for each in outcomes if actor._actor_id.hex()[:8] in each.name]
-    return found
+    (outcome,) = [outcome for outcome in outcomes if actor._actor_id.hex()[:8] in outcome.name]
+    return outcome
 
 
 def fleet(*actors: Any) -> RayFleet:
-    found = fleet_of(list(actors))
-    assert found is not None
-    return found
+    workers = fleet_of(list(actors))
+    assert workers is not None
+    return workers
 
 
 async def test_a_dead_actor_is_missing_and_the_others_are_recorded(
@@ -454,8 +454,8 @@ def test_cancelled_at_any_await_a_capture_leaves_no_worker_recording(
             parts = manifest_of(config, step).processes
             assert all(part.closed is not None for part in parts), suspension
             assert "closing" not in {item.pending for part in parts for item in part.expected}, suspension
-            (mine,) = (part for part in parts if part.owner)
-            assert ("CancelledError" in str(mine.error)) == (step not in whole), suspension
+            (owner,) = (part for part in parts if part.owner)
+            assert ("CancelledError" in str(owner.error)) == (step not in whole), suspension
         cap = asyncio.run(recorded(step + 1))
         assert own(cap).absent == ()
         assert len(workers_of(config, step + 1)) == 3

@@ -73,7 +73,7 @@ class Host:
             shutil.rmtree(folder)
             folder.touch()
 
-    def there(self) -> list[str]:
+    def files(self) -> list[str]:
         return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
 
@@ -102,8 +102,8 @@ def hosts(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     ray.get(made["host-c"].load_torch.remote())
     yield made
-    for each in made.values():
-        ray.kill(each)
+    for actor in made.values():
+        ray.kill(actor)
 
 
 @pytest.fixture
@@ -138,14 +138,14 @@ def config(here: str) -> ProfileConfig:
 
 def trained(config: ProfileConfig, hosts: dict[str, Any], steps: range, engines: object = None) -> Manifest:
     """Return the manifest of the step that was captured, with all files written."""
-    found = []
+    manifests = []
     for step in steps:
         workers = {"actor": [hosts["host-b"], hosts["host-c"]]}
         with capture(step, workers=workers, engines=engines, config=config) as cap:
             ray.get([hosts[name].update.remote() for name in ("host-b", "host-c")])
         if cap.result.captured:
-            found.append(cap.result.wait(120))
-    (manifest,) = found
+            manifests.append(cap.result.wait(120))
+    (manifest,) = manifests
     assert manifest is not None
     return manifest
 
@@ -194,13 +194,13 @@ def test_a_request_at_the_owners_reaches_hosts_that_do_not_see_it_and_their_file
     assert spans.count('"stage":"update"') == 2
     (trace,) = step.traces.rglob("*.json.gz")
     assert "host-c" in trace.name
-    assert not any("control" in path for path in ray.get(hosts["host-b"].there.remote()))
+    assert not any("control" in path for path in ray.get(hosts["host-b"].files.remote()))
     listener = on_demand._listener
     assert listener is not None
     listener._write()
-    (said,) = read_listening(RunLayout(here))
-    assert said.answers[request].steps == [0]
-    assert list(said.answers[request].others.values()) == ["began", "began"]
+    (answer,) = read_listening(RunLayout(here))
+    assert answer.answers[request].steps == [0]
+    assert list(answer.answers[request].others.values()) == ["began", "began"]
     assert run(["trigger", here, "--status"]) == 0
     assert "actor[1] Actor(Host" in capsys.readouterr().out
     assert run(["report", here, "--no-html"]) == 0

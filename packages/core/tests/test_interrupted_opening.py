@@ -134,11 +134,11 @@ def nothing_records(where: str | None) -> None:
 def threads_of_captures() -> list[str]:
     """Return those that do not end by themselves, as one does that was about to begin."""
     names = ("stepscope-spans", "stepscope-watchdog")
-    own = [each for each in threading.enumerate() if each.name in names and each not in earlier]
+    own = [thread for thread in threading.enumerate() if thread.name in names and thread not in earlier]
     until = time.monotonic() + 10
-    while any(each.is_alive() for each in own) and time.monotonic() < until:
+    while any(thread.is_alive() for thread in own) and time.monotonic() < until:
         time.sleep(0.001)
-    return [each.name for each in own if each.is_alive()]
+    return [thread.name for thread in own if thread.is_alive()]
 
 
 def files_left_open(folder: Path) -> list[str]:

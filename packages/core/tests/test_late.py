@@ -71,8 +71,10 @@ async def given_up(config: ProfileConfig) -> FakeEngineProfiler:
 def item(config: ProfileConfig, step: int) -> Expectation:
     layout = RunLayout(config.save_path).step(step)
     manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    (found,) = [each for part in manifest.processes for each in part.expected if each.name == "replica 0"]
-    return found
+    (outcome,) = [
+        outcome for part in manifest.processes for outcome in part.expected if outcome.name == "replica 0"
+    ]
+    return outcome
 
 
 def still_waiting(config: ProfileConfig, step: int = 1) -> list[Waiting]:
@@ -86,7 +88,7 @@ async def test_a_stop_past_its_deadline_costs_that_and_says_that_files_may_still
     await captured(config, 1, profiler)
     assert item(config, 1).state == "failed"
     assert item(config, 1).reason == "timeout: stop did not return within 0.2 s; its files may still come"
-    assert [(each.name, each.alive, each.came) for each in still_waiting(config)] == [("replica 0", True, ())]
+    assert [(stop.name, stop.alive, stop.came) for stop in still_waiting(config)] == [("replica 0", True, ())]
     assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending"]) == 3
     assert "replica 0" in capsys.readouterr().out
     profiler.let_go.set()
@@ -124,8 +126,8 @@ async def test_the_next_capture_gives_a_late_stop_up_and_what_it_brings_is_still
     config: ProfileConfig,
 ) -> None:
     await given_up(config)
-    (found,) = still_waiting(config)
-    assert len(found.came) == 2
+    (stop,) = still_waiting(config)
+    assert len(stop.came) == 2
     assert item(config, 1).state == "failed"
     assert item(config, 2).state == "ok"
 
@@ -161,7 +163,7 @@ async def test_sidecars_that_come_one_after_another_are_all_entered_in_the_end_a
     await captured(config, 3, other)
     assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 1)
     (tmp_path / "not yet").rename(last)
-    assert [len(each.came) for each in still_waiting(config)] == [1]
+    assert [len(stop.came) for stop in still_waiting(config)] == [1]
     await captured(config, 4, other)
     assert (item(config, 1).state, len(item(config, 1).artifacts)) == ("ok", 2)
     assert not still_waiting(config)

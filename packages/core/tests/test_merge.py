@@ -89,10 +89,10 @@ def trace(
 
 def read(path: Path) -> dict[str, Any]:
     """Return the merged file. Numbers with a fraction come as decimals: exactly as they stand there."""
-    found: dict[str, Any] = json.loads(
+    trace: dict[str, Any] = json.loads(
         gzip.decompress((path / "timeline.json.gz").read_bytes()), parse_float=Decimal
     )
-    return found
+    return trace
 
 
 def events_of(path: Path, *phases: str) -> list[Event]:
@@ -260,8 +260,8 @@ def test_concurrent_trajectories_take_as_few_lanes_as_overlap(tmp_path: Path) ->
     turns = {e["args"]["trajectory"]: e["tid"] for e in events_of(path, "X") if e["name"] == "turn"}
     assert turns == lanes
     assert lanes["t0"] == lanes["t2"] != lanes["t1"] == lanes["t3"]
-    found = set(names(path, "thread").values())
-    assert found == {"spans", "trajectories 1 of 2", "trajectories 2 of 2"}
+    rows = set(names(path, "thread").values())
+    assert rows == {"spans", "trajectories 1 of 2", "trajectories 2 of 2"}
 
 
 def test_an_arrow_leads_from_a_turn_to_the_call_in_the_engine(tmp_path: Path) -> None:
@@ -290,10 +290,10 @@ def test_pids_tids_and_flows_of_many_files_never_meet(tmp_path: Path) -> None:
         trace(folder, actor, events, name=f"{rank}.json")
     path = folder.write()
     merge_step(path)
-    found = events_of(path)
-    assert len({event["pid"] for event in found}) == 3
-    assert all(0 < event[key] < 1 << 32 for event in found for key in ("pid", "tid"))
-    ids = Counter(event["id"] for event in found if "id" in event)
+    merged = events_of(path)
+    assert len({event["pid"] for event in merged}) == 3
+    assert all(0 < event[key] < 1 << 32 for event in merged for key in ("pid", "tid"))
+    ids = Counter(event["id"] for event in merged if "id" in event)
     assert sorted(ids.values()) == [2, 2, 2]
     assert all(number < 1 << 53 for number in ids)
 
@@ -377,10 +377,10 @@ def test_counters_of_two_devices_stay_apart(tmp_path: Path, thread: Event) -> No
     trace(folder, actor, counters)
     path = folder.write()
     merge_step(path)
-    found = events_of(path, "C")
-    assert [event["args"]["bytes"] for event in found] == [0, 1]
-    assert len({event["pid"] for event in found}) == 2
-    assert {event["pid"] for event in found} <= names(path, "process").keys()
+    of_devices = events_of(path, "C")
+    assert [event["args"]["bytes"] for event in of_devices] == [0, 1]
+    assert len({event["pid"] for event in of_devices}) == 2
+    assert {event["pid"] for event in of_devices} <= names(path, "process").keys()
 
 
 def test_roles_and_ranks_narrow_it_and_what_is_left_out_is_said(tmp_path: Path) -> None:

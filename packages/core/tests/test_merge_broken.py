@@ -34,8 +34,8 @@ def read(path: Path, content: bytes) -> tuple[list[str], dict[str, int | None]]:
     """Names of the events that were read, and what was noted."""
     path.write_bytes(content)
     trace = ChromeTrace(path)
-    found = [[json.loads(bytes(raw)) for raw in some] for some in trace.texts(raw_elements)]
-    names = [each.get("name") for events in found for each in events]
+    batches = [[json.loads(bytes(raw)) for raw in some] for some in trace.texts(raw_elements)]
+    names = [event.get("name") for events in batches for event in events]
     return names, trace.notes.counts
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_gzip_gives_what_was_whole(tmp_path: Path, case: str) -> None:
     }[case]
     names, notes = read(tmp_path / "t.json.gz", damaged)
     assert any("cut off" in what or "damaged" in what for what in notes)
-    whole = [json.loads(each)["name"] for each in events]
+    whole = [json.loads(event)["name"] for event in events]
     assert names[:5000] == whole[:5000]
     if case in ("checksum", "garbage behind"):
         assert names == whole
@@ -133,10 +133,10 @@ def test_the_fields_are_read_wherever_they_stand(tmp_path: Path, behind: bool) -
     events = '"traceEvents": [' + ",".join(map(event, range(9999))) + "]"
     path = tmp_path / "t.json"
     path.write_text("{" + (f"{events}, {fields}" if behind else f"{fields}, {events}") + "}")
-    found = ChromeTrace(path).fields()
-    assert (found.base_ns, found.host) == (5, "h")
-    assert found.distributed is not None
-    assert (found.distributed.rank, found.distributed.world_size) == (3, 8)
+    head = ChromeTrace(path).fields()
+    assert (head.base_ns, head.host) == (5, "h")
+    assert head.distributed is not None
+    assert (head.distributed.rank, head.distributed.world_size) == (3, 8)
 
 
 def test_fields_behind_arguments_that_look_like_events_are_found_at_the_end(
@@ -186,9 +186,9 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
 
     def elements(blocks: list[bytes]) -> tuple[list[bytes], bytes | None]:
         reader = Elements(Notes(), raw_elements)
-        found = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch]
-        found += [bytes(raw) for batch in reader.end() for raw in batch]
-        return found, reader.trailer
+        elements = [bytes(raw) for block in blocks for batch in reader.feed(block) for raw in batch]
+        elements += [bytes(raw) for batch in reader.end() for raw in batch]
+        return elements, reader.trailer
 
     blocks, at = [], 0
     for length in cuts:
@@ -198,7 +198,7 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
     pieces, _ = elements([*blocks, bytes(text[at:])])
     if not damage:
         assert whole == pieces
-    assert all(json.loads(each) is not ... for each in pieces)
+    assert all(json.loads(piece) is not ... for piece in pieces)
 
 
 class Looked:

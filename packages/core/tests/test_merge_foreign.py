@@ -88,9 +88,9 @@ def test_a_trace_of_torch_keeps_every_field_of_every_event(tmp_path: Path) -> No
     path = tmp_path / "torch.json"
     subprocess.run([sys.executable, "-c", TORCH, str(path)], check=True, capture_output=True)
     content = path.read_bytes()
-    found = json.loads(content, parse_float=Decimal)
-    before = timed(found["traceEvents"])
-    base_ns = found["baseTimeNanoseconds"]
+    original = json.loads(content, parse_float=Decimal)
+    before = timed(original["traceEvents"])
+    base_ns = original["baseTimeNanoseconds"]
     opened_ns = base_ns + int(before[0]["ts"] * 1000)
     merged, after = merged_of(tmp_path / "quick", content, opened_ns=opened_ns)
     assert merged.problems == ()
@@ -201,10 +201,10 @@ def test_local_ids_of_two_processes_in_one_file_stay_apart(tmp_path: Path) -> No
         st.tuples(st.integers(1, 5), st.one_of(st.integers(-5, 1 << 70), st.text(max_size=5))), unique=True
     )
 )
-def test_ids_of_all_files_stay_apart_and_exact_in_a_double(found: list[tuple[int, int | str]]) -> None:
+def test_ids_of_all_files_stay_apart_and_exact_in_a_double(pairs: list[tuple[int, int | str]]) -> None:
     files = {file: FlowIds(file, 5) for file in range(1, 6)}
-    texts = [(files[file], msgspec.json.encode(value)) for file, value in found if isinstance(value, str)]
-    texts += [(files[file], b"%d" % value) for file, value in found if isinstance(value, int)]
+    texts = [(files[file], msgspec.json.encode(value)) for file, value in pairs if isinstance(value, str)]
+    texts += [(files[file], b"%d" % value) for file, value in pairs if isinstance(value, int)]
     numbers = [ids.number(text) for ids, text in texts]
     assert len(set(numbers)) == len(numbers)
     assert all(0 < number < 1 << 53 for number in numbers)

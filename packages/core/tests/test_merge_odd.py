@@ -94,8 +94,8 @@ def test_an_impossible_time_costs_its_event_and_is_counted(tmp_path: Path, ts: s
 def test_a_pid_and_a_tid_above_2_to_53_become_exact_numbers(tmp_path: Path) -> None:
     folder, actor = step(tmp_path)
     large = (1 << 53) + 1
-    found = [kernel(pid=large, tid=large + 1), kernel(pid=large + 1, tid=large + 1), kernel(pid=-1, tid=-1)]
-    trace(folder, actor, found, baseTimeNanoseconds=0)
+    kernels = [kernel(pid=large, tid=large + 1), kernel(pid=large + 1, tid=large + 1), kernel(pid=-1, tid=-1)]
+    trace(folder, actor, kernels, baseTimeNanoseconds=0)
     result, events = merged(folder)
     assert result.problems == ()
     assert len({(event["pid"], event["tid"]) for event in events}) == 3
@@ -118,8 +118,8 @@ def test_a_rank_that_two_processes_claim_is_named_and_both_are_shown(tmp_path: P
 
 def test_a_trace_without_a_sidecar_is_shown_by_what_it_says_itself(tmp_path: Path) -> None:
     folder, _ = step(tmp_path)
-    said = {"baseTimeNanoseconds": 0, "host_name": "host-a", "distributedInfo": {"rank": 3, "world_size": 8}}
-    trace(folder, None, json.dumps({**said, "traceEvents": [kernel()]}).encode())
+    head = {"baseTimeNanoseconds": 0, "host_name": "host-a", "distributedInfo": {"rank": 3, "world_size": 8}}
+    trace(folder, None, json.dumps({**head, "traceEvents": [kernel()]}).encode())
     result, events = merged(folder)
     assert len(events) == 1
     assert [(row.name, row.rank, row.alignment) for row in result.rows] == [("actor 3", 3, "same host")]

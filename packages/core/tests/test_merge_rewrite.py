@@ -97,11 +97,11 @@ def traces(draw: st.DrawFn) -> list[str]:
         "name": names.map(json.dumps),
         "args": arguments.map(json.dumps),
     }
-    found = []
+    texts = []
     for _ in range(draw(st.integers(1, 6))):
         changed = draw(st.sets(st.sampled_from(sorted(kinds)), max_size=2))
-        found.append(written(layout, **{**usual, **{kind: draw(kinds[kind]) for kind in sorted(changed)}}))
-    return found
+        texts.append(written(layout, **{**usual, **{kind: draw(kinds[kind]) for kind in sorted(changed)}}))
+    return texts
 
 
 def process(drift_ns: int) -> Process:
@@ -135,12 +135,12 @@ def rewritten(
     tracks, notes = Tracks([4242]), Notes()
     base_ns = AXIS.base_ns + shift_ns
     rewriter = Rewriter(row, Place(row, base_ns, AXIS), FlowIds(3, 8), tracks, cut, notes)
-    found: list[Event] = []
+    elements: list[Event] = []
     for events in batches:
         array = f"[{f',{chr(10)}'.join(events)}]".encode()
         text = rewriter.thoroughly(raw_elements(array)) if thoroughly else rewriter.rewrite(array)
-        found += json.loads(b"".join((b"[", text, b"]")), parse_float=Decimal)
-    return Rewritten(found, notes.counts, rewriter.written, sorted(map(str, tracks.take_unnamed())))
+        elements += json.loads(b"".join((b"[", text, b"]")), parse_float=Decimal)
+    return Rewritten(elements, notes.counts, rewriter.written, sorted(map(str, tracks.take_unnamed())))
 
 
 def assert_both_ways_agree(events: list[str], shift_ns: int, drift_ns: int | None) -> None:
@@ -195,9 +195,9 @@ def test_what_kineto_writes_goes_the_quick_way(
 
     monkeypatch.setattr(Rewriter, "_one", refuse)
     if not (layout is COMPACT and shift_ns % 1000):
-        found = rewritten([events], shift_ns, None).events
-        assert {event["pid"] for event in found} == {4242}
-        assert len({event["tid"] for event in found}) == 4
+        events_out = rewritten([events], shift_ns, None).events
+        assert {event["pid"] for event in events_out} == {4242}
+        assert len({event["tid"] for event in events_out}) == 4
 
 
 def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
@@ -207,10 +207,10 @@ def test_what_looks_like_a_field_in_names_and_arguments_stays() -> None:
     for kind in kinds:
         events = [written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", "id": "9"})] * 3
         events.append(written(OLDER, **{**PLAIN, "pid": "0", "tid": "7", **kind}))
-        found = rewritten([events], 3 * SECOND_NS, None).events
+        events_out = rewritten([events], 3 * SECOND_NS, None).events
         before = json.loads(events[-1], parse_float=Decimal)
-        assert (found[-1]["name"], found[-1]["args"]) == (before["name"], before["args"])
-        assert (found[-1]["pid"], len(found)) == (4242, 4)
+        assert (events_out[-1]["name"], events_out[-1]["args"]) == (before["name"], before["args"])
+        assert (events_out[-1]["pid"], len(events_out)) == (4242, 4)
 
 
 def test_a_plan_is_not_carried_over_to_events_that_it_does_not_fit() -> None:
@@ -286,8 +286,8 @@ def test_metadata_that_a_writer_gives_again_and_again_is_looked_at_once(
         return look(self, fields)
 
     monkeypatch.setattr(Rewriter, "_metadata", looking)
-    found = rewritten([[name, label] * 100], 0, None).events
-    assert [event["args"]["name"] for event in found] == ["t"] + ["MTIA 9 t"] * 99
+    events_out = rewritten([[name, label] * 100], 0, None).events
+    assert [event["args"]["name"] for event in events_out] == ["t"] + ["MTIA 9 t"] * 99
     assert len(looked_at) < 5
 
 

@@ -178,13 +178,13 @@ def test_after_kill_9_in_the_middle_of_a_file_the_rest_is_sent_and_nothing_else(
         assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
         process.send_signal(signal.SIGKILL)
-    there = tmp_path / "store" / step.root.name
-    before = {path: status.st_mtime_ns for path, status in files_below(there).items()}
-    assert (there / "traces/actor/3.json").stat().st_size == 5000
+    store = tmp_path / "store" / step.root.name
+    before = {path: status.st_mtime_ns for path, status in files_below(store).items()}
+    assert (store / "traces/actor/3.json").stat().st_size == 5000
     outcome = copy_step(open_store(url), step)
     assert outcome.failed == {}
-    assert contents(there) == contents(step.root)
-    after = {path: status.st_mtime_ns for path, status in files_below(there).items()}
+    assert contents(store) == contents(step.root)
+    after = {path: status.st_mtime_ns for path, status in files_below(store).items()}
     assert {path for path in before if before[path] != after[path]} == {"traces/actor/3.json"}
     assert outcome.sent == len(after) - len(before) + 1
 

@@ -22,7 +22,7 @@ from stepscope.testing.steps import StepFolder
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def said(step: StepLayout) -> dict[str, Expectation]:
+def outcomes(step: StepLayout) -> dict[str, Expectation]:
     return {item.name: item for part in fold(read_parts(step)[0]).processes for item in part.expected}
 
 
@@ -35,10 +35,10 @@ def test_after_a_capture_its_folder_is_copied_with_the_manifest_that_says_so(
     assert block.result.problems() == []  # under way is no problem
     drain()
     step = RunLayout(config.save_path).step(1)
-    assert said(step)["mirror"].state == "ok"
-    there = tmp_path / "store" / "step_000001"
-    assert contents(there) == contents(step.root)
-    assert said(StepLayout(there))["mirror"].state == "ok"
+    assert outcomes(step)["mirror"].state == "ok"
+    store = tmp_path / "store" / "step_000001"
+    assert contents(store) == contents(step.root)
+    assert outcomes(StepLayout(store))["mirror"].state == "ok"
     assert uncopied(step, HOST, url) == []
 
 
@@ -50,7 +50,7 @@ def test_a_mirror_that_cannot_be_reached_is_recorded_and_training_goes_on(
     with capture(1, config=config):
         pass
     drain()
-    item = said(RunLayout(config.save_path).step(1))["mirror"]
+    item = outcomes(RunLayout(config.save_path).step(1))["mirror"]
     assert item.state == "failed"
     assert re.search(r"file\(s\) are not there, \S+: (NotADirectory|FileExists)Error", str(item.reason))
     assert "step 1: mirror: failed" in caplog.text
@@ -133,7 +133,7 @@ def test_a_worker_that_shares_no_folder_with_the_owner_sends_its_own_files(tmp_p
     worker_side.stop_worker(StopRequest(capture_id="c1"))
     drain()
     step = RunLayout(config.save_path).step(1)
-    assert said(step)["mirror"].state == "ok"
+    assert outcomes(step)["mirror"].state == "ok"
     assert contents(tmp_path / "store" / "step_000001") == contents(step.root)
 
 
@@ -145,7 +145,7 @@ def test_a_worker_that_shares_the_folder_leaves_it_to_the_owner(tmp_path: Path, 
     start(config, RunLayout(config.save_path).step(1).part_of(owner.info, "run1").name)
     worker_side.stop_worker(StopRequest(capture_id="c1"))
     drain()
-    assert "mirror" not in said(RunLayout(config.save_path).step(1))
+    assert "mirror" not in outcomes(RunLayout(config.save_path).step(1))
     assert not (tmp_path / "store").exists()
 
 
@@ -154,5 +154,5 @@ def test_what_a_worker_recorded_for_nothing_is_not_sent(tmp_path: Path, url: str
     start(config)
     worker_side.stop_worker(StopRequest(capture_id="c1", discard="started too late"))
     drain()
-    assert said(RunLayout(config.save_path).step(1))["mirror"].state == "skipped"
+    assert outcomes(RunLayout(config.save_path).step(1))["mirror"].state == "skipped"
     assert not (tmp_path / "store").exists()

@@ -66,8 +66,8 @@ def captured(config: ProfileConfig, **given: Any) -> CaptureResult:
 def item(result: CaptureResult, name: str) -> Expectation:
     manifest = result.manifest()
     assert manifest is not None
-    (found,) = [item for part in manifest.processes for item in part.expected if item.name == name]
-    return found
+    (outcome,) = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return outcome
 
 
 def codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, bool]:

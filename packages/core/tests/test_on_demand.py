@@ -246,16 +246,18 @@ def test_the_thread_makes_the_folder_by_which_who_asks_knows_the_run(config: Pro
     listener = on_demand._listener
     assert listener is not None
     listener._write()
-    (said,) = read_listening(RunLayout(config.save_path))
-    assert (said.pid, said.step) == (os.getpid(), 2)
+    (process,) = read_listening(RunLayout(config.save_path))
+    assert (process.pid, process.step) == (os.getpid(), 2)
 
 
 def test_the_thread_answers_between_two_steps(config: ProfileConfig) -> None:
     train(config.replace(control={"poll_seconds": 0.02}), range(1))
     request = ask(config)
-    wait_for(lambda: any(request in said.answers for said in read_listening(RunLayout(config.save_path))))
-    (said,) = read_listening(RunLayout(config.save_path))
-    assert (said.pid, said.step, said.answers[request].state) == (os.getpid(), 0, "heard")
+    wait_for(
+        lambda: any(request in process.answers for process in read_listening(RunLayout(config.save_path)))
+    )
+    (process,) = read_listening(RunLayout(config.save_path))
+    assert (process.pid, process.step, process.answers[request].state) == (os.getpid(), 0, "heard")
 
 
 def test_a_signal_captures_the_next_step_of_this_process(tmp_path: Path) -> None:
@@ -463,7 +465,7 @@ def test_a_request_that_is_missed_exits_with_3_and_says_why(
     wait_for(lambda: read_listening(RunLayout(config.save_path)) != [])
     request = ask(config, "3")
     train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
-    wait_for(lambda: said(config, request).state == "missed")
+    wait_for(lambda: answer_of(config, request).state == "missed")
     assert run(["trigger", config.save_path, "--status"]) == 3
     assert "step 5 was reached when it was heard" in capsys.readouterr().out
 
@@ -529,12 +531,12 @@ for step in range(3):
     request = ask(config, "9")
     subprocess.run([sys.executable, "-c", program, config.save_path], check=False, timeout=60)
     assert run(["trigger", config.save_path, "--status", "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)["listening"][0]["answers"][request]
-    assert found["state"] == "missed"
-    assert why in found["reason"]
+    answer = json.loads(capsys.readouterr().out)["listening"][0]["answers"][request]
+    assert answer["state"] == "missed"
+    assert why in answer["reason"]
 
 
-def said(config: ProfileConfig, request: str) -> Answer:
+def answer_of(config: ProfileConfig, request: str) -> Answer:
     """Return the answer that the process has written."""
     (listening,) = read_listening(RunLayout(config.save_path))
     return listening.answers.get(request, Answer(state="heard"))
@@ -545,8 +547,8 @@ def test_its_json_holds_requests_and_answers(
 ) -> None:
     ask(config, "5:8")
     assert run(["trigger", config.save_path, "--status", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [request["steps"] for request in found["requests"]] == ["5:8"]
+    printed = json.loads(capsys.readouterr().out)
+    assert [request["steps"] for request in printed["requests"]] == ["5:8"]
 
 
 def test_an_unknown_id_names_those_there_are(

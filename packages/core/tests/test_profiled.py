@@ -26,7 +26,7 @@ def part(
         run_id="r", step=2, process=info, owner=role == "trainer", opened=ClockAnchor(wall_ns=0, mono_ns=0),
         recorded=True, why="all", profiled=profiled,
         expected=tuple(
-            Expectation(name=each.path, kind="engine", state="ok", artifacts=(each,)) for each in artifacts
+            Expectation(name=file.path, kind="engine", state="ok", artifacts=(file,)) for file in artifacts
         ),
     )  # fmt: skip
 
@@ -74,11 +74,11 @@ def served(root: Path, profiled: tuple[int, ...]) -> StepReport:
 
 
 def rules(report: StepReport) -> set[str]:
-    return {each.rule for each in report.advice} & {"long-tail", "straggler", "uneven-profiling"}
+    return {advice.rule for advice in report.advice} & {"long-tail", "straggler", "uneven-profiling"}
 
 
 @pytest.mark.parametrize(
-    ("profiled", "said"),
+    ("profiled", "expected"),
     [
         ((), {"long-tail", "straggler"}),
         ((0, 1, 2, 3), {"long-tail", "straggler"}),
@@ -88,9 +88,9 @@ def rules(report: StepReport) -> set[str]:
     ],
 )
 def test_the_tail_and_the_straggler_are_named_only_where_no_profiler_made_them(
-    tmp_path: Path, profiled: tuple[int, ...], said: set[str]
+    tmp_path: Path, profiled: tuple[int, ...], expected: set[str]
 ) -> None:
-    assert rules(served(tmp_path, profiled)) == said
+    assert rules(served(tmp_path, profiled)) == expected
 
 
 def test_slow_trajectories_name_the_profiled_processes_that_served_them(tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ def test_an_arrow_leads_from_a_call_to_what_it_launched_first(folder: StepFolder
     rows[KERNEL] = [kernel(1, 50, 60, 11), kernel(1, 70, 80, 11), kernel(1, 90, 95, 99)]
     rows[RUNTIME].append(call(2, 96, 97, 98))
     result, events = merged(folder, rows)
-    found = [(event["ph"], at_ns(result, event)) for event in of(events, "s", "f")]
-    assert sorted(found) == [("f", 20), ("f", 50), ("s", 1), ("s", 16)]
+    arrows = [(event["ph"], at_ns(result, event)) for event in of(events, "s", "f")]
+    assert sorted(arrows) == [("f", 20), ("f", 50), ("s", 1), ("s", 16)]
     starts, ends = ({event["id"] for event in of(events, phase)} for phase in "sf")
     assert starts == ends
     slices = {(event["tid"], event["ts"]) for event in of(events, "X")}

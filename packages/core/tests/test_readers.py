@@ -205,15 +205,15 @@ def test_what_a_reader_gives_stands_in_the_row_of_its_process_at_its_time(folder
         Counter(track=7, name="HBM", at_ns=OPENED_NS + 3 * MS, values={"bytes": 5}),
     ]
     recorded(folder, events)
-    result, found = merged(folder)
+    result, shown = merged(folder)
     assert result.problems == ()
-    update, gemm = of(found, "X")
+    update, gemm = of(shown, "X")
     assert (gemm["name"], gemm["cat"], gemm["args"], gemm["dur"]) == (
         "gemm", "kernel", {"n": 1}, Decimal("1.501"),
     )  # fmt: skip
     assert gemm["pid"] == update["pid"]
-    assert tracks(found)[gemm["tid"]] == "Stream 7"
-    (mark,), (counter,) = of(found, "i"), of(found, "C")
+    assert tracks(shown)[gemm["tid"]] == "Stream 7"
+    (mark,), (counter,) = of(shown, "i"), of(shown, "C")
     assert [at_ns(result, e) for e in (gemm, mark, counter)] == [MS + 1, 2 * MS, 3 * MS]
     assert (counter["name"], counter["args"]) == ("HBM", {"bytes": 5})
     assert [(file.file, file.events) for file in result.files] == [("traces/actor/t.lines", 3)]
@@ -224,13 +224,13 @@ def test_flow_ids_of_any_size_join_their_two_ends_and_stay_apart_between_files(f
         ends = [(1 << 60, "start"), (1 << 60, "end"), ((1 << 60) + 1, "start"), ("HostToDevice1", "start")]
         flows = [Flow(track=7, at_ns=OPENED_NS + MS, id=flow, point=point) for flow, point in ends]  # type: ignore[arg-type] # literals in a list
         recorded(folder, [STREAM, *slices(("gemm", MS)), *flows], name=name)
-    result, found = merged(folder)
+    result, events = merged(folder)
     assert result.problems == ()
     for phase, count in (("s", 6), ("f", 2)):
-        ids = [event["id"] for event in of(found, phase)]
+        ids = [event["id"] for event in of(events, phase)]
         assert len(set(ids)) == count
         assert all(0 < number < 1 << 53 for number in ids)
-    assert {e["id"] for e in of(found, "f")} < {e["id"] for e in of(found, "s")}
+    assert {e["id"] for e in of(events, "f")} < {e["id"] for e in of(events, "s")}
 
 
 def test_slices_that_overlap_are_drawn_as_several_lines(folder: StepFolder) -> None:
@@ -238,8 +238,8 @@ def test_slices_that_overlap_are_drawn_as_several_lines(folder: StepFolder) -> N
     times = [(0, 10), (5, 15), (7, 8), (10, 12)]
     events = [Slice(track=1, name="r", start_ns=OPENED_NS + s, dur_ns=e - s) for s, e in times]
     recorded(folder, [track, *events])
-    _, found = merged(folder)
-    lines = [tracks(found)[event["tid"]] for event in of(found, "X")]
+    _, shown = merged(folder)
+    lines = [tracks(shown)[event["tid"]] for event in of(shown, "X")]
     assert lines == ["NVTX", "NVTX (2)", "NVTX", "NVTX"]
 
 
@@ -249,8 +249,8 @@ def test_times_of_another_clock_are_placed_by_the_sidecars_anchor(folder: StepFo
     origin = msgspec.convert({"clock": clock}, Origin)
     start_ns = (1000 if clock == "monotonic" else 900) + MS
     recorded(folder, [STREAM, Slice(track=7, name="k", start_ns=start_ns, dur_ns=1)], origin, anchor=anchor)
-    result, found = merged(folder)
-    (event,) = of(found, "X")
+    result, events = merged(folder)
+    (event,) = of(events, "X")
     assert at_ns(result, event) == MS
     assert result.problems == ()
 
@@ -273,9 +273,9 @@ def test_every_process_in_a_recording_has_its_own_row(folder: StepFolder) -> Non
     declared = [Track(track=n, name="stream", pid=pid) for n, pid in enumerate(pids)]
     drawn = [event for n in range(3) for event in slices((f"k{n}", MS), track=n)]
     recorded(folder, [*declared, *drawn], Origin(clock="realtime", processes=pids))
-    result, found = merged(folder)
+    result, events = merged(folder)
     names = {row.pid: row.name for row in result.rows}
-    shown = {event["name"]: names[event["pid"]] for event in of(found, "X")}
+    shown = {event["name"]: names[event["pid"]] for event in of(events, "X")}
     assert shown == {"k0": "actor 0", "k1": "actor 1", "k2": "actor"}
     assert [file.events for file in result.files] == [1, 1, 1]
     assert {event["name"] for event in of(merged(folder, ranks=frozenset({1}))[1], "X")} == {"k1", "k2"}
@@ -283,8 +283,8 @@ def test_every_process_in_a_recording_has_its_own_row(folder: StepFolder) -> Non
 
 def test_from_to_and_the_limit_on_size_hold_for_readers_too(folder: StepFolder) -> None:
     recorded(folder, [STREAM, *slices(("early", MS), ("in", 5 * MS), ("late", 9 * MS))])
-    result, found = merged(folder, from_ms=4, to_ms=6)
-    assert [event["name"] for event in of(found, "X")] == ["in"]
+    result, events = merged(folder, from_ms=4, to_ms=6)
+    assert [event["name"] for event in of(events, "X")] == ["in"]
     assert result.left_out == ("traces/actor/t.lines: 2 events outside the selected time",)
     many = [(f"k{at * 7919 % 100_003}", at * 1000) for at in range(60_000)]
     recorded(folder, [STREAM, *slices(*many)])
@@ -337,7 +337,7 @@ class Faulty(Lines):
 
 
 @pytest.mark.parametrize(
-    ("when", "said", "shown"),
+    ("when", "message", "shown"),
     [
         ("claims", "reader 'lines' failed when asked about it: OSError: no luck", []),
         ("open", "left out: reader 'lines' failed: ZeroDivisionError", []),
@@ -349,16 +349,16 @@ class Faulty(Lines):
     ],
 )
 def test_a_reader_that_fails_costs_its_file_and_is_named(
-    folder: StepFolder, install: Install, when: str, said: str, shown: list[str]
+    folder: StepFolder, install: Install, when: str, message: str, shown: list[str]
 ) -> None:
     install(lines=Raising(when))
     actor(folder).span("update", 0, 9 * MS)
     recorded(folder, [STREAM, *slices(("gemm", MS))])
-    result, found = merged(folder)
+    result, events = merged(folder)
     (problem,) = result.problems
     assert problem.file == "traces/actor/t.lines"
-    assert problem.what.startswith(said)
-    assert [event["name"] for event in of(found, "X")] == ["update", *shown]
+    assert problem.what.startswith(message)
+    assert [event["name"] for event in of(events, "X")] == ["update", *shown]
 
 
 @pytest.mark.parametrize(
@@ -369,8 +369,8 @@ def test_a_reader_that_cannot_be_loaded_is_named_and_the_others_work(
 ) -> None:
     install(lines=LinesReader(), broken=broken)
     recorded(folder, [STREAM, *slices(("gemm", MS))])
-    result, found = merged(folder)
-    assert len(of(found, "X")) == 1
+    result, events = merged(folder)
+    assert len(of(events, "X")) == 1
     (problem,) = result.problems
     assert problem.file == "stepscope.readers: broken"
     assert "no module named acl" in problem.what or "lacks claims, open" in problem.what
@@ -402,8 +402,8 @@ def test_a_sidecar_of_a_folder_speaks_for_all_files_in_it(folder: StepFolder, in
     (made / "deep").mkdir(parents=True)
     for name in ("deep/t.lines", "deep/info.json", "big.db"):
         (made / name).write_bytes(content)
-    result, found = merged(folder)
-    assert [event["name"] for event in of(found, "X")] == ["gemm"]
+    result, events = merged(folder)
+    assert [event["name"] for event in of(events, "X")] == ["gemm"]
     assert result.problems == ()
     assert result.left_out == ("traces/actor/out/big.db: export it as lines",)
     assert [row.name for row in result.rows] == ["actor 0"]
@@ -434,8 +434,8 @@ def test_the_processes_of_one_unaligned_recording_keep_their_times_to_each_other
     declared = [Track(track=n, name="stream", pid=pid) for n, pid in enumerate(pids)]
     drawn = [Slice(track=n, name=f"k{n}", start_ns=1_000_000_000 - n * 400 * MS, dur_ns=1) for n in range(2)]
     recorded(folder, [*declared, *drawn], Origin(clock="unknown", processes=pids))
-    result, found = merged(folder)
-    first, second = of(found, "X")
+    result, events = merged(folder)
+    first, second = of(events, "X")
     assert at_ns(result, first) - at_ns(result, second) == 400 * MS
     assert len({row.shift_ns for row in result.rows}) == 1
 
@@ -451,9 +451,9 @@ def test_a_reader_is_found_when_its_package_comes_and_gone_with_it(
 
     def missed() -> list[str]:
         """The readers that are registered, and cannot be imported. What comes next comes on another day."""
-        found = [problem.file for problem in Readers.installed().problems]
+        files = [problem.file for problem in Readers.installed().problems]
         os.utime(site, (day := next(days) * 86_400, day))
-        return found
+        return files
 
     assert missed() == []
     package = site / "some_reader-1.0.dist-info"

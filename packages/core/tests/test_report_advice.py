@@ -51,7 +51,7 @@ class Case:
         path = self.folder.write()
         timeline = load_step(path)
         report = step_report(timeline, load_traces(path, timeline) if traces else None)
-        return {each.rule: each for each in report.advice}
+        return {advice.rule: advice for advice in report.advice}
 
 
 def test_a_sound_step_needs_no_advice(tmp_path: Path) -> None:
@@ -119,16 +119,16 @@ def by_sigterm(process: FakeProcess) -> None:
     process.ended_by = "signal"
 
 
-@pytest.mark.parametrize(("cut", "said"), [(by_a_budget, set()), (by_sigterm, {"never-ended"})])
+@pytest.mark.parametrize(("cut", "expected"), [(by_a_budget, set()), (by_sigterm, {"never-ended"})])
 def test_calls_that_were_cut_off_are_no_straggler_and_a_hang_only_with_the_end_of_their_process(
-    tmp_path: Path, cut: Callable[[FakeProcess], None], said: set[str]
+    tmp_path: Path, cut: Callable[[FakeProcess], None], expected: set[str]
 ) -> None:
     case = Case(tmp_path, update=False)
     case.actors[0].span("update_actor", 900 * MS, None)
     case.actors[1].span("update_actor", 100 * MS, None)
     for process in case.folder.processes:
         cut(process)
-    assert case.advice().keys() & {"never-ended", "straggler"} == said
+    assert case.advice().keys() & {"never-ended", "straggler"} == expected
 
 
 def test_one_whose_recording_was_cut_is_not_held_against_the_others(tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
     driver.close(1000 * MS)
     report = step_report(load_step(folder.write()))
     assert [span.process for span in report.health.open_spans] == ["actor 1", "trainer"]
-    (found,) = (each for each in report.advice if each.rule == "never-ended")
-    assert found.what == "1 call never ended: its process was killed, or still runs"
-    assert found.because == ("the longest: actor 1, actor update_actor, began at 300 ms, seen for 0",)
+    (advice,) = (advice for advice in report.advice if advice.rule == "never-ended")
+    assert advice.what == "1 call never ended: its process was killed, or still runs"
+    assert advice.because == ("the longest: actor 1, actor update_actor, began at 300 ms, seen for 0",)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_a_rule_speaks_and_names_its_numbers(
 ) -> None:
     case = Case(tmp_path)
     change(case)
-    found = case.advice()
-    assert rule in found
-    assert any(char.isdigit() for char in "".join(found[rule].because)) or rule == "unaligned"
-    assert found[rule].saves_ns == (None if saves_ms is None else pytest.approx(saves_ms * MS, rel=0.02))
+    advice = case.advice()
+    assert rule in advice
+    assert any(char.isdigit() for char in "".join(advice[rule].because)) or rule == "unaligned"
+    assert advice[rule].saves_ns == (None if saves_ms is None else pytest.approx(saves_ms * MS, rel=0.02))
 
 
 def test_the_cost_of_the_capture_is_an_alarm_from_a_tenth_of_the_step_on(tmp_path: Path) -> None:
@@ -237,15 +237,15 @@ def test_what_the_capture_cost_moves_no_threshold(tmp_path: Path) -> None:
 
 
 def test_what_no_span_covers_is_a_blind_spot(tmp_path: Path) -> None:
-    found = Case(tmp_path, update=False).advice()
-    assert found["blind-spot"].saves_ns == 500 * MS
+    advice = Case(tmp_path, update=False).advice()
+    assert advice["blind-spot"].saves_ns == 500 * MS
 
 
 def test_what_unaligned_processes_did_may_be_the_blind_spot(tmp_path: Path) -> None:
     case = Case(tmp_path, update=False)
     other_host(case)
-    found = case.advice()["blind-spot"]
-    assert "it may be the work of the 1 process whose clock was not measured" in found.because
+    advice = case.advice()["blind-spot"]
+    assert "it may be the work of the 1 process whose clock was not measured" in advice.because
 
 
 @pytest.mark.parametrize(("late", "consumed", "speaks"), [(2, 16, True), (2, 9, False), (5, 16, False)])
@@ -262,14 +262,14 @@ def test_trajectories_that_began_before_the_step_may_be_what_it_waits_for(
     tail = report.long_tail
     assert tail is not None
     assert tail.late == Late(trajectories=late, until_ns=(99 + late) * MS, last=f"t{late - 1}")
-    found = step_advice(
+    advices = step_advice(
         Evidence(
             breakdown=report.breakdown, baseline=report.baseline, stages=Table(report.stages),
             idle=Table(report.idle), long_tail=msgspec.structs.replace(tail, consumed=consumed),
             engines=Table(report.engines), traces=report.traces, health=report.health,
         )
     )  # fmt: skip
-    assert [each.saves_ns for each in found if each.rule == "long-tail"] == [101 * MS] * speaks
+    assert [advice.saves_ns for advice in advices if advice.rule == "long-tail"] == [101 * MS] * speaks
 
 
 def test_ten_trajectories_too_few_are_no_long_tail(tmp_path: Path) -> None:
@@ -308,9 +308,9 @@ def test_ranks_that_are_late_in_turn_wait_for_each_other(tmp_path: Path) -> None
             events.append(event("gloo:all_reduce", "user_annotation", enters, at + 80_000 - enters, tid=2))
         add_trace(case.folder, actor, events)
 
-    found = traces(case, make)["collectives"]
-    assert found.what == "ranks wait for each other in collectives"
-    assert "180 ms before the last rank had entered" in found.because
+    advice = traces(case, make)["collectives"]
+    assert advice.what == "ranks wait for each other in collectives"
+    assert "180 ms before the last rank had entered" in advice.because
 
 
 def test_short_collectives_are_not_worth_a_word(tmp_path: Path) -> None:
@@ -342,10 +342,10 @@ def test_memory_that_is_nearly_full_is_an_alarm(tmp_path: Path, reserved: int, s
         events = [kernel("gemm", 500_000, 400_000), memory(600_000, 50, reserved)]
         add_trace(case.folder, actor, events, deviceProperties=properties)
 
-    found = traces(case, make)
-    assert ("memory-nearly-full" in found) == speaks
+    advice = traces(case, make)
+    assert ("memory-nearly-full" in advice) == speaks
     if speaks:
-        assert "fragments" in found["memory-nearly-full"].do
+        assert "fragments" in advice["memory-nearly-full"].do
 
 
 def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) -> None:
@@ -353,6 +353,6 @@ def test_alarms_stand_before_hints_and_the_largest_hint_first(tmp_path: Path) ->
     queue(case)
     weights(case)
     hang(case)
-    found = list(case.advice().values())
-    assert [each.kind for each in found] == ["alarm", "hint", "hint"]
-    assert [each.rule for each in found] == ["never-ended", "queueing", "weight-sync"]
+    advices = list(case.advice().values())
+    assert [advice.kind for advice in advices] == ["alarm", "hint", "hint"]
+    assert [advice.rule for advice in advices] == ["never-ended", "queueing", "weight-sync"]

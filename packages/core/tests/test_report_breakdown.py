@@ -140,9 +140,9 @@ def test_opening_and_closing_the_capture_are_beside_the_step_and_no_part_of_it(t
     driver.span("rollout", 0, 10 * MS)
     close(folder, 10 * MS)
     assert account(folder) == {"trainer rollout": 10}
-    found = step_breakdown(load_step(folder.write()))
-    assert (found.opening_ns, found.window_ns, found.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
-    assert found.total_ns == 15 * MS
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert (breakdown.opening_ns, breakdown.window_ns, breakdown.closing_ns) == (2 * MS, 10 * MS, 3 * MS)
+    assert breakdown.total_ns == 15 * MS
 
 
 def test_a_profiler_that_starts_and_stops_around_a_stage_is_a_line_of_the_step(tmp_path: Path) -> None:

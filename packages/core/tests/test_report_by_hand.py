@@ -134,15 +134,15 @@ class ByHand:
             process, span = processes[key], processes[key].spans[number]
             later = span.get("step", self.number) > self.number
             tier = 4 if span["stage"] in ("queue", "wait") else 2 * later + process.owner
-            found = leaves.setdefault((tier, span["role"], span["stage"]), np.zeros(self.count, bool))
+            leaf = leaves.setdefault((tier, span["role"], span["stage"]), np.zeros(self.count, bool))
             low, high = max(0, start), max(0, min(end, self.count))
             if low < high:
-                found[low:high] |= ~covered[key, number][low - start : high - start]
+                leaf[low:high] |= ~covered[key, number][low - start : high - start]
             if process.aligned:
                 for of in (self.busy, now) if tier < 2 else (self.busy,):
-                    mine = of.setdefault(key, np.zeros(self.count, bool))
+                    instants = of.setdefault(key, np.zeros(self.count, bool))
                     if tier < 4 and low < high:
-                        mine[low:high] |= ~covered[key, number][low - start : high - start]
+                        instants[low:high] |= ~covered[key, number][low - start : high - start]
         # The owner's own spans count while no worker works; those for this step while none works for it.
         nobody = np.zeros(self.count, bool)
         workers, workers_now = (
@@ -178,13 +178,13 @@ class ByHand:
         """Each instant to the leaves of the lowest tier, in equal parts."""
         free = np.ones(self.count, bool)
         for tier in range(5):
-            mine = sorted((role, stage) for number, role, stage in leaves if number == tier)
-            if not mine:
+            own = sorted((role, stage) for number, role, stage in leaves if number == tier)
+            if not own:
                 continue
-            running = np.array([leaves[tier, role, stage] & free for role, stage in mine])
-            codes = (running.astype(np.uint64) << np.arange(len(mine), dtype=np.uint64)[:, None]).sum(0)
+            running = np.array([leaves[tier, role, stage] & free for role, stage in own])
+            codes = (running.astype(np.uint64) << np.arange(len(own), dtype=np.uint64)[:, None]).sum(0)
             for code, count in zip(*np.unique(codes[codes > 0], return_counts=True), strict=True):
-                labels = tuple(label for bit, label in enumerate(mine) if int(code) >> bit & 1)
+                labels = tuple(label for bit, label in enumerate(own) if int(code) >> bit & 1)
                 for label in labels:
                     self.shares[label] += int(count) * EVERY_NS / len(labels)
                 if len(labels) > 1:
@@ -203,12 +203,12 @@ def rows(text: str, title: str) -> list[list[str]]:
     """Return the cells of a printed table, by two blanks or more between them."""
     after = text.split(f"\n{title}", 1)[1].splitlines()[1:]
     start = next(place for place, line in enumerate(after) if "──" in line) + 1
-    found = []
+    cells = []
     for line in after[start:]:
         if not line.strip():
             break
-        found.append([cell.strip() for cell in re.split(r"\s{2,}", line.strip())])
-    return found
+        cells.append([cell.strip() for cell in re.split(r"\s{2,}", line.strip())])
+    return cells
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.parent.name} {step.name}")
@@ -251,13 +251,13 @@ def test_the_share_that_each_process_did_nothing_is_that_of_the_lines(step: Path
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.parent.name} {step.name}")
 def test_the_share_that_the_last_trajectories_held_is_that_of_the_lines(step: Path) -> None:
-    found = re.search(r"for the last (\d+) of (\d+) trajectories: ([\d.]+) % of", printed(step))
-    trajectories = sorted(ByHand(step).trajectories, key=lambda each: each[1])
-    if found is None:
+    match = re.search(r"for the last (\d+) of (\d+) trajectories: ([\d.]+) % of", printed(step))
+    trajectories = sorted(ByHand(step).trajectories, key=lambda trajectory: trajectory[1])
+    if match is None:
         assert len(trajectories) < 2
         return
     last = -(-len(trajectories) // 10)
     held_ns = trajectories[-1][1] - trajectories[-last - 1][1]
     whole_ns = trajectories[-1][1] - min(start for start, _ in trajectories)
-    assert (int(found[1]), int(found[2])) == (last, len(trajectories))
-    assert float(found[3]) == pytest.approx(100 * held_ns / whole_ns, abs=0.1)
+    assert (int(match[1]), int(match[2])) == (last, len(trajectories))
+    assert float(match[3]) == pytest.approx(100 * held_ns / whole_ns, abs=0.1)

@@ -372,8 +372,8 @@ def test_each_instant_of_a_replica_counts_once(
             spent["paused"] += MS
         else:
             spent["held" if runs(requests, ms) else "idle"] += MS
-    found = {"prefill": row.prefill_ns, "decode": row.decode_ns, "mixed": row.mixed_ns}
-    assert found == {name: spent[name] for name in found}
+    measured = {"prefill": row.prefill_ns, "decode": row.decode_ns, "mixed": row.mixed_ns}
+    assert measured == {name: spent[name] for name in measured}
     if requests:
         assert (row.held_ns, row.idle_ns) == (spent["held"], spent["idle"])
     assert (row.paused_ns or 0) == spent["paused"]

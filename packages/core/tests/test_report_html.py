@@ -43,11 +43,11 @@ class Page(HTMLParser):
         return next((name for kind, name in reversed(self.open) if kind in ("section", "header")), None)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
         if tag not in VOID:
-            self.open.append((tag, found.get("id", tag)))
-        if tag == "i" and {"m", "cell"} & set((found.get("class") or "").split()):
+            self.open.append((tag, attributes.get("id", tag)))
+        if tag == "i" and {"m", "cell"} & set((attributes.get("class") or "").split()):
             self.marks[self.section()] = self.marks.get(self.section(), 0) + 1
 
     def handle_endtag(self, tag: str) -> None:
@@ -82,7 +82,7 @@ def test_every_chart_of_a_step_has_its_marks(tmp_path: Path, ranks: int) -> None
 
 def test_the_head_says_what_took_how_long_and_whether_all_is_there(tmp_path: Path) -> None:
     head = Page(page_of(rl_step(tmp_path))).text["header"]
-    for said in (
+    for phrase in (
         "Step 2",
         "run run1",
         "1.01 s",
@@ -91,7 +91,7 @@ def test_the_head_says_what_took_how_long_and_whether_all_is_there(tmp_path: Pat
         "complete",
         "on 1 host",
     ):
-        assert said in head
+        assert phrase in head
     assert "not complete" not in head
 
 
@@ -191,28 +191,28 @@ def test_what_is_missing_stands_on_the_page_with_its_reason(tmp_path: Path) -> N
     folder.processes[1].dropped = 3
     folder.processes[2].closed_ns = None
     folder.processes[2].span("update_actor", 800 * MS, None)
-    said = Page(page_of(folder)).text
-    assert "not complete" in said["header"]
+    text = Page(page_of(folder)).text
+    assert "not complete" in text["header"]
     for reason in ("!: missing: !", "dropped 3 spans", "never closed its capture", "Never ended"):
-        assert reason in said["complete"]
+        assert reason in text["complete"]
 
 
 def test_an_unaligned_process_is_named_where_it_is_left_out(tmp_path: Path) -> None:
     folder = rl_step(tmp_path, ranks=2)
     folder.process("actor", 2, host="elsewhere").close(1000 * MS)
     page = page_of(folder)
-    said = Page(page).text
-    assert "unaligned: not drawn" in said["when"]
-    assert "clocks are unaligned: actor 2" in said["account"]
-    assert "1 process unaligned" in said["header"]
+    text = Page(page).text
+    assert "unaligned: not drawn" in text["when"]
+    assert "clocks are unaligned: actor 2" in text["account"]
+    assert "1 process unaligned" in text["header"]
 
 
 def test_a_step_of_which_little_is_left_still_has_a_page(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("actor", 3)
-    said = Page(page_of(folder)).text
-    assert "not complete" in said["header"]
-    assert "trajectories" not in said
+    text = Page(page_of(folder)).text
+    assert "not complete" in text["header"]
+    assert "trajectories" not in text
 
 
 def test_a_runs_page_puts_its_steps_side_by_side(tmp_path: Path) -> None:
@@ -271,14 +271,14 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
     assert page.marks["idle"] >= 3 * min(ranks, 100)
     assert page.marks["kernels"] >= 4
     assert page.marks["devices"] >= 3 * ranks
-    for section, said in (
+    for section, phrase in (
         ("kernels", "ncclDevKernel_AllReduce"),
         ("devices", "GPU 0"),
         ("devices", "Most memory"),
         ("engines", "49"),
         ("idle", "slowest rank"),
     ):
-        assert said in page.text[section]
+        assert phrase in page.text[section]
     assert "img" not in {kind for kind, _ in page.tags}
 
 

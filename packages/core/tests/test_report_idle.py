@@ -47,16 +47,16 @@ def step(tmp_path: Path) -> StepFolder:
 
 
 def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
-    found = rows(step(tmp_path))
-    assert causes(found["actor 0"]) == [
+    by_process = rows(step(tmp_path))
+    assert causes(by_process["actor 0"]) == [
         ("rollout", "decode", 400),
         ("slowest rank", "update_actor", 200),
         ("other work", "compute_log_prob", 100),
         ("unaccounted", None, 50),
         ("other work", "update", 50),
     ]
-    assert causes(found["actor 1"])[1] == ("weight sync", "sync_weights", 100)
-    assert (found["actor 0"].busy_ns, found["actor 1"].busy_ns) == (200 * MS, 300 * MS)
+    assert causes(by_process["actor 1"])[1] == ("weight sync", "sync_weights", 100)
+    assert (by_process["actor 0"].busy_ns, by_process["actor 1"].busy_ns) == (200 * MS, 300 * MS)
 
 
 def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_nobody_waits_for_what_a_later_step_consumes(tmp_path: Path) -> None:
     driver.span("advantages", 600 * MS, 700 * MS)
     for process in folder.processes:
         process.close(1000 * MS)
-    found = rows(folder)
-    assert found["trainer"].busy_ns == 100 * MS
-    assert causes(found["trainer"]) == [("rollout", "decode", 500), ("other work", "update_actor", 400)]
-    assert causes(found["actor 0"]) == [("rollout", "decode", 500), ("other work", "advantages", 100)]
-    assert causes(found["rollout 0"]) == [("slowest rank", "decode", 800)]
+    by_process = rows(folder)
+    assert by_process["trainer"].busy_ns == 100 * MS
+    assert causes(by_process["trainer"]) == [("rollout", "decode", 500), ("other work", "update_actor", 400)]
+    assert causes(by_process["actor 0"]) == [("rollout", "decode", 500), ("other work", "advantages", 100)]
+    assert causes(by_process["rollout 0"]) == [("slowest rank", "decode", 800)]
 
 
 def test_a_caller_of_replicas_is_no_slower_replica(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_an_unaligned_process_has_no_row(tmp_path: Path) -> None:
 
 def test_512_ranks_are_walked_once(tmp_path: Path) -> None:
     folder = rl_step(tmp_path, ranks=512, trajectories=64)
-    found = rows(folder)
-    assert len(found) == 514
-    assert causes(found["actor 0"])[0][:2] == ("rollout", "decode")
-    assert {row.busy_ns + row.idle_ns for row in found.values()} == {1000 * MS}
+    by_process = rows(folder)
+    assert len(by_process) == 514
+    assert causes(by_process["actor 0"])[0][:2] == ("rollout", "decode")
+    assert {row.busy_ns + row.idle_ns for row in by_process.values()} == {1000 * MS}
 
 
 spans = st.lists(
@@ -142,8 +142,8 @@ def test_busy_and_causes_add_up_to_the_step(
     folder.process("rollout", 0)
     for process, stage, start, length, owned in spans:
         folder.processes[process].span(stage, start, start + length, step=owned)
-    for each in folder.processes:
-        each.close(100)
+    for recorder in folder.processes:
+        recorder.close(100)
     for row in rows(folder).values():
         assert row.busy_ns + row.idle_ns == 100
         assert sum(cause.wall_ns for cause in row.causes) == row.idle_ns
@@ -152,36 +152,36 @@ def test_busy_and_causes_add_up_to_the_step(
 
 def test_time_in_collectives_comes_from_traces_and_the_late_rank_shows(tmp_path: Path) -> None:
     folder = step(tmp_path)
-    for rank, process in enumerate(each for each in folder.processes if each.info.role == "actor"):
+    for rank, process in enumerate(process for process in folder.processes if process.info.role == "actor"):
         enters = 610_000 + 40_000 * rank  # rank 1 comes 40 ms later
         add_trace(folder, process, [
             op("aten::mm", 600_000, enters - 600_000),
             event("gloo:all_reduce", "user_annotation", enters, 660_000 - enters, tid=2),
         ])  # fmt: skip
-    found = rows(folder, traces=True)
-    assert (found["actor 0"].collective_ns, found["actor 0"].skew_ns) == (50 * MS, 40 * MS)
-    assert (found["actor 0"].awaited, found["actor 0"].awaited_ns) == ("actor 1", 40 * MS)
-    assert (found["actor 1"].collective_ns, found["actor 1"].skew_ns) == (10 * MS, 0)
-    assert found["actor 1"].awaited is None
-    assert say_collectives(found["actor 0"]) == "50.0 ms (40.0 ms before all were there: actor 1)"
-    assert found["rollout 0"].collective_ns is None
+    by_process = rows(folder, traces=True)
+    assert (by_process["actor 0"].collective_ns, by_process["actor 0"].skew_ns) == (50 * MS, 40 * MS)
+    assert (by_process["actor 0"].awaited, by_process["actor 0"].awaited_ns) == ("actor 1", 40 * MS)
+    assert (by_process["actor 1"].collective_ns, by_process["actor 1"].skew_ns) == (10 * MS, 0)
+    assert by_process["actor 1"].awaited is None
+    assert say_collectives(by_process["actor 0"]) == "50.0 ms (40.0 ms before all were there: actor 1)"
+    assert by_process["rollout 0"].collective_ns is None
 
 
 def test_calls_of_a_stage_that_have_traces_of_their_own_are_matched_in_order(tmp_path: Path) -> None:
     folder = step(tmp_path)
-    for rank, process in enumerate(each for each in folder.processes if each.info.role == "actor"):
+    for rank, process in enumerate(process for process in folder.processes if process.info.role == "actor"):
         for call, late_us in enumerate((40_000, 0)):
             at = 600_000 + 50_000 * call
             enters = at + late_us * rank
             reduce = event("gloo:all_reduce", "user_annotation", enters, at + 45_000 - enters, tid=2)
             add_trace(folder, process, [reduce], name=f"update_{call}", stage="update_actor")
-    found = rows(folder, traces=True)
-    assert [found[f"actor {rank}"].skew_ns for rank in (0, 1)] == [40 * MS, 0]
+    by_process = rows(folder, traces=True)
+    assert [by_process[f"actor {rank}"].skew_ns for rank in (0, 1)] == [40 * MS, 0]
 
 
 def test_on_a_device_only_exposed_communication_counts(tmp_path: Path) -> None:
     folder = step(tmp_path)
-    actor = next(each for each in folder.processes if each.info.role == "actor")
+    actor = next(process for process in folder.processes if process.info.role == "actor")
     add_trace(folder, actor, [
         kernel("gemm", 600_000, 30_000), kernel("ncclDevKernel_AllReduce_Sum", 620_000, 30_000, stream=9),
     ])  # fmt: skip

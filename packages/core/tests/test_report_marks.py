@@ -118,9 +118,9 @@ def test_a_step_without_time_or_spans_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_a_trajectory_shows_what_it_waited_for_at_each_instant(tmp_path: Path) -> None:
-    found = pack_trajectories(load_step(rl_step(tmp_path, trajectories=1).write()))
-    assert found is not None
-    ((flight,),) = found.lanes
+    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=1).write()))
+    assert packed is not None
+    ((flight,),) = packed.lanes
     assert [(mark.label[1], mark.start_ns // MS, mark.end_ns // MS) for mark in flight.marks] == [
         ("queue", 0, 10),
         ("prefill", 10, 20),
@@ -135,23 +135,23 @@ def test_without_trajectories_there_are_no_lanes(tmp_path: Path) -> None:
 
 
 def test_in_flight_counts_trajectories_over_the_window(tmp_path: Path) -> None:
-    found = pack_trajectories(load_step(rl_step(tmp_path, trajectories=10).write()))
-    assert found is not None
-    assert max(found.in_flight) == 10
-    assert found.in_flight[-1] == 0
+    packed = pack_trajectories(load_step(rl_step(tmp_path, trajectories=10).write()))
+    assert packed is not None
+    assert max(packed.in_flight) == 10
+    assert packed.in_flight[-1] == 0
     # The area under the curve is the trajectories' time: 1 s in parts.
-    area_ms = sum(found.in_flight) * 1000 / len(found.in_flight)
-    flights = [flight for lane in found.lanes for flight in lane]
+    area_ms = sum(packed.in_flight) * 1000 / len(packed.in_flight)
+    flights = [flight for lane in packed.lanes for flight in lane]
     assert abs(area_ms - sum(flight.end_ns - flight.start_ns for flight in flights) / MS) < 5
 
 
 def test_of_too_many_lanes_those_of_the_slowest_are_kept(tmp_path: Path) -> None:
     timeline = load_step(rl_step(tmp_path, trajectories=600).write())
-    found = pack_trajectories(timeline, ["t599", "t7"], budget=400)
-    assert found is not None
-    assert (found.trajectories, found.needed) == (600, max_overlap(600))
-    assert len(found.lanes) <= 258
-    drawn = {flight.trajectory for lane in found.lanes for flight in lane}
+    packed = pack_trajectories(timeline, ["t599", "t7"], budget=400)
+    assert packed is not None
+    assert (packed.trajectories, packed.needed) == (600, max_overlap(600))
+    assert len(packed.lanes) <= 258
+    drawn = {flight.trajectory for lane in packed.lanes for flight in lane}
     assert {"t599", "t7"} <= drawn
 
 
@@ -171,8 +171,8 @@ def test_lanes_are_as_few_as_the_overlap_needs_and_hold_no_two_at_once(pairs: li
     needed = max((sum(s <= at < e for s, e in pairs) for at, _ in pairs), default=0)
     assert max(slots, default=-1) + 1 == needed
     for slot in set(slots):
-        mine = [pair for pair, at in zip(pairs, slots, strict=True) if at == slot]
-        assert all(one[1] <= other[0] for one, other in pairwise(mine))
+        together = [pair for pair, at in zip(pairs, slots, strict=True) if at == slot]
+        assert all(one[1] <= other[0] for one, other in pairwise(together))
 
 
 def in_a_row(lengths: list[tuple[int, int, bool]]) -> list[Mark]:
@@ -204,12 +204,12 @@ def test_blending_keeps_long_marks_and_leaves_two_in_any_stretch(marks: list[Mar
 
 @given(rows, st.integers(1, 40))
 def test_joining_neighbours_loses_no_call_and_keeps_the_extent(marks: list[Mark], gap: int) -> None:
-    mine = [mark for mark in marks if mark.label == A]
-    fewer = join_near(mine, gap)
-    assert sum(mark.spans for mark in fewer) == len(mine)
-    assert sum(map(busy_ns, fewer)) == sum(map(busy_ns, mine))
-    if mine:
-        assert (fewer[0].start_ns, fewer[-1].end_ns) == (mine[0].start_ns, mine[-1].end_ns)
+    of_label = [mark for mark in marks if mark.label == A]
+    fewer = join_near(of_label, gap)
+    assert sum(mark.spans for mark in fewer) == len(of_label)
+    assert sum(map(busy_ns, fewer)) == sum(map(busy_ns, of_label))
+    if of_label:
+        assert (fewer[0].start_ns, fewer[-1].end_ns) == (of_label[0].start_ns, of_label[-1].end_ns)
 
 
 @given(st.integers(0, 3000), st.integers(1, 600), st.lists(st.integers(0, 4000), max_size=5))

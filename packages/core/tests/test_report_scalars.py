@@ -18,13 +18,13 @@ def scalars(folder: StepFolder) -> dict[str, float]:
 
 
 def test_stages_and_the_rest_add_up_to_the_step_without_its_capture(tmp_path: Path) -> None:
-    found = scalars(rl_step(tmp_path))
-    parts = [value for name, value in found.items() if name.startswith("stage/")]
-    rest = found["step/profiler_seconds"] + found["step/unaccounted_seconds"]
-    assert found["step/wall_seconds"] == pytest.approx(1.0) == pytest.approx(sum(parts) + rest)
-    assert found["capture/opening_seconds"] == pytest.approx(0.004)
-    assert found["capture/closing_seconds"] == pytest.approx(0.006)
-    assert "stage/actor/update_actor_seconds" in found
+    values = scalars(rl_step(tmp_path))
+    parts = [value for name, value in values.items() if name.startswith("stage/")]
+    rest = values["step/profiler_seconds"] + values["step/unaccounted_seconds"]
+    assert values["step/wall_seconds"] == pytest.approx(1.0) == pytest.approx(sum(parts) + rest)
+    assert values["capture/opening_seconds"] == pytest.approx(0.004)
+    assert values["capture/closing_seconds"] == pytest.approx(0.006)
+    assert "stage/actor/update_actor_seconds" in values
 
 
 def test_idle_is_the_mean_of_a_roles_processes(tmp_path: Path) -> None:
@@ -40,5 +40,5 @@ def test_the_long_tail_is_there_where_there_are_trajectories(tmp_path: Path) -> 
 
 
 def test_names_hold_nothing_that_a_store_of_metrics_refuses(tmp_path: Path) -> None:
-    found = scalars(rl_step(tmp_path, hostile=HOSTILE))
-    assert all(re.fullmatch(r"(\w[\w.-]*/)+[\w.-]+", name) for name in found)
+    values = scalars(rl_step(tmp_path, hostile=HOSTILE))
+    assert all(re.fullmatch(r"(\w[\w.-]*/)+[\w.-]+", name) for name in values)

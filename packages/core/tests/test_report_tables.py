@@ -80,9 +80,9 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
     timeline = load_step(folder.write())
     report = step_report(timeline)
     assert [(row.process, row.stages) for row in report.phaseless] == [("rollout 1", ("generate_batch",))]
-    for said in (" ".join(printed(report).split()), render_step(timeline, report)):
-        assert "rollout 1: unknown when they read prompts" in said
-        assert "their stages are generate_batch. Call them `prefill` and `decode`" in said
+    for output in (" ".join(printed(report).split()), render_step(timeline, report)):
+        assert "rollout 1: unknown when they read prompts" in output
+        assert "their stages are generate_batch. Call them `prefill` and `decode`" in output
 
 
 def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None
             process.close(10 * MS)
     timeline = load_step(folder.write())
     report = step_report(timeline)
-    ordered, said = worst_first(report.health.processes, 24)
+    ordered, rest = worst_first(report.health.processes, 24)
     assert [row.name for row in ordered[:6]] == [
         "trainer", "actor 60", "actor 63", "actor 61", "actor 62", "actor 0"
     ]  # fmt: skip
-    assert said in render_step(timeline, report)
+    assert rest in render_step(timeline, report)
     assert worst_first(report.health.processes, 100) == (report.health.processes, "")
 
 
@@ -271,8 +271,8 @@ def test_of_many_unaligned_processes_a_few_are_named(tmp_path: Path) -> None:
     folder.process("trainer", owner=True).close(MS)
     for rank in range(LISTED + 3):
         folder.process("actor", rank, host="elsewhere").span("update", 0, MS)
-    said = say_left_out(step_breakdown(load_step(folder.write())))
-    assert said.endswith(f"actor {LISTED - 1} and 3 more")
+    message = say_left_out(step_breakdown(load_step(folder.write())))
+    assert message.endswith(f"actor {LISTED - 1} and 3 more")
 
 
 def test_names_from_files_cannot_command_a_terminal() -> None:
@@ -295,7 +295,7 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
     text = printed(step_report(load_step(folder.write())))
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
-    for said in (
+    for phrase in (
         "Where it went",
         "unaccounted",
         "100.0",
@@ -303,7 +303,7 @@ def test_the_printed_report_fits_100_columns_and_means_what_it_says_without_colo
         "Slowest trajectories",
         "[bold]",
     ):
-        assert said in text
+        assert phrase in text
     assert "The others waited 2.00 ms for the last 2 of 20 trajectories" in text
     assert "unaligned" in text
 

@@ -55,7 +55,7 @@ def test_nobody_probably_waits_for_one_who_waits(tmp_path: Path) -> None:
 
 def test_a_wait_while_nobody_was_busy_who_could_end_it_is_named_with_its_seconds(tmp_path: Path) -> None:
     report = report_of(polling_step(tmp_path))
-    (advice,) = (each for each in report.advice if each.rule == "vain-wait")
+    (advice,) = (advice for advice in report.advice if advice.rule == "vain-wait")
     assert advice.what == "trainer waited in rollout wait_for_samples while nobody it could wait for was busy"
     assert advice.because[0] == "1.73 s, 38.6 % of the step"
     assert advice.saves_ns == 1730 * MS
@@ -72,11 +72,11 @@ def test_a_wait_in_which_the_rollout_works_is_not_in_vain(tmp_path: Path) -> Non
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span("wait_for_samples", 0, 400 * MS, role="rollout", attrs=WAIT)
     folder.process("rollout", 0).span("decode", 0, 390 * MS)
-    assert "vain-wait" not in {each.rule for each in report_of(folder, 1000).advice}
+    assert "vain-wait" not in {advice.rule for advice in report_of(folder, 1000).advice}
 
 
 def test_a_rollout_that_nobody_recorded_is_missed_and_its_wait_not_called_vain(tmp_path: Path) -> None:
-    rules = {each.rule: each for each in report_of(polling_step(tmp_path, generates=False)).advice}
+    rules = {advice.rule: advice for advice in report_of(polling_step(tmp_path, generates=False)).advice}
     assert "vain-wait" not in rules
     assert rules["no-rollout"].because == ("it has rollout wait_for_samples",)
 
@@ -86,7 +86,7 @@ def test_an_engine_that_was_given_is_not_asked_for_again(tmp_path: Path, given: 
     folder = polling_step(tmp_path, generates=False)
     if given:
         folder.processes[0].expected = [Expectation(name="replica 0", kind="engine", state="ok")]
-    rules = {each.rule: each for each in report_of(folder).advice}
+    rules = {advice.rule: advice for advice in report_of(folder).advice}
     assert ("its engines as engines" in rules["no-rollout"].do) is not given
 
 
@@ -95,14 +95,14 @@ def test_supervised_training_misses_no_rollout(tmp_path: Path, stage: str) -> No
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span(stage, 0, 900 * MS, role="actor")
     folder.process("ref", 0).span("compute_log_prob", 0, 100 * MS)
-    assert "no-rollout" not in {each.rule for each in report_of(folder, 1000).advice}
+    assert "no-rollout" not in {advice.rule for advice in report_of(folder, 1000).advice}
 
 
 def test_loading_weights_into_replicas_is_no_rollout(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     folder.process("trainer", owner=True).span("compute_advantage", 0, 900 * MS)
     folder.process("rollout", 0).span("load_weights", 0, 100 * MS)
-    assert "no-rollout" in {each.rule for each in report_of(folder, 1000).advice}
+    assert "no-rollout" in {advice.rule for advice in report_of(folder, 1000).advice}
 
 
 def test_replicas_that_wait_differently_long_are_no_stragglers(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_replicas_that_wait_differently_long_are_no_stragglers(tmp_path: Path) -
     folder.process("trainer", owner=True).span("rollout", 0, 1000 * MS, role="agent_loop")
     for rank in (0, 1):
         folder.process("rollout", rank).span("queue", 0, (100 + 700 * rank) * MS)
-    assert "straggler" not in {each.rule for each in report_of(folder, 1000).advice}
+    assert "straggler" not in {advice.rule for advice in report_of(folder, 1000).advice}
 
 
 def test_the_terminal_marks_what_waits(tmp_path: Path) -> None:

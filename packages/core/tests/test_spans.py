@@ -56,10 +56,10 @@ def closed(log: SpanLog) -> list[Span]:
 def wait_for_lines(log: SpanLog, count: int) -> list[Line]:
     """Return the file's lines once the writing thread has written `count` (it polls five times a second)."""
     until = time.monotonic() + 10
-    while len(found := lines(log)) < count:
-        assert time.monotonic() < until, found
+    while len(records := lines(log)) < count:
+        assert time.monotonic() < until, records
         os.sched_yield()
-    return found
+    return records
 
 
 def test_a_file_begins_with_who_wrote_it_and_ends_with_how_many(log: SpanLog) -> None:
@@ -302,10 +302,10 @@ def test_threads_do_not_become_each_others_parents(log: SpanLog) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = closed(log)
-    assert len(found) == 400
-    assert all(span.parent is None for span in found)
-    assert len({span.span for span in found}) == 400
+    spans = closed(log)
+    assert len(spans) == 400
+    assert all(span.parent is None for span in spans)
+    assert len({span.span for span in spans}) == 400
 
 
 def test_a_carrier_is_json_and_nothing_is_carried_from_nowhere(log: SpanLog) -> None:
@@ -374,14 +374,14 @@ def test_a_method_that_attaches_what_began_before_the_capture_belongs_to_it_too(
 def test_a_span_that_attaches_what_began_before_the_capture_in_its_own_process_keeps_its_place(
     tmp_path: Path,
 ) -> None:
-    mine = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
-    mine.open()
-    mine.start(read_anchor())
+    own = SpanLog(tmp_path / "mine.jsonl", process=identify("trainer"), step=3, run_id="r", limit=10)
+    own.open()
+    own.start(read_anchor())
     with api.trajectory("t9"):
         early = carrier()
-    with mine.new("collect"), attach(early), mine.new("score"):
+    with own.new("collect"), attach(early), own.new("score"):
         pass
-    by_stage = {span.stage: span for span in closed(mine)}
+    by_stage = {span.stage: span for span in closed(own)}
     assert (by_stage["collect"].trajectory, by_stage["score"].trajectory) == (None, "t9")
 
 
@@ -412,8 +412,8 @@ def test_a_task_that_attaches_leaves_the_span_it_was_started_in_alone(log: SpanL
 
 
 def test_a_span_keeps_the_place_it_has(log: SpanLog) -> None:
-    mine = Carrier(process=ACTOR.key, span=1, captured=3)
-    with log.new("top"), attach(mine):
+    carrier = Carrier(process=ACTOR.key, span=1, captured=3)
+    with log.new("top"), attach(carrier):
         pass
     with attach(OTHER), log.new("method"), attach(TURN):
         pass

@@ -62,8 +62,9 @@ def report(installed: Path, run: Path) -> dict[str, Any]:
 
 def sidecars(run: Path) -> dict[str, dict[str, Any]]:
     """Return the sidecars' artifacts by tool and kind."""
-    found = [json.loads(path.read_bytes()) for path in run.glob("step_000001/traces/**/*.meta.json")]
-    return {f"{each['artifact']['tool']} {each['artifact']['kind']}": each["artifact"] for each in found}
+    paths = run.glob("step_000001/traces/**/*.meta.json")
+    artifacts = [json.loads(path.read_bytes())["artifact"] for path in paths]
+    return {f"{artifact['tool']} {artifact['kind']}": artifact for artifact in artifacts}
 
 
 def test_the_trace_of_a_step_comes_from_the_installed_backend(run: Path) -> None:

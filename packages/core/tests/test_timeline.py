@@ -101,18 +101,22 @@ def test_a_measured_offset_on_the_owners_host_is_the_noise_of_the_exchange() -> 
     anchor = ClockAnchor(wall_ns=100 * S, mono_ns=0)
     owner = align_owner(anchor, None)
     noise = ClockOffset(process="p", offset_ns=300, uncertainty_ns=1_000, at_mono_ns=0)
-    found = align("p", "h", anchor, None, Reference("h", owner.place, 0, [noise]))
-    assert (found.clock.alignment, found.clock.offset_ns, found.place(5)) == ("same host", 0, 100 * S + 5)
+    aligned = align("p", "h", anchor, None, Reference("h", owner.place, 0, [noise]))
+    assert (aligned.clock.alignment, aligned.clock.offset_ns, aligned.place(5)) == (
+        "same host",
+        0,
+        100 * S + 5,
+    )
 
 
 def test_two_machines_of_one_name_are_told_apart_by_their_clocks() -> None:
     anchor = ClockAnchor(wall_ns=100 * S, mono_ns=0)
     owner = align_owner(anchor, None)
     apart = ClockOffset(process="p", offset_ns=2 * S, uncertainty_ns=1_000, at_mono_ns=0)
-    found = align(
+    aligned = align(
         "p", "h", ClockAnchor(wall_ns=102 * S, mono_ns=7), None, Reference("h", owner.place, 0, [apart])
     )
-    assert (found.clock.alignment, found.place(7)) == ("measured", 100 * S)
+    assert (aligned.clock.alignment, aligned.place(7)) == ("measured", 100 * S)
 
 
 def test_the_surer_of_two_measurements_counts_where_the_other_says_nothing() -> None:
@@ -120,18 +124,18 @@ def test_the_surer_of_two_measurements_counts_where_the_other_says_nothing() -> 
     owner = align_owner(anchor, end)
     sure = ClockOffset(process="p", offset_ns=5_000, uncertainty_ns=1_000, at_mono_ns=0)
     busy = ClockOffset(process="p", offset_ns=2 * S, uncertainty_ns=3 * S, at_mono_ns=10 * S)
-    found = align("p", "other", anchor, end, Reference("h", owner.place, 0, [sure, busy]))
-    assert found.place(10 * S) == 10 * S - 5_000
-    assert found.clock.uncertainty_ns == pytest.approx(1_000 + 2_000_000, abs=500)  # 10 s at 200 ppm
+    aligned = align("p", "other", anchor, end, Reference("h", owner.place, 0, [sure, busy]))
+    assert aligned.place(10 * S) == 10 * S - 5_000
+    assert aligned.clock.uncertainty_ns == pytest.approx(1_000 + 2_000_000, abs=500)  # 10 s at 200 ppm
 
 
 def test_a_wall_clock_that_was_set_meanwhile_does_not_stretch_the_spans() -> None:
     opened = ClockAnchor(wall_ns=100 * S, mono_ns=0)
     closed = ClockAnchor(wall_ns=90 * S, mono_ns=10 * S)  # set back by 20 s
-    found = align_owner(opened, closed)
-    assert found.place(10 * S) == 110 * S
-    assert found.clock.jumped
-    assert found.clock.uncertainty_ns == 20 * S
+    aligned = align_owner(opened, closed)
+    assert aligned.place(10 * S) == 110 * S
+    assert aligned.clock.jumped
+    assert aligned.clock.uncertainty_ns == 20 * S
 
 
 def test_a_killed_workers_spans_are_kept_and_its_open_one_has_no_end(tmp_path: Path) -> None:

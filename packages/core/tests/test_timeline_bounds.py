@@ -60,13 +60,13 @@ def sample(owner: Host, other: Host, at_ns: int, delays: Delays) -> ClockOffset:
     stamps = Exchange(
         owner.wall_ns(at_ns), other.wall_ns(heard_ns), other.wall_ns(answered_ns), owner.wall_ns(received_ns)
     )
-    found = estimate_offset([stamps])
-    assert found is not None
+    offset = estimate_offset([stamps])
+    assert offset is not None
     return ClockOffset(
         process="p",
-        offset_ns=found.offset_ns,
-        uncertainty_ns=found.within_ns,
-        at_mono_ns=owner.mono_ns(received_ns) + found.at_ns - owner.wall_ns(received_ns),
+        offset_ns=offset.offset_ns,
+        uncertainty_ns=offset.within_ns,
+        at_mono_ns=owner.mono_ns(received_ns) + offset.at_ns - owner.wall_ns(received_ns),
     )
 
 
@@ -76,23 +76,23 @@ class Placed(NamedTuple):
     owner: Host
     other: Host
     lasted_ns: int
-    found: Aligned
+    aligned: Aligned
     closed: bool
 
     def worst_ns(self) -> int:
         """Return the farthest that one of its spans, or an event of its trace, is from where it was."""
-        found = self.found
-        opened_ns = found.place(self.other.mono_ns(0))
+        aligned = self.aligned
+        opened_ns = aligned.place(self.other.mono_ns(0))
         process = Process(
             name="p", info=ProcessInfo(role="actor", rank=0, world_size=None, host="b", pid=1), owner=False,
-            opened_ns=opened_ns, last_ns=opened_ns, clock=found.clock, spans=0, dropped=None, cost=None,
-            closed_ns=found.place(self.other.mono_ns(self.lasted_ns)) if self.closed else None,
+            opened_ns=opened_ns, last_ns=opened_ns, clock=aligned.clock, spans=0, dropped=None, cost=None,
+            closed_ns=aligned.place(self.other.mono_ns(self.lasted_ns)) if self.closed else None,
         )  # fmt: skip
         return max(self._apart_ns(process, self.lasted_ns * share // 100) for share in range(101))
 
     def _apart_ns(self, process: Process, true_ns: int) -> int:
         wall_ns, right_ns = self.other.wall_ns(true_ns), self.owner.steady_ns(true_ns)
-        span_ns = self.found.place(self.other.mono_ns(true_ns))
+        span_ns = self.aligned.place(self.other.mono_ns(true_ns))
         return max(abs(span_ns - right_ns), abs(wall_ns - offset_at(process, wall_ns) - right_ns))
 
 
@@ -121,12 +121,12 @@ def placed(
     )  # fmt: skip
     end = other.anchor(lasted_ns) if closed else None
     latest_ns = other.mono_ns(lasted_ns // 2)
-    found = align("p", host, other.anchor(0), end, reference, latest_ns)
-    return Placed(owner, other, lasted_ns, found, closed)
+    aligned = align("p", host, other.anchor(0), end, reference, latest_ns)
+    return Placed(owner, other, lasted_ns, aligned, closed)
 
 
 def check(one: Placed) -> None:
-    within_ns = one.found.clock.uncertainty_ns
+    within_ns = one.aligned.clock.uncertainty_ns
     assert within_ns is not None
     assert one.worst_ns() <= within_ns + ROUNDED_NS
 
@@ -190,7 +190,7 @@ def test_on_the_owners_host_a_clock_that_is_set_is_within_the_bound(
 ) -> None:
     host = Host(ppm, 0, step_ns, round(at * lasted_ns))
     one = placed(host, host, lasted_ns, "both", host="a")
-    assert one.found.clock.alignment == "same host"
+    assert one.aligned.clock.alignment == "same host"
     check(one)
 
 
@@ -211,20 +211,20 @@ def test_a_bound_is_half_the_round_trip_where_samples_bracket_the_step_and_else_
 ) -> None:
     one = placed(Host(), Host(ppm, 11 * S), lasted_ns, samples, closed=closed)
     check(one)
-    assert one.found.clock.uncertainty_ns is not None
-    assert one.found.clock.uncertainty_ns <= most_ns
+    assert one.aligned.clock.uncertainty_ns is not None
+    assert one.aligned.clock.uncertainty_ns <= most_ns
 
 
 def test_a_step_that_two_samples_pin_down_costs_the_step_and_no_more() -> None:
     other = Host(14, 11 * S, step_ns=S, step_at_ns=4 * S)
     one = placed(Host(), other, 10 * S, "both")
     check(one)
-    assert one.found.clock.uncertainty_ns is not None
-    assert S <= one.found.clock.uncertainty_ns <= S + 400 * US
+    assert one.aligned.clock.uncertainty_ns is not None
+    assert S <= one.aligned.clock.uncertainty_ns <= S + 400 * US
 
 
 def test_an_exchange_with_long_work_counts_the_drift_during_it() -> None:
     stamps = Exchange(0, 100 * US, 100 * US + 2_999_400 * US, 3_000_200 * US)  # theirs loses 200 ppm of 3 s
-    found = estimate_offset([stamps])
-    assert found is not None
-    assert found.within_ns >= 100 * US
+    offset = estimate_offset([stamps])
+    assert offset is not None
+    assert offset.within_ns >= 100 * US

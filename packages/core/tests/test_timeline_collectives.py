@@ -40,11 +40,11 @@ def extent_ns(traces: list[bytes]) -> tuple[int, int]:
     """From the first collective of all to the last one: a stall before it, on a busy machine, is not ours."""
     times = []
     for trace in traces:
-        found = json.loads(trace)
-        base_ns = found["baseTimeNanoseconds"]
+        content = json.loads(trace)
+        base_ns = content["baseTimeNanoseconds"]
         times += [
             base_ns + int((event["ts"] + event["dur"] * end) * 1000)
-            for event in found["traceEvents"]
+            for event in content["traceEvents"]
             if event["ph"] == "X" and event["name"].startswith("gloo:")
             for end in (0, 1)
         ]
@@ -58,22 +58,24 @@ def ahead(trace: bytes, skew_ns: int) -> bytes:
 
 def drifting(trace: bytes, since_ns: int, ppm: int) -> bytes:
     """As if recorded by a clock that gains, from `since_ns` on."""
-    found = json.loads(trace)
-    base_us = (found["baseTimeNanoseconds"] - since_ns) / 1000
-    for event in found["traceEvents"]:
+    content = json.loads(trace)
+    base_us = (content["baseTimeNanoseconds"] - since_ns) / 1000
+    for event in content["traceEvents"]:
         if "ts" in event:
             event["ts"] += (event["ts"] + base_us) * ppm / 1_000_000
-    return json.dumps(found).encode()
+    return json.dumps(content).encode()
 
 
 def without(trace: bytes, places: slice) -> bytes:
     """Return a trace that lacks some of its collectives, of each kind."""
-    found = json.loads(trace)
+    content = json.loads(trace)
     for name in ("gloo:all_reduce", "gloo:all_gather"):
-        mine = sorted((e for e in found["traceEvents"] if e["name"] == name), key=lambda event: event["ts"])
-        for event in mine[places]:
-            found["traceEvents"].remove(event)
-    return json.dumps(found).encode()
+        collectives = sorted(
+            (e for e in content["traceEvents"] if e["name"] == name), key=lambda event: event["ts"]
+        )
+        for event in collectives[places]:
+            content["traceEvents"].remove(event)
+    return json.dumps(content).encode()
 
 
 def put(folder: StepFolder, process: FakeProcess, trace: bytes, *, name: str = "") -> Artifact:
@@ -111,11 +113,11 @@ class Step:
             self.folder.process("actor", 3, host="host-b", skew_ns=skew_ns, drift_ppm=ppm),
         ]
         for process, trace in zip(self.ranks, traces, strict=True):
-            there = process.info.host == "host-b"
+            on_host_b = process.info.host == "host-b"
             put(
                 self.folder,
                 process,
-                ahead(drifting(trace, first_ns, ppm) if there and ppm else trace, skew_ns * there),
+                ahead(drifting(trace, first_ns, ppm) if on_host_b and ppm else trace, skew_ns * on_host_b),
             )
         for process in (self.driver, *self.ranks):
             process.close(self.lasted_ns)
@@ -123,8 +125,8 @@ class Step:
     def clock(self) -> ProcessClock:
         """Of rank 2, after everything was written and read."""
         timeline = load_step(self.folder.write())
-        (found,) = (process for process in timeline.processes if process.info.rank == 2)
-        return found.clock
+        (process,) = (process for process in timeline.processes if process.info.rank == 2)
+        return process.clock
 
 
 def test_collectives_of_an_earlier_capture_of_the_step_do_not_count(
@@ -164,7 +166,7 @@ def entered_and_left(path: Path) -> list[tuple[float, float]]:
         if event["name"] == "gloo:all_reduce":
             ranks.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
     together = zip(*(sorted(rank) for rank in ranks.values()), strict=True)
-    return [(max(start for start, _ in each), min(end for _, end in each)) for each in together]
+    return [(max(start for start, _ in times), min(end for _, end in times)) for times in together]
 
 
 def test_in_the_merged_timeline_no_rank_leaves_before_the_last_has_entered(
@@ -176,9 +178,9 @@ def test_in_the_merged_timeline_no_rank_leaves_before_the_last_has_entered(
     rows = {row.rank: row for row in merged.rows}
     assert [rows[rank].alignment for rank in range(4)] == ["same host"] * 2 + ["collectives"] * 2
     assert (rows[2].matched, rows[2].note) == (200, None)
-    found = entered_and_left(path)
-    assert len(found) == 100
-    assert all(entered < left for entered, left in found)
+    extents = entered_and_left(path)
+    assert len(extents) == 100
+    assert all(entered < left for entered, left in extents)
 
 
 def test_collectives_sharpen_a_poor_sample(tmp_path: Path, recorded: list[bytes]) -> None:
@@ -242,7 +244,7 @@ def test_collectives_that_do_not_bracket_a_step_leave_room_for_drift(
     if not closed:
         step.ranks[2].closed_ns = step.ranks[3].closed_ns = None
     timeline = load_step(step.folder.write())
-    (rank,) = (each for each in timeline.processes if each.info.rank == 2)
+    (rank,) = (process for process in timeline.processes if process.info.rank == 2)
     within_ns = rank.clock.uncertainty_ns
     if within_ns is None:
         assert not sampled

@@ -66,13 +66,13 @@ def test_two_samples_place_every_instant_within_the_uncertainty(
 
     owner = align_owner(ClockAnchor(wall_ns=UNIX, mono_ns=0), None)
     samples = [sample(-before_ns, 0), sample(lasted_ns + after_ns, 1)]
-    found = align("p", "there", anchor(0), anchor(lasted_ns), Reference("here", owner.place, 0, samples))
+    aligned = align("p", "there", anchor(0), anchor(lasted_ns), Reference("here", owner.place, 0, samples))
     true_ns = int(at * lasted_ns)
-    assert found.clock.uncertainty_ns is not None
+    assert aligned.clock.uncertainty_ns is not None
     mono_ns = 9 * S + wall_ns(true_ns) - wall_ns(0)
     # When a sample was taken is as uncertain as the sample: at 200 ppm, a microsecond in 5 ms.
-    allowed_ns = found.clock.uncertainty_ns + max(within_ns) * 2 // 5000 + 4
-    assert abs(found.place(mono_ns) - UNIX - true_ns) <= allowed_ns
+    allowed_ns = aligned.clock.uncertainty_ns + max(within_ns) * 2 // 5000 + 4
+    assert abs(aligned.place(mono_ns) - UNIX - true_ns) <= allowed_ns
 
 
 reach = st.integers(-(10**10), 10**10)
@@ -128,17 +128,17 @@ ids = st.one_of(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), ids), unique=True, max_size=60))
-def test_different_ids_of_any_files_stay_different_and_exact(found: list[tuple[int, bytes]]) -> None:
-    files = {number: FlowIds(number, 5) for number, _ in found}
-    renamed = [files[number].renamed(msgspec.Raw(text), scope="1") for number, text in found]
+def test_different_ids_of_any_files_stay_different_and_exact(ids: list[tuple[int, bytes]]) -> None:
+    files = {number: FlowIds(number, 5) for number, _ in ids}
+    renamed = [files[number].renamed(msgspec.Raw(text), scope="1") for number, text in ids]
     numbers = [int(bytes(text).strip(b'"'), 0) for text in renamed]
     assert all(number < 2**53 for number in numbers)
-    assert len(set(numbers)) == len(found)
-    again = [files[number].renamed(msgspec.Raw(text), scope="1") for number, text in found]
+    assert len(set(numbers)) == len(ids)
+    again = [files[number].renamed(msgspec.Raw(text), scope="1") for number, text in ids]
     assert [bytes(text) for text in again] == [bytes(text) for text in renamed]
     kept = [
         bytes(new).startswith(b'"') == text.startswith(b'"')
-        for new, (_, text) in zip(renamed, found, strict=True)
+        for new, (_, text) in zip(renamed, ids, strict=True)
     ]
     assert all(kept)
 
@@ -149,7 +149,7 @@ def test_a_time_is_moved_with_every_digit_that_a_file_gives(us: int, below: int,
     axis = Axis(UNIX - DAY, first=0, last=10**19, behind=0)
     place = Place(Row(info=info, process=None, clock=None), UNIX + shift_ns, axis)
     ts = f"{us}.{below:09d}"
-    found = place.of(ts)
+    time = place.of(ts)
     exact = Decimal(ts) * 1000 + DAY + shift_ns
-    assert found is not None
-    assert Decimal(f"{found[0]}.{found[1] or 0}") == exact
+    assert time is not None
+    assert Decimal(f"{time[0]}.{time[1] or 0}") == exact

@@ -58,8 +58,8 @@ def occupy_main_thread_while(thread: threading.Thread) -> None:
 
 def trace(pending: PendingArtifact, folder: Path) -> dict[str, Any]:
     [path] = written([pending], folder)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def names(pending: PendingArtifact, folder: Path) -> Counter[str]:
@@ -70,12 +70,12 @@ def test_a_trace_says_whose_it_is(make: Callable[..., TorchBackend], tmp_path: P
     backend = make()
     backend.start(a_window(step=7, stage="update", index=3))
     [pending] = backend.stop()
-    found = trace(pending, tmp_path)
-    assert found["stepscope"]["step"] == 7
-    assert found["stepscope"]["role"] == "actor"
-    assert found["stepscope"]["rank"] == 0
-    assert found["stepscope"]["stage"] == "update"
-    assert found["trace_id"] == "step_7_actor_rank0_update_3_0"
+    content = trace(pending, tmp_path)
+    assert content["stepscope"]["step"] == 7
+    assert content["stepscope"]["role"] == "actor"
+    assert content["stepscope"]["rank"] == 0
+    assert content["stepscope"]["stage"] == "update"
+    assert content["trace_id"] == "step_7_actor_rank0_update_3_0"
 
 
 def test_a_sync_span_is_a_range_of_the_trace_and_an_async_one_is_not(
@@ -87,10 +87,10 @@ def test_a_sync_span_is_a_range_of_the_trace_and_an_async_one_is_not(
         work()
     with backend.range(SpanInfo(stage="generate", role="rollout", span=2, is_async=True)):
         work()
-    found = names(backend.stop()[0], tmp_path)
-    assert found["actor.update"] == 1
-    assert found["rollout.generate"] == 0
-    assert found["work"] == 2
+    counts = names(backend.stop()[0], tmp_path)
+    assert counts["actor.update"] == 1
+    assert counts["rollout.generate"] == 0
+    assert counts["work"] == 2
 
 
 def test_the_main_thread_is_recorded_alone_unless_all_threads_are_asked_for(
@@ -101,9 +101,9 @@ def test_the_main_thread_is_recorded_alone_unless_all_threads_are_asked_for(
         backend.start(a_window())
         work("here")
         in_thread(lambda: work("there"))
-        found = names(backend.stop()[0], tmp_path / str(all_threads))
-        assert found["here"] == 1
-        assert found["there"] == int(all_threads)
+        counts = names(backend.stop()[0], tmp_path / str(all_threads))
+        assert counts["here"] == 1
+        assert counts["there"] == int(all_threads)
 
 
 def test_a_window_of_a_pool_thread_records_every_thread_and_outlives_it(
@@ -117,8 +117,8 @@ def test_a_window_of_a_pool_thread_records_every_thread_and_outlives_it(
 
     in_thread(start)
     work("main")
-    found = names(in_thread(backend.stop)[0], tmp_path)
-    assert found["pool"] == found["main"] == 1
+    counts = names(in_thread(backend.stop)[0], tmp_path)
+    assert counts["pool"] == counts["main"] == 1
 
 
 def test_what_this_machine_cannot_record_is_ignored_with_the_reason(
@@ -157,7 +157,7 @@ def test_a_trace_without_python_events_holds_the_same_events(
 
     if not torch_options._switches(all_threads=False, with_stack=False):
         pytest.skip(f"torch {torch.__version__} has no trace_only")
-    found: list[Counter[str]] = []
+    counts: list[Counter[str]] = []
     recorded: list[PendingArtifact] = []
     for switches in ({"trace_only": True}, {}):
         monkeypatch.setattr(torch_options, "_switches", lambda switches=switches, **_: switches)
@@ -166,8 +166,8 @@ def test_a_trace_without_python_events_holds_the_same_events(
             backend.start(a_window())
             torch.autograd.backward(torch.ones(4, 4, requires_grad=True).sum())
             recorded = backend.stop()
-        found.append(names(recorded[0], tmp_path / str(len(found))))
-    assert found[0] == found[1]
+        counts.append(names(recorded[0], tmp_path / str(len(counts))))
+    assert counts[0] == counts[1]
 
 
 class TestSchedule:

@@ -224,12 +224,12 @@ async def _seen(profiler: TorchRolloutProfiler, iterations: int) -> None:
 
 async def test_a_second_capture_of_the_same_name_overwrites_nothing(decoder: Decoder, tmp_path: Path) -> None:
     profiler, capture = TorchRolloutProfiler(decoder.model), a_capture(tmp_path)
-    found = []
+    artifacts = []
     for _ in range(2):
         await profiler.start(capture)
         decoder.generate(1)
-        found += await profiler.stop()
-    assert len({artifact.path for artifact in found}) == 2
+        artifacts += await profiler.stop()
+    assert len({artifact.path for artifact in artifacts}) == 2
     assert len(contents(capture.step_dir)) == 4, "two traces and two sidecars"
 
 

@@ -53,8 +53,8 @@ def test_every_span_is_where_it_was_within_the_stated_uncertainty(
     step = known(seed, numbered=numbered)
     timeline = load_step(step.write(tmp_path))
     check_spans(timeline, step.spans)
-    there = [process.clock.alignment for process in timeline.processes if process.info.host != "host-0"]
-    assert set(there) <= {"collectives", "measured"}
+    alignments = [process.clock.alignment for process in timeline.processes if process.info.host != "host-0"]
+    assert set(alignments) <= {"collectives", "measured"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -65,9 +65,9 @@ def test_every_kernel_is_where_it_was_within_the_stated_uncertainty(tmp_path: Pa
     written = json.loads(gzip.decompress((path / "timeline.json.gz").read_bytes()), parse_float=Decimal)
     truth = {event.name: event for event in step.events}
     within_ns = {row.pid: row.uncertainty_ns for row in merged.rows}
-    found = [event for event in written["traceEvents"] if event.get("cat") == "kernel"]
-    assert len(found) > 600
-    for event in found:
+    kernels = [event for event in written["traceEvents"] if event.get("cat") == "kernel"]
+    assert len(kernels) > 600
+    for event in kernels:
         true = truth[event["name"]]
         start_ns = int(event["ts"] * 1000) + written["baseTimeNanoseconds"] - OPENED_NS
         allowed_ns = within_ns[event["pid"]]
@@ -78,11 +78,11 @@ def test_every_kernel_is_where_it_was_within_the_stated_uncertainty(tmp_path: Pa
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_percentage_is_that_of_a_perfect_clock(tmp_path: Path, seed: int) -> None:
     step = known(seed)
-    found = step_breakdown(load_step(step.write(tmp_path / "skewed")))
+    measured = step_breakdown(load_step(step.write(tmp_path / "skewed")))
     true = step_breakdown(load_step(step.write(tmp_path / "perfect", perfect=True)))
     shares = [
         {(line.kind, line.role, line.stage): 100 * line.wall_ns / account.window_ns for line in account.lines}
-        for account in (found, true)
+        for account in (measured, true)
     ]
     assert shares[0] == pytest.approx(shares[1], abs=0.1)
 
@@ -135,11 +135,13 @@ def test_windows_that_differ_unseen_place_nothing_wrongly(tmp_path: Path, seed: 
 def test_the_report_says_what_each_clock_rests_on(tmp_path: Path) -> None:
     step = KnownStep(0, tuple(some_clocks(0)), numbered=False, shifted=1)
     health = step_health(load_step(step.write(tmp_path / "shifted")))
-    said = {process.host: clock(process) for process in health.processes}
-    assert re.fullmatch(r"moved 3\.00 s, drift \+\d+\.\d ppm, \+-\d+ us", said["host-2"])
+    clocks = {process.host: clock(process) for process in health.processes}
+    assert re.fullmatch(r"moved 3\.00 s, drift \+\d+\.\d ppm, \+-\d+ us", clocks["host-2"])
     (note, *_) = clock_notes(health)
     assert re.match(r"actor 1, actor 4, rollout 1: allreduce of actor: .* not the same ones", note)
     health = step_health(load_step(known(0).write(tmp_path / "matched")))
-    said = {process.host: clock(process) for process in health.processes}
-    assert re.fullmatch(r"moved 3\.00 s by 56 collectives, drift \+\d+\.\d ppm, \+-[\d.]+ us", said["host-2"])
+    clocks = {process.host: clock(process) for process in health.processes}
+    assert re.fullmatch(
+        r"moved 3\.00 s by 56 collectives, drift \+\d+\.\d ppm, \+-[\d.]+ us", clocks["host-2"]
+    )
     assert clock_notes(health) == []

@@ -49,7 +49,7 @@ def kept(config: ProfileConfig) -> list[UncapturedStep]:
 
 def written(config: ProfileConfig) -> list[UncapturedStep]:
     files = sorted(Path(config.save_path).glob("uncaptured/*.jsonl"))
-    return [each for file in files for each in read_uncaptured(file)]
+    return [row for file in files for row in read_uncaptured(file)]
 
 
 def test_a_run_that_captures_nothing_writes_nothing(tmp_path: Path) -> None:
@@ -63,22 +63,22 @@ def test_only_steps_near_a_capture_are_kept(tmp_path: Path) -> None:
     near = baseline.KEPT
     expected = [*range(100 - near, 100), *range(101, 101 + near), *range(300 - near, 300)]
     expected += range(301, 301 + near)
-    assert [each.step for each in kept(config)] == expected
-    assert [each.step for each in kept(config) if each.first] == [101, 301]
+    assert [row.step for row in kept(config)] == expected
+    assert [row.step for row in kept(config) if row.first] == [101, 301]
 
 
 def test_what_a_run_still_knows_at_its_end_is_written(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[2])
     loop(config, range(5))
-    assert [each.step for each in written(config)] == [0, 1]
+    assert [row.step for row in written(config)] == [0, 1]
     shutdown.close_everything(Ending("exit", "the process exited"), 10)
-    assert [each.step for each in written(config)] == [0, 1, 3, 4]
+    assert [row.step for row in written(config)] == [0, 1, 3, 4]
 
 
 def test_a_process_that_is_killed_loses_few_of_those_behind_a_capture(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[2])
     loop(config, range(9))
-    assert [each.step for each in written(config)] == [0, 1, 3, 4, 5, 6]
+    assert [row.step for row in written(config)] == [0, 1, 3, 4, 5, 6]
 
 
 def test_a_step_that_overlaps_a_captured_one_does_not_count(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_step_that_overlaps_a_captured_one_does_not_count(tmp_path: Path) -> N
     captured.close()
     inside.close()
     loop(config, range(4, 5))
-    assert [each.step for each in kept(config)] == [4]
+    assert [row.step for row in kept(config)] == [4]
 
 
 def test_a_step_that_an_exception_cut_short_does_not_count(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_step_that_an_exception_cut_short_does_not_count(tmp_path: Path) -> No
     with pytest.raises(KeyError), capture(0, config=config):
         raise KeyError
     loop(config, range(1, 3))
-    assert [each.step for each in kept(config)] == [1]
+    assert [row.step for row in kept(config)] == [1]
 
 
 async def test_the_same_in_asynchronous_code(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ async def test_the_same_in_asynchronous_code(tmp_path: Path) -> None:
     for step in range(4):
         async with capture(step, config=config):
             pass
-    assert [each.step for each in kept(config)] == [0, 1, 3]
+    assert [row.step for row in kept(config)] == [0, 1, 3]
 
 
 def test_of_ranks_that_capture_for_themselves_the_first_one_keeps_them(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_of_ranks_that_capture_for_themselves_the_first_one_keeps_them(tmp_path:
 
 def test_a_line_that_was_cut_off_costs_itself(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"step":1,"start_ns":5,"dur_ns":7}\n{"step":2,"sta')
-    assert [each.step for each in read_uncaptured(tmp_path / "a.jsonl")] == [1]
+    assert [row.step for row in read_uncaptured(tmp_path / "a.jsonl")] == [1]
     assert read_uncaptured(tmp_path / "missing.jsonl") == []
 
 
@@ -157,31 +157,36 @@ def text_of(report: StepReport) -> str:
 
 def test_the_report_says_what_uncaptured_steps_took_and_what_the_capture_cost(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 100, 110, 100, 120, 300)
-    found = report.baseline
-    assert found is not None
-    assert found.steps == (45, 46, 47, 48, 49)
-    assert (found.min_ns, found.p50_ns, found.p90_ns, found.max_ns) == (90 * MS, 100 * MS, 120 * MS, 120 * MS)
-    assert (found.longer, found.excess_ns, found.next_ns) == (0, 30 * MS, 300 * MS)
-    assert found.cost_ns == report.breakdown.total_ns - 100 * MS
-    said = text_of(report)
-    assert "5 uncaptured steps near it (45-49) took 100 ms (median; p90 120 ms; 90.0 ms to 120 ms)" in said
-    assert "This one: +30.0 ms, +30.0 %, longer than any of them. With" in said
-    assert "With opening and closing, the capture cost about 30.0 ms. The step after it took 300 ms" in said
-    assert "not-typical" in {each.rule for each in report.advice}
+    baseline = report.baseline
+    assert baseline is not None
+    assert baseline.steps == (45, 46, 47, 48, 49)
+    assert (baseline.min_ns, baseline.p50_ns, baseline.p90_ns, baseline.max_ns) == (
+        90 * MS,
+        100 * MS,
+        120 * MS,
+        120 * MS,
+    )
+    assert (baseline.longer, baseline.excess_ns, baseline.next_ns) == (0, 30 * MS, 300 * MS)
+    assert baseline.cost_ns == report.breakdown.total_ns - 100 * MS
+    text = text_of(report)
+    assert "5 uncaptured steps near it (45-49) took 100 ms (median; p90 120 ms; 90.0 ms to 120 ms)" in text
+    assert "This one: +30.0 ms, +30.0 %, longer than any of them. With" in text
+    assert "With opening and closing, the capture cost about 30.0 ms. The step after it took 300 ms" in text
+    assert "not-typical" in {advice.rule for advice in report.advice}
     assert "45-49" in render_step(load_step(RunLayout(tmp_path).step(50).root), report)
     assert to_scalars(report)["uncaptured/p50_seconds"] == 0.1
 
 
 def test_a_step_as_long_as_others_raises_no_alarm(tmp_path: Path) -> None:
     report = beside(tmp_path, 90, 140, 110, 150, 120, 300)
-    assert "not-typical" not in {each.rule for each in report.advice}
+    assert "not-typical" not in {advice.rule for advice in report.advice}
     assert "longer than 3 of the 5" in text_of(report)
 
 
 def test_few_uncaptured_steps_are_shown_and_said_to_be_too_few(tmp_path: Path) -> None:
-    said = text_of(beside(tmp_path, 100, 200))
-    assert "2 uncaptured steps near it (49, 51)" in said
-    assert "too few for a comparison" in said
+    text = text_of(beside(tmp_path, 100, 200))
+    assert "2 uncaptured steps near it (49, 51)" in text
+    assert "too few for a comparison" in text
 
 
 def test_a_capture_that_ended_early_is_not_compared(tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ def test_ls_shows_them_beside_the_captured_step(tmp_path: Path, capsys: pytest.C
 def test_the_first_step_of_a_loop_warms_up_and_is_no_neighbour_to_compare_with(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[1])
     loop(config, range(2))
-    assert [(each.step, each.warm_up) for each in kept(config)] == [(0, True)]
+    assert [(row.step, row.warm_up) for row in kept(config)] == [(0, True)]
     step = RunLayout(tmp_path).step(1)
     assert step_report(load_step(step.root)).baseline is None
     assert [row.uncaptured_ns for row in rows_of(1, step)] == [None]
@@ -233,4 +238,4 @@ def test_the_first_step_of_a_loop_warms_up_and_is_no_neighbour_to_compare_with(t
 def test_a_step_after_a_first_one_that_was_captured_is_no_warm_up(tmp_path: Path) -> None:
     config = ProfileConfig(save_path=str(tmp_path), steps=[0])
     loop(config, range(3))
-    assert [(each.step, each.warm_up) for each in kept(config)] == [(1, False), (2, False)]
+    assert [(row.step, row.warm_up) for row in kept(config)] == [(1, False), (2, False)]

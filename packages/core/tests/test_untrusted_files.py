@@ -56,17 +56,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def say(command: Sequence[str]) -> tuple[int, str]:
     """Its exit code, and what it printed."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run(command)
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_whole_folder_is_read(whole: Path, tmp_path: Path, command: Sequence[str]) -> None:
     copied = shutil.copytree(whole, tmp_path / "run")
-    code, said = say([word.format(run=copied, step=copied / "step_000002") for word in command])
-    assert code in (0, 3), said
+    code, output = say([word.format(run=copied, step=copied / "step_000002") for word in command])
+    assert code in (0, 3), output
 
 
 HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\x07e\u2028f"
@@ -113,8 +113,8 @@ def test_a_damaged_folder_ends_no_command_and_leads_none_outside(whole: Path, ra
         for path in random.sample(files, random.choice((1, 1, 2, 4))):
             damage(path, random, secret)
         for command in random.sample(COMMANDS, 2):
-            said = [word.format(run=root, step=root / "step_000002") for word in command]
-            code, text = say(said)
+            arguments = [word.format(run=root, step=root / "step_000002") for word in command]
+            code, text = say(arguments)
             assert code in (0, 1, 2, 3), text
             assert "This is a bug in stepscope" not in text, f"{' '.join(command)}: {text}"
         assert sorted(os.listdir(above)) == ["outside", "run"]

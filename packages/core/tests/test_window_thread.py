@@ -38,8 +38,8 @@ def test_our_thread_can_be_told_by_its_name_and_does_not_keep_the_process_alive(
 @threads
 def test_work_runs_on_the_windows_thread_whoever_asks(thread: WindowThread) -> None:
     def where() -> tuple[bool, bool]:
-        found: list[bool] = []
-        return run_on(thread, lambda: found.append(thread.is_current())).done, found[0]
+        checks: list[bool] = []
+        return run_on(thread, lambda: checks.append(thread.is_current())).done, checks[0]
 
     assert where() == (True, True)
     assert in_thread(where) == (True, True)
@@ -86,28 +86,28 @@ def test_more_calls_wait_than_the_interpreter_has_room_for() -> None:
 
 
 def test_a_main_thread_that_does_not_answer_is_waited_for_and_then_left() -> None:
-    found: list[Task] = []
-    asking = threading.Thread(target=lambda: found.append(run_on(MAIN, lambda: None, begin_s=0.01)))
+    tasks: list[Task] = []
+    asking = threading.Thread(target=lambda: tasks.append(run_on(MAIN, lambda: None, begin_s=0.01)))
     answered: list[bool] = []
 
     def busy() -> None:
         asking.start()
         asking.join()
-        answered.append(found[0].done)
+        answered.append(tasks[0].done)
 
     MAIN.submit(busy)
     assert answered == [False]
-    assert found[0].wait(begin_s=30)
+    assert tasks[0].wait(begin_s=30)
 
 
 def test_a_ctrl_c_in_the_work_of_another_thread_reaches_the_main_thread_too() -> None:
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def ask() -> None:
         try:
             run_on(MAIN, lambda: signal.raise_signal(signal.SIGINT), begin_s=30)
         except KeyboardInterrupt as error:
-            found.append(error)
+            errors.append(error)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -115,7 +115,7 @@ def test_a_ctrl_c_in_the_work_of_another_thread_reaches_the_main_thread_too() ->
         while True:
             asking.join(0.01)
     asking.join()
-    assert len(found) == 1
+    assert len(errors) == 1
 
 
 def test_a_cancelled_task_does_not_run() -> None:

@@ -85,8 +85,8 @@ class Trainer:
 def outcome(config: ProfileConfig, name: str, step: int = 2) -> Expectation:
     layout = RunLayout(config.save_path).step(step)
     manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    (found,) = [item for part in manifest.processes for item in part.expected if item.name == name]
-    return found
+    (outcome,) = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return outcome
 
 
 def traces(config: ProfileConfig, step: int = 2) -> list[dict[str, object]]:
@@ -427,9 +427,9 @@ def test_a_recording_that_lacks_something_is_there_and_partial(
     with capture(2, config=config) as cap:
         Trainer().update()
     cap.result.wait()
-    found = outcome(config, "fake trace")
-    assert (found.state, found.reason) == ("partial", "no device data: the driver said no")
-    assert len(found.artifacts) == 1
+    item = outcome(config, "fake trace")
+    assert (item.state, item.reason) == ("partial", "no device data: the driver said no")
+    assert len(item.artifacts) == 1
 
 
 def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBackend) -> None:
@@ -439,9 +439,9 @@ def test_a_trace_that_was_cut_is_partial(configure: Configure, backend: FakeBack
         assert isinstance(active, session.Session)
         active.truncate("other code started torch.profiler")
     cap.result.wait()
-    found = outcome(config, "fake trace")
-    assert (found.state, found.reason) == ("partial", "other code started torch.profiler")
-    assert len(found.artifacts) == 1
+    item = outcome(config, "fake trace")
+    assert (item.state, item.reason) == ("partial", "other code started torch.profiler")
+    assert len(item.artifacts) == 1
 
 
 def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
@@ -458,9 +458,9 @@ def test_a_stage_is_recorded_again_once_the_users_profiler_has_ended(
         monkeypatch.setattr(backend, "start", start)
         Trainer().inner()
     cap.result.wait()
-    found = outcome(config, "fake trace of inner")
-    assert (found.state, len(found.artifacts)) == ("partial", 1)
-    assert "a session that is not stepscope's is open" in str(found.reason)
+    item = outcome(config, "fake trace of inner")
+    assert (item.state, len(item.artifacts)) == ("partial", 1)
+    assert "a session that is not stepscope's is open" in str(item.reason)
 
 
 def test_a_file_that_fails_after_the_capture_is_logged(

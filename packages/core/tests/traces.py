@@ -69,8 +69,8 @@ def add_trace(
     replica: int | None = None, topology: dict[str, int] | None = None, **fields: Any,
 ) -> Path:  # fmt: skip
     """Put a process' trace with its sidecar into a step's folder. `ts` is given after the opening."""
-    for each in events:
-        each["ts"] += (OPENED_NS - BASE_NS) / 1000
+    for event in events:
+        event["ts"] += (OPENED_NS - BASE_NS) / 1000
     info = process.info
     path = folder.layout.traces / info.role / f"{name}_pid{info.pid}.json.gz"
     write_trace(path, events, **fields)

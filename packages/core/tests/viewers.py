@@ -255,8 +255,8 @@ def in_catapult(where: Page, trace: bytes) -> dict[str, Any]:
     added = where.call("Page.addScriptToEvaluateOnNewDocument", source=_COMPONENTS)
     where.go("/catapult")
     where.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
-    found: dict[str, Any] = where.run(_IMPORT)
-    return found
+    content: dict[str, Any] = where.run(_IMPORT)
+    return content
 
 
 _COMPONENTS = """(() => {

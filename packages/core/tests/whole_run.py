@@ -91,7 +91,7 @@ def put(step: Path, name: str, process: FakeProcess, data: bytes) -> None:
     artifact = Artifact(
         path=name, kind="trace", tool="t", role=info.role, rank=info.rank, host=info.host, size_bytes=1
     )
-    said = Sidecar(
+    sidecar = Sidecar(
         step=2,
         run_id="run1",
         artifact=artifact,
@@ -99,4 +99,4 @@ def put(step: Path, name: str, process: FakeProcess, data: bytes) -> None:
         opened=process.anchor(0),
         closed=process.anchor(30 * MS),
     )
-    sidecar_of(path).write_bytes(msgspec.json.encode(said))
+    sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))

@@ -340,15 +340,15 @@ def set_clock(instance: object, seconds: float) -> None:
 
 def cancelled(world: World) -> Fault:
     """Cancel the task that captures, at any point."""
-    found: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object] | None]] = []
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object] | None]] = []
     return Fault(
         "",
         world.rng.choice(("opening", "body", "closing")),
-        lambda: _cancel(*found[0]),
+        lambda: _cancel(*tasks[0]),
         harmed={"*"},
         raises=(asyncio.CancelledError,),
         in_task=True,
-        task_begins=lambda: found.append((asyncio.get_running_loop(), asyncio.current_task())),
+        task_begins=lambda: tasks.append((asyncio.get_running_loop(), asyncio.current_task())),
     )
 
 

@@ -96,8 +96,8 @@ class Watch:
             )
         growing = [series for series in self.series.values() if not series.is_flat]
         samples = len(next(iter(self.series.values())).values)
-        said = "all flat" if not growing else f"{len(growing)} of {len(self.series)} series grow"
-        print(f"soak: {samples} captures in {self.series_minutes():.0f} min: {said}")
+        verdict = "all flat" if not growing else f"{len(growing)} of {len(self.series)} series grow"
+        print(f"soak: {samples} captures in {self.series_minutes():.0f} min: {verdict}")
         return not growing
 
     def series_minutes(self) -> float:

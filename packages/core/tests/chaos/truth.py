@@ -83,14 +83,14 @@ def _unexplained(manifest: Manifest) -> Iterator[str]:
 
 
 def _unmentioned(manifest: Manifest, took_part: dict[str, str]) -> Iterator[str]:
-    said = {part.process.actor_id for part in manifest.processes}
-    said |= {item.name for part in manifest.processes for item in part.expected}
-    absent = " ".join(each.name for part in manifest.processes for each in part.absent)
+    mentioned = {part.process.actor_id for part in manifest.processes}
+    mentioned |= {item.name for part in manifest.processes for item in part.expected}
+    absent = " ".join(item.name for part in manifest.processes for item in part.absent)
     # Of who shares no folder with the owner, as nobody does whose folder was taken away; not of what is `ok`,
     # since those have a part here.
     absent += " ".join(i.name for part in manifest.processes for i in part.expected if i.state != "ok")
     for name, known_as in took_part.items():
-        if known_as not in said and known_as[:8] not in absent:
+        if known_as not in mentioned and known_as[:8] not in absent:
             yield f"the manifest has no word about {name} ({known_as[:8]})"
 
 
@@ -140,13 +140,13 @@ def _collateral(manifest: Manifest, took_part: dict[str, str], harmed: Collectio
     for part in manifest.processes:
         owner = part.owner and "driver" not in harmed
         for item in part.expected:
-            mine = (
+            unharmed = (
                 part.process.actor_id in well
                 or (owner and not item.name.startswith("replica"))
                 or item.name in well
             )
             waits = item.pending == "running" and harmed  # the command waits for others' files
-            if mine and not waits and item.state not in ("ok", "skipped"):
+            if unharmed and not waits and item.state not in ("ok", "skipped"):
                 yield f"nothing was done to {part.process.key}: {item.name} is {item.state}: {item.reason}"
         for absent in part.absent:
             if any(known_as[:8] in absent.name for known_as in well) and absent.state != "skipped":
@@ -208,17 +208,17 @@ def _unreadable(step: StepLayout) -> Iterator[str]:
 
 def alive_with(marker: str) -> dict[int, str]:
     """Processes whose environment holds `marker`, with their command lines; not this one or its parent."""
-    found = {}
-    mine = {os.getpid(), os.getppid()}
+    commands = {}
+    own = {os.getpid(), os.getppid()}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) in mine:
+        if not entry.name.isdecimal() or int(entry.name) in own:
             continue
         try:
             environ = (entry / "environ").read_bytes()
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             if marker.encode() in environ and state != "Z":
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(entry.name)] = command.strip()[:120]
+                commands[int(entry.name)] = command.strip()[:120]
         except OSError:
             continue
-    return found
+    return commands
