@@ -48,10 +48,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path=f"traces/actor/{name}", kind="npu_recording", tool="npu", role=info.role, rank=0,
             host=info.host, pid=info.pid, size_bytes=1,
         )  # fmt: skip
-        said = Sidecar(
+        sidecar = Sidecar(
             step=2, run_id="run1", artifact=artifact, process=info.key, opened=process.anchor(0), closed=None
         )
-        sidecar_of(output.parent).write_bytes(msgspec.json.encode(said))
+        sidecar_of(output.parent).write_bytes(msgspec.json.encode(sidecar))
     return step
 
 

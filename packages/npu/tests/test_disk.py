@@ -33,8 +33,8 @@ def test_without_device_data_it_is_whole_where_none_was_asked_for(folder: Path) 
 
 
 def test_what_the_calls_raised_is_said_of_a_recording_that_looks_whole(folder: Path) -> None:
-    found = _disk.look(folder.parent, records_device=True, errors=["stop: 100000", "finalize: 7"])
-    assert found.lacking == "torch_npu failed along the way. Its errors: stop: 100000; finalize: 7."
+    recording = _disk.look(folder.parent, records_device=True, errors=["stop: 100000", "finalize: 7"])
+    assert recording.lacking == "torch_npu failed along the way. Its errors: stop: 100000; finalize: 7."
 
 
 def test_without_its_information_it_is_none(folder: Path) -> None:
@@ -51,19 +51,19 @@ def test_empty_files_are_no_data(folder: Path) -> None:
 
 
 def test_where_torch_npu_has_made_no_folder_that_is_said(tmp_path: Path) -> None:
-    said = "torch_npu made no folder. Its messages are on stdout"
-    assert _disk.look(tmp_path, records_device=True) == (None, None, said)
+    message = "torch_npu made no folder. Its messages are on stdout"
+    assert _disk.look(tmp_path, records_device=True) == (None, None, message)
 
 
 @pytest.mark.parametrize(
-    ("said", "known"),
+    ("content", "known"),
     [('{"cann_version": "8.3.RC1"}', "8.3.RC1"), ('{"cann_version": "not known"}', None), ("{}", None)],
 )
 def test_the_version_of_cann_is_what_the_recording_says_if_it_says_one(
-    folder: Path, said: str, known: str | None
+    folder: Path, content: str, known: str | None
 ) -> None:
     (folder / "profiler_info.json").write_text("{")  # damaged, and read first or last
-    (folder / "profiler_info_0.json").write_text(said)
+    (folder / "profiler_info_0.json").write_text(content)
     assert _disk.cann_version(folder) == known
 
 

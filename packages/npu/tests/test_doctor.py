@@ -44,10 +44,10 @@ def test_a_machine_that_has_it_all_is_green(tmp_path: Path) -> None:
     (tmp_path / "version.info").write_text("Version=8.3.RC1\n")
     seen = Seen(torch_npu="2.13.0", autoloads=True, imported="True|8", cann=tmp_path, msprof="/opt/msprof")
     assert set(states(seen).values()) == {"green"}
-    found = " ".join(row.found for row in rows_of(seen))
-    assert "8 NPU(s)" in found
-    assert "8.3.RC1" in found
-    assert "msprof-analyze is not installed (optional)" in found
+    findings = " ".join(row.found for row in rows_of(seen))
+    assert "8 NPU(s)" in findings
+    assert "8.3.RC1" in findings
+    assert "msprof-analyze is not installed (optional)" in findings
 
 
 def test_msprof_analyze_is_named_where_it_is() -> None:

@@ -32,7 +32,7 @@ def read(
 
 
 def slices(events: list[Event]) -> list[tuple[str, str | None, int]]:
-    return [(each.name, each.category, each.start_ns - AT) for each in events if isinstance(each, Slice)]
+    return [(event.name, event.category, event.start_ns - AT) for event in events if isinstance(event, Slice)]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_ranges_of_the_program_come_in_order_on_a_track_where_they_may_overlap(o
         TraceViewReader(), view(output, {10: "python"}, {**later, **ranged}, {**sooner, **ranged})
     )
     assert slices(events) == [("sooner", "user_annotation", 2_000), ("later", "user_annotation", 5_000)]
-    assert [each.overlapping for each in events if isinstance(each, Track)] == [True]
+    assert [event.overlapping for event in events if isinstance(event, Track)] == [True]
 
 
 def test_what_has_no_time_or_no_form_is_left_out_and_counted(output: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_has_no_time_or_no_form_is_left_out_and_counted(output: Path) -> No
         {"pid": "a"}, {"ph": "i", "name": "mark"},
     )  # fmt: skip
     events, left_out = read(TraceViewReader(), path)
-    assert [each.name for each in events if not isinstance(each, Track)] == ["mark"]
+    assert [event.name for event in events if not isinstance(event, Track)] == ["mark"]
     assert isinstance(events[-1], Instant)
     assert left_out == {
         "events without a time": 3,
@@ -135,7 +135,7 @@ def test_operators_come_by_their_start_and_an_outer_one_before_its_inner(output:
 def test_what_waits_in_a_queue_may_overlap(output: Path) -> None:
     rows: Rows = [(str(AT), str(AT + 1), 1, THREAD, 50002)]
     path = database(output, PYTORCH_API=("startNs TEXT, endNs TEXT, name, globalTid, type", rows))
-    [track] = [each for each in read(DatabaseReader(), path)[0] if isinstance(each, Track)]
+    [track] = [event for event in read(DatabaseReader(), path)[0] if isinstance(event, Track)]
     assert track.overlapping
 
 
@@ -154,8 +154,11 @@ def test_an_arrow_goes_from_the_first_call_to_the_first_task_of_a_connection(out
         CANN_API=("startNs, endNs, name, globalTid, connectionId", calls),
         TASK=("startNs, endNs, deviceId, streamId, taskType, globalTaskId, connectionId", tasks),
     )
-    flows = [each for each in read(DatabaseReader(), path)[0] if isinstance(each, Flow)]
-    assert [(each.id, each.point, each.at_ns - AT) for each in flows] == [(77, "start", 1), (77, "end", 10)]
+    flows = [event for event in read(DatabaseReader(), path)[0] if isinstance(event, Flow)]
+    assert [(event.id, event.point, event.at_ns - AT) for event in flows] == [
+        (77, "start", 1),
+        (77, "end", 10),
+    ]
 
 
 def test_a_task_of_a_collective_has_its_name(output: Path) -> None:
@@ -171,8 +174,8 @@ def test_a_range_has_its_domain(output: Path) -> None:
     path = database(
         output, MSTX_EVENTS=("startNs, endNs, eventType, message, domainId", [(AT, AT + 1, 2, 1, 4)])
     )
-    [found] = [each for each in read(DatabaseReader(), path)[0] if isinstance(each, Slice)]
-    assert found.args == {"domain": "default"}
+    [slice_] = [event for event in read(DatabaseReader(), path)[0] if isinstance(event, Slice)]
+    assert slice_.args == {"domain": "default"}
 
 
 def test_names_that_are_no_text_cost_their_letters_alone_and_few_are_kept_in_memory(
@@ -224,8 +227,8 @@ def early() -> Sidecar:
 
 def ended(recording: Path) -> None:
     """As torch_npu leaves it at the stop."""
-    said = {"end_info": {"collectionTimeEnd": AT, "MonotonicTimeEnd": 5_000_000_000}}
-    (recording / "profiler_info.json").write_text(json.dumps(said))
+    content = {"end_info": {"collectionTimeEnd": AT, "MonotonicTimeEnd": 5_000_000_000}}
+    (recording / "profiler_info.json").write_text(json.dumps(content))
 
 
 def test_a_view_with_a_layer_of_cann_is_not_corrected(output: Path, early: Sidecar) -> None:
@@ -249,9 +252,9 @@ def test_where_cann_left_a_reading_of_both_clocks_nothing_is_corrected(
     output: Path, early: Sidecar, clocks: str
 ) -> None:
     ended(output.parent)
-    found = output.parent / "PROF_000001_1_X" / clocks
-    found.parent.mkdir(parents=True)
-    found.touch()
+    file = output.parent / "PROF_000001_1_X" / clocks
+    file.parent.mkdir(parents=True)
+    file.touch()
     assert slices(read(TraceViewReader(), view(output, {1: "Python"}, {}), early)[0])[0][2] == 1_000
 
 

@@ -65,12 +65,12 @@ class TestTraceView(ReaderConformance):
     ) -> None:
         events, _ = self.read(reader, self.write(tmp_path))
         tracks = {event.track: event.name for event in events if isinstance(event, Track)}
-        found = [
+        read_back = [
             (tracks[event.track], event.name, event.category, event.start_ns - AT, event.dur_ns)
             for event in events
             if isinstance(event, Slice) and event.name != "AscendCL@launch"
         ]
-        assert found == [
+        assert read_back == [
             (f"thread {PID}", "aten::mm", "cpu_op", 1_501, 20_250),
             ("Python GC thread 1", "GC", "GC", 3_000, 1_000),
             ("NPU 0 stream 0", "fake_kernel_0", "kernel", 451_000, 450_001),
@@ -152,12 +152,12 @@ class TestDatabase(ReaderConformance):
     ) -> None:
         events, _ = self.read(reader, self.write(tmp_path))
         tracks = {event.track: event.name for event in events if isinstance(event, Track)}
-        found = [
+        read_back = [
             (tracks[event.track], event.name, event.category, event.start_ns - AT, event.dur_ns)
             for event in events
             if isinstance(event, Slice)
         ]
-        assert found == [
+        assert read_back == [
             ("Profiler steps", "ProfilerStep#0", None, 0, 1_000_000),
             (f"thread {PID}", "aten::mm", "cpu_op", 1_501, 20_250),
             (f"mstx thread {THREAD}", "actor.update", "user_annotation", 1_000, 900_001),
@@ -213,20 +213,20 @@ def write_db(folder: Path) -> Path:
 # Which file is read.
 
 
-def found(path: Path, sidecar: Sidecar | None = None) -> FoundFile:
+def found_file(path: Path, sidecar: Sidecar | None = None) -> FoundFile:
     return FoundFile(path=path, name=f"traces/actor/{path.name}", sidecar=sidecar)
 
 
 def test_of_two_exports_that_say_the_same_one_is_read(tmp_path: Path) -> None:
     database, view = write_db(tmp_path), write_trace_view(tmp_path)
-    assert DatabaseReader().claims(found(database)) == Claim(read=False)
-    assert TraceViewReader().claims(found(view)) == Claim()
+    assert DatabaseReader().claims(found_file(database)) == Claim(read=False)
+    assert TraceViewReader().claims(found_file(view)) == Claim()
 
 
 def test_v14_a_trainers_database_and_an_engines_text_are_both_read(tmp_path: Path) -> None:
     database, view = write_db(tmp_path / "trainer"), write_trace_view(tmp_path / "engine")
-    assert DatabaseReader().claims(found(database)) == Claim()
-    assert TraceViewReader().claims(found(view)) == Claim()
+    assert DatabaseReader().claims(found_file(database)) == Claim()
+    assert TraceViewReader().claims(found_file(view)) == Claim()
 
 
 def test_a_recording_that_is_not_analysed_is_named_once_with_the_fix(tmp_path: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_recording_that_is_not_analysed_is_named_once_with_the_fix(tmp_path: P
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    claims = [TraceViewReader().claims(found(path)) for path in paths]
+    claims = [TraceViewReader().claims(found_file(path)) for path in paths]
     assert [claim is not None and claim.read for claim in claims] == [False, False, False]
     [why] = [claim.why for claim in claims if claim is not None and claim.why is not None]
     assert "`stepscope analyse`" in why
     write_trace_view(tmp_path)
-    assert TraceViewReader().claims(found(paths[0])) == Claim(read=False)
+    assert TraceViewReader().claims(found_file(paths[0])) == Claim(read=False)
 
 
 # Times.
@@ -272,8 +272,8 @@ def sidecar() -> Sidecar:
     return Sidecar(step=2, run_id="r", artifact=artifact, process=None, opened=opened, closed=opened)
 
 
-def first_operator(reader: Reader, path: Path, said: Sidecar | None) -> int:
-    with closing(reader.open(found(path, said), Notes())) as read:
+def first_operator(reader: Reader, path: Path, sidecar: Sidecar | None) -> int:
+    with closing(reader.open(found_file(path, sidecar), Notes())) as read:
         events: list[Event] = list(read.events())
     return next(event.start_ns for event in events if isinstance(event, Slice) and event.name == "aten::mm")
 
@@ -331,7 +331,7 @@ def test_marks_are_instants_of_threads_whose_numbers_need_more_than_16_bits(tmp_
         for kind in range(4):
             row = (AT + kind, AT + kind, kind, 1, PID << 32 | thread)
             database.execute("INSERT INTO MSTX_EVENTS VALUES (?, ?, ?, ?, ?)", row)
-    with closing(DatabaseReader().open(found(path), Notes())) as read:
+    with closing(DatabaseReader().open(found_file(path), Notes())) as read:
         track, *events = read.events()
     assert isinstance(track, Track)
     assert track.name == f"mstx thread {thread}"
@@ -339,7 +339,7 @@ def test_marks_are_instants_of_threads_whose_numbers_need_more_than_16_bits(tmp_
 
 
 def test_columns_that_a_producer_leaves_out_are_unknown_and_cost_no_row(tmp_path: Path) -> None:
-    with closing(DatabaseReader().open(found(host_database(tmp_path, task=True)), Notes())) as read:
+    with closing(DatabaseReader().open(found_file(host_database(tmp_path, task=True)), Notes())) as read:
         events = list(read.events())
     assert [event.name for event in events if isinstance(event, Track)] == [
         "thread unknown",
@@ -392,13 +392,13 @@ def test_a_step_with_gpu_and_npu_roles_is_one_timeline(tmp_path: Path) -> None:
     events = json.loads(gzip.decompress((root / "timeline.json.gz").read_bytes()))["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     wanted = ("gemm", "fake_kernel_0", "ref.work")
-    found = {event["name"]: event for event in events if event["ph"] == "X" and event["name"] in wanted}
-    assert {name: rows[event["pid"]] for name, event in found.items()} == {
+    slices = {event["name"]: event for event in events if event["ph"] == "X" and event["name"] in wanted}
+    assert {name: rows[event["pid"]] for name, event in slices.items()} == {
         "gemm": "actor 0",
         "fake_kernel_0": "ref 0",
         "ref.work": "ref 0",
     }
-    at = {name: round(event["ts"] * 1000) for name, event in found.items()}
+    at = {name: round(event["ts"] * 1000) for name, event in slices.items()}
     assert at["ref.work"] == at["gemm"]
     assert at["fake_kernel_0"] == at["gemm"] + 300_000
 
@@ -412,7 +412,7 @@ def put(root: Path, name: str, kind: str, process: FakeProcess, text: str | None
     artifact = Artifact(
         path=name, kind=kind, tool="t", role=info.role, rank=0, host=info.host, pid=info.pid, size_bytes=1
     )
-    said = Sidecar(
+    sidecar = Sidecar(
         step=2, run_id="run1", artifact=artifact, process=info.key, opened=process.anchor(0), closed=None
     )
-    sidecar_of(path).write_bytes(msgspec.json.encode(said))
+    sidecar_of(path).write_bytes(msgspec.json.encode(sidecar))

@@ -64,8 +64,8 @@ def test_a_process_with_torch_and_without_torch_npu_is_not_called_complete(
     assert manifest is not None
     (item,) = [item for part in manifest.processes for item in part.expected if item.name == "npu trace"]
     assert (item.state, manifest.state) == (state, "failed" if imported else "ok")
-    said = "torch_npu is not installed here" if imported else "torch_npu is not imported in this process"
-    assert said in str(item.reason)
+    message = "torch_npu is not installed here" if imported else "torch_npu is not imported in this process"
+    assert message in str(item.reason)
 
 
 @pytest.mark.parametrize(

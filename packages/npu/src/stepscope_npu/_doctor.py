@@ -84,8 +84,8 @@ def _cann(seen: Seen) -> Row:
 
 def _msprof(seen: Seen) -> Row:
     if seen.msprof is None:
-        found = "not on PATH: recordings can be made here, and analysed elsewhere alone"
-        return Row(subject="msprof", state="amber", found=found, fix=SOURCE_CANN)
+        finding = "not on PATH: recordings can be made here, and analysed elsewhere alone"
+        return Row(subject="msprof", state="amber", found=finding, fix=SOURCE_CANN)
     further = "with msprof-analyze" if seen.msprof_analyze else "msprof-analyze is not installed (optional)"
     return Row(subject="msprof", state="green", found=f"{seen.msprof}, {further}")
 

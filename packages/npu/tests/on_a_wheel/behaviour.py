@@ -46,8 +46,8 @@ def make(compiled: Compiled, tmp_path: Path) -> Iterator[Any]:
         return made[-1]
 
     yield backend
-    for each in made:
-        each.stop()
+    for process in made:
+        process.stop()
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def record(backend: NpuBackend, step: int = 2) -> list[PendingArtifact]:
 
 
 def messages(folder: Path) -> list[str]:
-    [found] = folder.glob("PROF_*/host/ranges.json")
-    return [one["message"] for one in json.loads(found.read_text())]
+    [ranges] = folder.glob("PROF_*/host/ranges.json")
+    return [one["message"] for one in json.loads(ranges.read_text())]
 
 
 # Calls into C++, against what was seen before.
@@ -304,8 +304,8 @@ def captured(compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def outcome(config: ProfileConfig, name: str) -> Expectation:
     layout = RunLayout(config.save_path).step(2)
     manifest = msgspec.json.decode(layout.manifest.read_bytes(), type=Manifest)
-    [found] = [item for part in manifest.processes for item in part.expected if item.name == name]
-    return found
+    [outcome] = [item for part in manifest.processes for item in part.expected if item.name == name]
+    return outcome
 
 
 def test_a_capture_leaves_a_folder_with_a_sidecar_that_has_three_clocks(captured: Any) -> None:
@@ -313,9 +313,9 @@ def test_a_capture_leaves_a_folder_with_a_sidecar_that_has_three_clocks(captured
     with capture(2, config=config) as block:
         Trainer().update()
     block.result.wait()
-    found = outcome(config, "npu trace")
-    assert found.state == "ok"
-    [artifact] = found.artifacts
+    item = outcome(config, "npu trace")
+    assert item.state == "ok"
+    [artifact] = item.artifacts
     root = RunLayout(config.save_path).step(2).root
     folder = root / artifact.path
     assert folder.parts[-2] == "actor" or folder.parts[-3] == "traces"
@@ -341,9 +341,9 @@ def test_discrete_mode_has_a_folder_for_each_stage_and_role(captured: Any) -> No
 
         asyncio.run(both())
     block.result.wait()
-    found = sorted(Path(config.save_path).rglob("*_ascend_pt"))
-    assert [path.parent.name for path in found] == ["actor", "ref"]
-    assert [messages(path) for path in found] == [["actor.update"], ["ref.log_prob"]]
+    folders = sorted(Path(config.save_path).rglob("*_ascend_pt"))
+    assert [path.parent.name for path in folders] == ["actor", "ref"]
+    assert [messages(path) for path in folders] == [["actor.update"], ["ref.log_prob"]]
 
 
 def test_interleaved_tasks_have_markers_that_overlap(captured: Any) -> None:
@@ -370,11 +370,11 @@ def test_a_capture_without_device_data_is_partial_and_says_so(captured: Any, com
     with capture(2, config=config) as block, span("work"):
         pass
     block.result.wait()
-    found = outcome(config, "npu trace")
-    assert found.state == "partial"
-    assert found.reason is not None
-    assert "no PROF_* folder" in found.reason
-    assert len(found.artifacts) == 1
+    item = outcome(config, "npu trace")
+    assert item.state == "partial"
+    assert item.reason is not None
+    assert "no PROF_* folder" in item.reason
+    assert len(item.artifacts) == 1
 
 
 def test_a_capture_that_the_profiler_fails_goes_on(captured: Any, compiled: Compiled) -> None:
@@ -383,9 +383,9 @@ def test_a_capture_that_the_profiler_fails_goes_on(captured: Any, compiled: Comp
     with capture(2, config=config) as block:
         Trainer().update()
     block.result.wait()
-    found = outcome(config, "npu trace")
-    assert found.state == "failed"
-    assert "CANN 8 is not for this driver" in str(found.reason)
+    item = outcome(config, "npu trace")
+    assert item.state == "failed"
+    assert "CANN 8 is not for this driver" in str(item.reason)
 
 
 def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) -> None:
@@ -393,9 +393,9 @@ def test_an_analysis_that_fails_leaves_the_recording_and_says_so(captured: Any) 
     with capture(2, config=config) as block, span("work"):
         pass
     block.result.wait()
-    found = outcome(config, "npu trace")
-    assert found.state == "ok"
-    [artifact] = found.artifacts
+    item = outcome(config, "npu trace")
+    assert item.state == "ok"
+    [artifact] = item.artifacts
     assert "wrote no timeline" in artifact.ignored["npu.analysis"]
     assert "No module named 'torch_npu'" in artifact.ignored["npu.analysis"]
 

@@ -22,8 +22,8 @@ class TestNpuBackend(BackendConformance):
         return lambda: NpuBackend(ProfileConfig(tool="npu", save_path=str(tmp_path.parent / "run")))
 
     def stages_in(self, path: Path) -> set[str]:
-        [found] = path.glob("PROF_*/host/ranges.json")
-        return {one["message"].removeprefix("actor.") for one in json.loads(found.read_text())}
+        [ranges] = path.glob("PROF_*/host/ranges.json")
+        return {one["message"].removeprefix("actor.") for one in json.loads(ranges.read_text())}
 
     def fail_halfway(self, backend: Backend) -> Callable[[], None]:
         self.compiled.fails["_start_profiler"] = "CANN is not in the mood"

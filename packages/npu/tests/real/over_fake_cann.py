@@ -67,15 +67,15 @@ def calls() -> list[str]:
 
 def ranges(folder: Path) -> list[str]:
     """Names of the mstx ranges that the stand-in saw, by domain."""
-    [found] = folder.glob("PROF_*/host/fake_ranges.tsv")
-    lines = [line.split("\t") for line in found.read_text().splitlines()]
+    [ranges] = folder.glob("PROF_*/host/fake_ranges.tsv")
+    lines = [line.split("\t") for line in ranges.read_text().splitlines()]
     return [f"{domain}:{name}" for _, _, _, domain, name in lines if not name.startswith("ProfilerStep")]
 
 
 def operators(folder: Path) -> bytes:
     """Return the operators' file of torch_npu's C++, which holds their names verbatim."""
-    found = folder / "FRAMEWORK" / "torch.op_range"
-    return found.read_bytes() if found.exists() else b""
+    file = folder / "FRAMEWORK" / "torch.op_range"
+    return file.read_bytes() if file.exists() else b""
 
 
 def mark(backend: NpuBackend, stage: str = "update") -> None:
@@ -293,12 +293,12 @@ def test_two_recordings_of_torch_npu_do_not_mix(make: Callable[..., NpuBackend],
 def test_dynamic_profile_ends_our_window_and_has_its_own_data(
     make: Callable[..., NpuBackend], tmp_path: Path
 ) -> None:
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    mine.mkdir()
+    own, theirs = tmp_path / "mine", tmp_path / "theirs"
+    own.mkdir()
     theirs.mkdir()
-    dynamic_profile.init(str(mine))
-    config = json.loads((mine / "profiler_config.json").read_text())
-    chosen = mine / "now.json"
+    dynamic_profile.init(str(own))
+    config = json.loads((own / "profiler_config.json").read_text())
+    chosen = own / "now.json"
     chosen.write_text(json.dumps(config | {"prof_dir": str(theirs), "analyse": False, "active": 1}))
     backend = make()
     backend.start(a_window())

@@ -124,11 +124,11 @@ def test_the_newest_sglang_replaces_nothing_here_and_fails_at_its_stop(tmp_path:
 
 def test_this_backend_records_where_that_one_fails_and_explains_it(tmp_path: Path) -> None:
     sglang("0.5.23")
-    operators, said = operators_of_ours(tmp_path)
+    operators, message = operators_of_ours(tmp_path)
     assert b"aten::cumsum" in operators
-    assert "has no _apply_patches" in said
-    assert "AttributeError: prof_if" in said
-    assert "tool: npu" in said
+    assert "has no _apply_patches" in message
+    assert "AttributeError: prof_if" in message
+    assert "tool: npu" in message
 
 
 @pytest.mark.usefixtures("as_before")
@@ -143,9 +143,9 @@ def test_where_sglang_replaces_torchs_profiler_both_record_one_after_the_other(
         npu(tmp_path).start(a_window())
     torch.ones(2).cumprod(0)
     theirs.stop()
-    operators, said = operators_of_ours(tmp_path)
+    operators, message = operators_of_ours(tmp_path)
     assert b"aten::cumsum" in operators
-    assert "SGLang replaces it" in said
+    assert "SGLang replaces it" in message
     [folder] = (tmp_path / "theirs").glob("*_ascend_pt")
     assert b"aten::cumprod" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()
 

@@ -84,9 +84,9 @@ def merged(captured: Path, step: int, capsys: pytest.CaptureFixture[str]) -> tup
 
 def the_slice(events: list[dict[str, Any]], name: str) -> tuple[int, int]:
     """(start, end) in ns."""
-    found = [event for event in events if event["ph"] == "X" and event["name"] == name]
-    start = round(found[-1]["ts"] * 1000)
-    return start, start + round(found[-1]["dur"] * 1000)
+    slices = [event for event in events if event["ph"] == "X" and event["name"] == name]
+    start = round(slices[-1]["ts"] * 1000)
+    return start, start + round(slices[-1]["dur"] * 1000)
 
 
 def test_a_run_that_is_not_analysed_says_so(captured: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,9 +81,9 @@ def test_a_live_run_records_the_next_step_when_it_is_asked_to(
     with training:
         assert training.stdin is not None
         assert training.stdout is not None
-        said = (line.strip() for line in training.stdout)  # torch_npu's own lines are among them
+        lines = (line.strip() for line in training.stdout)  # torch_npu's own lines are among them
         for step in range(3):
-            assert f"step {step}" in said
+            assert f"step {step}" in lines
             if step == 1:
                 assert cli(["trigger", str(run), "--steps", "next", "--tool", "npu", "--wait", "120"]) == 0
             training.stdin.write("\n")
@@ -91,9 +91,9 @@ def test_a_live_run_records_the_next_step_when_it_is_asked_to(
         assert training.wait() == 0
     assert "heard" in capsys.readouterr().out
     [manifest] = run.glob("step_*/manifest.json")
-    found = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
-    [window] = [item for part in found.processes for item in part.expected if item.name == "npu trace"]
-    assert (found.step, window.state) == (1, "ok")
+    content = msgspec.json.decode(manifest.read_bytes(), type=Manifest)
+    [window] = [item for part in content.processes for item in part.expected if item.name == "npu trace"]
+    assert (content.step, window.state) == (1, "ok")
     [artifact] = window.artifacts
     folder = manifest.parent / artifact.path
     assert b"aten::matmul" in (folder / "FRAMEWORK" / "torch.op_range").read_bytes()

@@ -56,15 +56,15 @@ def write_json(path: Path, os_pid: int, name: str, ranges: list[tuple[int, int, 
     def layer(at: int, name: str, label: str, sort: int, threads: dict[int, str]) -> None:
         for word, value in (("name", name), ("labels", label), ("sort_index", sort)):
             events.append({"name": f"process_{word}", "pid": at, "tid": 0, "args": {word: value}, "ph": "M"})
-        for tid, said in threads.items():
-            events.append({"name": "thread_name", "pid": at, "tid": tid, "args": {"name": said}, "ph": "M"})
+        for tid, text in threads.items():
+            events.append({"name": "thread_name", "pid": at, "tid": tid, "args": {"name": text}, "ph": "M"})
 
     threads = {one[2]: f"Thread {one[2]}" for one in ranges}
     layer(pid(0, HOST), name, "CPU", 0, threads)
     layer(pid(CANN, HOST), "CANN", "CPU", CANN, threads)
     layer(pid(HARDWARE, 0), "Ascend Hardware", "NPU 0", HARDWARE, {0: "Stream 0"})
-    said = ("Computing", "Communication", "Communication(Not Overlapped)", "Free")
-    layer(pid(OVERLAP, 0), "Overlap Analysis", "NPU 0", OVERLAP, dict(enumerate(said)))
+    names = ("Computing", "Communication", "Communication(Not Overlapped)", "Free")
+    layer(pid(OVERLAP, 0), "Overlap Analysis", "NPU 0", OVERLAP, dict(enumerate(names)))
     for at, (start, end, thread, domain, message) in enumerate(ranges):
         middle = (start + end) // 2
         host, cann = {"pid": pid(0, HOST), "tid": thread}, {"pid": pid(CANN, HOST), "tid": thread}
