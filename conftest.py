@@ -138,7 +138,7 @@ def surroundings() -> dict[str, object]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write the failed tests to a file for `dev.py`, which prints them at its end."""
     if file := os.environ.get("DEV_FAILED_TESTS"):
-        failed = [each for kind in ("failed", "error") for each in terminalreporter.getreports(kind)]
+        failed = [report for kind in ("failed", "error") for report in terminalreporter.getreports(kind)]
         Path(file).write_text("".join(f"{report.nodeid}\n" for report in failed))
 
 

@@ -245,7 +245,11 @@ def recipe_of(name: str) -> Path:
 
 def newest(name: str) -> Environment:
     """Return the environment with the newest engine of that name; that of development where there is none."""
-    versions = {version_of(key): each for key, each in engines().items() if key.partition("-")[0] == name}
+    versions = {
+        version_of(key): environment
+        for key, environment in engines().items()
+        if key.partition("-")[0] == name
+    }
     return versions[max(versions)] if versions else DEV
 
 

@@ -101,7 +101,7 @@ class Template:
         events = trace[start.end() : end].rstrip()
         threads = {process[1]: 0, **dict.fromkeys(re.findall(rb'"tid": (\d{3,})', events), 0)}
         self._threads = {tid: number for number, tid in enumerate(threads)}
-        seconds = {int(found) for found in re.findall(rb'"ts": (\d+)\d{6}', events)}
+        seconds = {int(second) for second in re.findall(rb'"ts": (\d+)\d{6}', events)}
         self._lasts_s = max(seconds) - min(seconds) + 1
         # From when it was recorded to when the step was.
         self._events = _later(events, OPENED_NS // 10**9 - _BASE_S - min(seconds))
@@ -110,7 +110,7 @@ class Template:
         """Yield the text of a rank's trace, of about `size` bytes, in pieces."""
         own = {tid: b"%d" % (self.pid(rank) + number) for tid, number in self._threads.items()}
         enough = self._events if size > len(self._events) else self._events[: size + _LONGER]
-        events = re.sub(rb'("[pt]id": )(\d+)', lambda found: found[1] + own.get(found[2], found[2]), enough)
+        events = re.sub(rb'("[pt]id": )(\d+)', lambda match: match[1] + own.get(match[2], match[2]), enough)
         begun_s = chance.randrange(4)
         yield self._head
         for turn in count():
@@ -129,7 +129,7 @@ class Template:
 def _later(events: bytes, by: int) -> bytes:
     """So many seconds."""
     at = rb'("ts": )(\d+)(?=\d{6}\D)'
-    return re.sub(at, lambda found: b"%b%d" % (found[1], int(found[2]) + by), events) if by else events
+    return re.sub(at, lambda match: b"%b%d" % (match[1], int(match[2]) + by), events) if by else events
 
 
 def build(

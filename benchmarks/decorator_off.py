@@ -127,8 +127,8 @@ def compare(
     cost = {name: (statistics.median(results[name]), median_over(results, name, "bare")) for name in runs}
     ours, hand = cost["stepscope"][1], cost["by hand"][1]
     rows = [
-        [name, f"{each:.0f}", f"{over:.0f}", f"{over / ours:.1f}x", f"{over / hand:.2f}x"]
-        for name, (each, over) in cost.items()
+        [name, f"{call_ns:.0f}", f"{over:.0f}", f"{over / ours:.1f}x", f"{over / hand:.2f}x"]
+        for name, (call_ns, over) in cost.items()
     ]
     table([title, "ns/call", "overhead", "/ stepscope", "/ by hand"], rows)
     return cost
@@ -153,8 +153,10 @@ def compare_entries(*, quick: bool) -> None:
     bare = statistics.median(results["bare"])
     rows = []
     for name in runs:
-        each = statistics.median(results[name])
-        rows.append([name, f"{each:.0f}", f"{median_over(results, name, 'bare'):.0f}", f"{each / bare:.1f}x"])
+        call_ns = statistics.median(results[name])
+        rows.append(
+            [name, f"{call_ns:.0f}", f"{median_over(results, name, 'bare'):.0f}", f"{call_ns / bare:.1f}x"]
+        )
     table(["instrument entry", "ns/call", "overhead", "/ bare"], rows)
 
 

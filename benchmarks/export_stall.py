@@ -152,10 +152,10 @@ def describe(size_bytes: int, path: Path) -> Sidecar:
     return Sidecar(step=2, run_id="bench", artifact=artifact, process=None, opened=None, closed=None)
 
 
-def report(found: Measured, bench: Bench) -> None:
-    stalls = {name: median_over(found, name, NOTHING) for name in (TORCH, BACKGROUND, DEFERRED)}
-    held = {name: statistics.median(each[1:]) for name, each in bench.held.items()}
-    inside = {name: statistics.median(each[1:]) for name, each in bench.inside.items()}
+def report(results: Measured, bench: Bench) -> None:
+    stalls = {name: median_over(results, name, NOTHING) for name in (TORCH, BACKGROUND, DEFERRED)}
+    held = {name: statistics.median(stalls_ms[1:]) for name, stalls_ms in bench.held.items()}
+    inside = {name: statistics.median(stalls_ms[1:]) for name, stalls_ms in bench.inside.items()}
     rows = [
         [
             name,

@@ -70,13 +70,13 @@ class Bench:
         )
         stop = StopRequest(capture_id=start.capture_id)
         began = time.perf_counter()
-        await self.each(fleet, slow_s, at_once, lambda worker: worker.start(start, DEADLINE_S))
+        await self.call_all(fleet, slow_s, at_once, lambda worker: worker.start(start, DEADLINE_S))
         opened = time.perf_counter()
-        await self.each(fleet, slow_s, at_once, lambda worker: worker.stop(stop, DEADLINE_S))
+        await self.call_all(fleet, slow_s, at_once, lambda worker: worker.stop(stop, DEADLINE_S))
         closed = time.perf_counter()
         return (opened - began) * 1e3, (closed - opened) * 1e3
 
-    async def each(
+    async def call_all(
         self, fleet: RayFleet, slow_s: float, at_once: bool, call: Callable[[Worker], Any]
     ) -> None:
         async def one(worker: Worker, actor: Any) -> WorkerOutcome:

@@ -91,8 +91,8 @@ def main() -> None:
         shutil.rmtree(folder)
     rows = []
     for name, grew in bench.grew.items():
-        peak = statistics.median(each[0] for each in grew[1:])
-        kept = statistics.median(each[1] for each in grew[1:])
+        peak = statistics.median(growth[0] for growth in grew[1:])
+        kept = statistics.median(growth[1] for growth in grew[1:])
         rows.append([name, f"{peak:.0f}", f"{kept:.1f}", f"{kept / peak:.1%}"])
     table(["MB over before", "peak", "kept", "of the peak"], rows)
     shares = [kept / peak * 100 for peak, kept in bench.grew[OURS][1:]]

@@ -90,7 +90,7 @@ def main() -> None:
             build(Path(folder, str(number)), template, ranks, megabytes * 1_000_000 // ranks, quickly)
             for number, (ranks, megabytes) in enumerate(wanted)
         ]
-        rounds = [1 if chosen.quick or each in FULL else ROUNDS for each in wanted]
+        rounds = [1 if chosen.quick or count in FULL else ROUNDS for count in wanted]
         steps = dict(zip([step for step, _ in built], rounds, strict=True))
         all_of = measured(steps, small)
     rows, costs = [], []

@@ -103,7 +103,7 @@ async def main(rendezvous: str) -> None:
                 played = await asyncio.gather(
                     *(play(f"{step}-{i}-{n}", p, replicas[n % REPLICAS], calculator) for i, n, p in attempts)
                 )
-                rewards = [each.reward for each in played]
+                rewards = [game.reward for game in played]
                 data = (*pad(played), group_advantages(rewards, GROUP))
                 shards = ([part[rank::RANKS] for part in data] for rank in range(RANKS))
                 await asyncio.gather(*(a.train.remote(*s) for a, s in zip(actors, shards, strict=True)))

@@ -38,10 +38,10 @@ def calls() -> Iterator[tuple[str, str]]:
 
 def test_nothing_unpickles() -> None:
     imported = [
-        str(each)
+        str(entry)
         for package in PACKAGES
-        for each in imports(package)
-        if each.target.partition(".")[0] in UNPICKLE or each.target in LOADS
+        for entry in imports(package)
+        if entry.target.partition(".")[0] in UNPICKLE or entry.target in LOADS
     ]
     called = [f"{where} calls {what}" for where, what in calls() if what in LOADS]
     assert not imported + called
@@ -61,10 +61,10 @@ def test_yaml_makes_plain_values_alone() -> None:
 
 def test_nothing_listens() -> None:
     imported = [
-        str(each)
+        str(entry)
         for package in PACKAGES
-        for each in imports(package)
-        if each.target.startswith(tuple(LISTENS))
+        for entry in imports(package)
+        if entry.target.startswith(tuple(LISTENS))
     ]
     called = [
         f"{where} calls {what}"

@@ -60,4 +60,4 @@ def test_both_traces_are_placed_in_one_timeline(layout: StepLayout) -> None:
 
 def test_the_report_has_iterations_of_both_engines(layout: StepLayout, timeline: Timeline) -> None:
     engines = step_report(timeline, load_traces(layout.root, timeline)).engines
-    assert {each.replica for each in engines if each.source == "iterations"} == {"replica 0", "replica 1"}
+    assert {row.replica for row in engines if row.source == "iterations"} == {"replica 0", "replica 1"}

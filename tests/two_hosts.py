@@ -318,9 +318,9 @@ def test_each_host_sends_its_own_files_to_a_mirror(
     (step,) = store.glob("step_*")
     assert hosts_of(step / "processes") == {"host-a", "host-b"}
     here = RunLayout(one.view(save_path)).step(int(step.name[5:]))
-    there = RunLayout(other.view(save_path)).step(int(step.name[5:]))
+    mirrored = RunLayout(other.view(save_path)).step(int(step.name[5:]))
     assert hosts_of(here.spans) == {"host-a"}
-    assert hosts_of(there.spans) == {"host-b"}
+    assert hosts_of(mirrored.spans) == {"host-b"}
     assert len(list(step.glob("spans/*"))) == 4
 
 
