@@ -52,6 +52,7 @@ _TEXTS = frozenset(
         "rpc.method",
         "rpc.service",
         "server.address",
+        "thread_label",
         "tool.name",
     }
 )
@@ -72,6 +73,8 @@ class OtlpSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A span of another tracer. Times are unix ns by its host's clock."""
 
     resource: Resource
+    scope: str | None
+    """The tracer's name."""
     trace_id: str
     span_id: str
     parent_id: str | None
@@ -161,20 +164,20 @@ def _spans(request: Json, file: OtlpFile) -> Iterator[OtlpSpan]:
     for group in resources:
         try:
             resource = _resource(group)
-            scopes = [scope for scope in _objects(group, "scopeSpans") if not _is_own(scope)]
-            spans = [span for scope in scopes for span in _objects(scope, "spans")]
+            scopes = [(_scope(scope), _objects(scope, "spans")) for scope in _objects(group, "scopeSpans")]
         except FieldError as error:
             file.note(str(error))
             continue
-        for span in spans:
+        for scope, span in ((name, span) for name, spans in scopes if name != _OWN_SCOPE for span in spans):
             try:
-                yield _span(span, resource)
+                yield _span(span, resource, scope)
             except FieldError as error:
                 file.note(f"spans left out: {error}")
 
 
-def _is_own(scope: Json) -> bool:
-    return _object(scope, "scope").get("name") == _OWN_SCOPE
+def _scope(spans: Json) -> str | None:
+    name = _object(spans, "scope").get("name")
+    return bounded(name) if isinstance(name, str) and name else None
 
 
 def _resource(group: Json) -> Resource:
@@ -189,7 +192,7 @@ def _resource(group: Json) -> Resource:
     )
 
 
-def _span(span: Json, resource: Resource) -> OtlpSpan:
+def _span(span: Json, resource: Resource, scope: str | None) -> OtlpSpan:
     start_ns, end_ns = _time(span, "startTimeUnixNano"), _time(span, "endTimeUnixNano")
     if end_ns < start_ns:
         raise FieldError(f"endTimeUnixNano is {end_ns}, before startTimeUnixNano")
@@ -198,6 +201,7 @@ def _span(span: Json, resource: Resource) -> OtlpSpan:
         raise FieldError(f"name is {_shown(name)}, no text")
     return OtlpSpan(
         resource=resource,
+        scope=scope,
         trace_id=_id(span, "traceId", 32) or _missing("traceId"),
         span_id=_id(span, "spanId", 16) or _missing("spanId"),
         parent_id=_id(span, "parentSpanId", 16),

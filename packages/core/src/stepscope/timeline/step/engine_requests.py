@@ -1,12 +1,13 @@
-"""Requests to inference engines in OpenTelemetry: the spans `llm_request` of vLLM and `Req` of SGLang."""
+"""Spans of inference engines in OpenTelemetry: vLLM's `llm_request`, SGLang's `Req` and those below it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from stepscope.files.spans import WAITING
+from stepscope.files.trace_context import TraceContext
 from stepscope.files.values import AttrValue
 from stepscope.timeline.model import Span
 from stepscope.timeline.readers.otlp import OtlpSpan
@@ -17,7 +18,23 @@ _PHASES = (
     ("prefill", f"{_LATENCY}time_in_model_prefill"),
     ("decode", f"{_LATENCY}time_in_model_decode"),
 )
-"""In their order. SGLang counts the time in the queue as prefill, so its requests get no phases."""
+"""In their order, for vLLM. SGLang counts the queue as prefill there, and has spans of its own."""
+_SGLANG = "sglang server"
+"""The tracer of SGLang's spans."""
+_SGLANG_STAGES = {
+    "prefill_waiting": "queue",
+    "prefill_forward": "prefill",
+    "chunked_prefill": "prefill",
+    "decode_waiting": "wait",
+    "decode_forward": "decode",
+    "decode_loop": "decode",
+}
+_RANKS = ("tp_rank", "pp_rank")
+"""Attributes of the span of a scheduler. Its ranks run the same passes for a request."""
+_DEEPEST = 5
+"""Spans in one line, from the request to a token, and one to spare."""
+_THREAD = "thread_label"
+"""The attribute of the spans of SGLang's processes, whose names hold a host and a pid."""
 _FACTS = {
     "gen_ai.request.id": "request_id",
     "rid": "request_id",
@@ -26,6 +43,9 @@ _FACTS = {
     "gen_ai.usage.cached_tokens": "cached_tokens",
     "gen_ai.usage.input_tokens": "prompt_tokens",
     "gen_ai.usage.output_tokens": "output_tokens",
+    "llm.token_count.prompt": "prompt_tokens",
+    "llm.token_count.completion": "output_tokens",
+    "llm.token_count.prompt_details.cache_read": "cached_tokens",
 }
 """Attributes, and their names in stepscope (`record_request`)."""
 
@@ -35,15 +55,56 @@ def is_request(span: OtlpSpan) -> bool:
     return any(name.startswith(_LATENCY) for name in span.attrs)
 
 
-def engine_request(span: OtlpSpan) -> tuple[str, dict[str, AttrValue]]:
-    """Return the stage and the attributes of an engine's request."""
-    attrs: dict[str, AttrValue] = {}
-    for name, value in span.attrs.items():
+def is_of_engine(span: OtlpSpan) -> bool:
+    """Return whether an inference engine made the span."""
+    return span.scope == _SGLANG or is_request(span)
+
+
+def engine_stage(span: OtlpSpan) -> str | None:
+    """Return the stage of a span that an engine made; None for any other."""
+    if is_request(span):
+        return "request"
+    if span.scope != _SGLANG:
+        return None
+    thread = span.attrs.get(_THREAD)
+    return thread.lower() if isinstance(thread, str) else _SGLANG_STAGES.get(span.name, span.name)
+
+
+def without_copies(spans: Sequence[OtlpSpan]) -> list[OtlpSpan]:
+    """Return the spans without those of SGLang that repeat the time of another one.
+
+    These are single tokens and chunks below their phase, and all ranks of an engine but the first.
+    """
+    of_sglang = {TraceContext(span.trace_id, span.span_id): span for span in spans if span.scope == _SGLANG}
+
+    def above(span: OtlpSpan) -> OtlpSpan | None:
+        return of_sglang.get(TraceContext(span.trace_id, span.parent_id or ""))
+
+    def is_copy(span: OtlpSpan) -> bool:
+        stage, around = _SGLANG_STAGES.get(span.name), above(span)
+        if stage is not None and around is not None and _SGLANG_STAGES.get(around.name) == stage:
+            return True
+        path: OtlpSpan | None = span
+        for _ in range(_DEEPEST):
+            if path is None:
+                return False
+            if any(path.attrs.get(rank) for rank in _RANKS):
+                return True
+            path = above(path)
+        return False
+
+    return [span for span in spans if span.scope != _SGLANG or not is_copy(span)]
+
+
+def with_our_names(attrs: Mapping[str, AttrValue]) -> dict[str, AttrValue]:
+    """Return the attributes of a request, with the names of stepscope where there are any."""
+    named: dict[str, AttrValue] = {}
+    for name, value in attrs.items():
         if name in _FACTS:
-            attrs.setdefault(_FACTS[name], value)
+            named.setdefault(_FACTS[name], value)
         else:
-            attrs[name] = value
-    return "request", attrs
+            named[name] = value
+    return named
 
 
 def phases(request: Span) -> Iterator[Span]:

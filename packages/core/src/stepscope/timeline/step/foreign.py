@@ -14,12 +14,14 @@ import msgspec
 
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import WAITING
 from stepscope.files.trace_context import SpanIds, TraceContext, parse_traceparent, trace_id_of
 from stepscope.timeline.model import FileProblem, Process, ProcessClock, Span, Timeline
 from stepscope.timeline.names import names_of
 from stepscope.timeline.readers.otlp import OtlpSpan, Resource, read_otlp
-from stepscope.timeline.step.engine_requests import engine_request, is_request, phases
+from stepscope.timeline.step.engine_requests import is_of_engine, is_request, phases, without_copies
 from stepscope.timeline.step.rows import clock_of, offset_at
+from stepscope.timeline.step.tracer_names import naming
 from stepscope.timeline.step.tree import cut_cycles
 
 _SUFFIXES = (".json", ".jsonl")
@@ -34,9 +36,9 @@ def add_foreign(layout: StepLayout, timeline: Timeline) -> Timeline:
         return timeline
     contexts = _contexts(timeline)
     taken, problems = _read(layout, files, timeline, contexts)
-    merged = _Merge(timeline, contexts)
-    for resource, spans in _by_process(taken, timeline):
-        merged.add(resource, spans)
+    merged = _Merge(timeline, contexts, engines=any(map(is_request, taken)))
+    for info, spans in _by_process(without_copies(taken), timeline):
+        merged.add(info, spans)
     merged.link()
     return msgspec.structs.replace(
         timeline,
@@ -97,15 +99,15 @@ def _read(
 def _by_process(
     spans: Sequence[OtlpSpan], timeline: Timeline
 ) -> Iterator[tuple[ProcessInfo, list[OtlpSpan]]]:
-    """Yield the spans of each process by start. A process that serves requests of an engine is a replica."""
+    """Yield the spans of each process by start. A process with spans of an engine is a replica."""
     of_resource: dict[Resource, list[OtlpSpan]] = {}
     for span in spans:
         of_resource.setdefault(span.resource, []).append(span)
-    groups: dict[ProcessInfo, list[OtlpSpan]] = {}
+    groups: dict[tuple[ProcessInfo, str | None], list[OtlpSpan]] = {}
     for resource, own in of_resource.items():
-        serves = any(is_request(span) for span in own)
-        groups.setdefault(_info(resource, serves, timeline), []).extend(own)
-    for info, own in groups.items():
+        serves = any(map(is_of_engine, own))
+        groups.setdefault((_info(resource, serves, timeline), resource.service), []).extend(own)
+    for (info, _), own in groups.items():
         yield info, sorted(own, key=lambda span: (span.start_ns, -span.end_ns))
 
 
@@ -148,7 +150,7 @@ class _Placed(NamedTuple):
 class _Merge:
     """A timeline that grows by processes of other tracers."""
 
-    def __init__(self, timeline: Timeline, contexts: dict[TraceContext, int]) -> None:
+    def __init__(self, timeline: Timeline, contexts: dict[TraceContext, int], *, engines: bool) -> None:
         self._timeline = timeline
         self._contexts = contexts
         self._parents: dict[int, TraceContext] = {
@@ -159,6 +161,8 @@ class _Merge:
         attributes = (span.attrs for span in timeline.spans if span.attrs)
         self._recorded = {attrs["request_id"] for attrs in attributes if "request_id" in attrs}
         """Requests whose phases stepscope recorded."""
+        self._alone = not (engines or self._recorded)
+        """No engine's own request is known."""
         self.processes = list(timeline.processes)
         self.spans = list(timeline.spans)
 
@@ -199,22 +203,23 @@ class _Merge:
             wall_ns if beside is None else wall_ns - offset_at(beside, wall_ns)
             for wall_ns in (span.start_ns, span.end_ns)
         )
-        stage, attrs = engine_request(span) if is_request(span) else (span.name, span.attrs)
+        named = naming(span, alone=self._alone)
         made = Span(
             process=process,
             parent=None,
-            role=role,
-            stage=stage,
+            role=named.role or role,
+            stage=named.stage,
             start_ns=start_ns,
             end_ns=end_ns,
             dur_ns=end_ns - start_ns,
             step=self._timeline.step,
-            attrs=attrs or None,
+            attrs=named.attrs or None,
             error=span.error,
+            waits=named.stage in WAITING,
         )
         above = None if span.parent_id is None else TraceContext(span.trace_id, span.parent_id)
         yield _Placed(made, TraceContext(span.trace_id, span.span_id), above)
-        if attrs.get("request_id") not in self._recorded:
+        if named.attrs.get("request_id") not in self._recorded:
             for phase in phases(made):
                 yield _Placed(phase, around=made)
 
