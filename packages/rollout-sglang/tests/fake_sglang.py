@@ -23,7 +23,7 @@ from stepscope.engines.protocol import EngineCapture
 from stepscope.files.sidecar import Artifact
 from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import SglangProfiler
-from stepscope_sglang._engine_side import plugin
+from stepscope_sglang._engine_side import plugin, states
 
 NOT_RUNNING = "Profiling is not in progress. Call /start_profile first."
 RUNNING = "Profiling is already in progress. Call /stop_profile first."
@@ -33,7 +33,7 @@ def plugin_state(count: int, **changes: object) -> dict[str, object]:
     """Return the plugin's answer for a scheduler that has begun `count` passes."""
     answer = SimpleNamespace(internal_state={})
     plugin.show(answer, SimpleNamespace(forward_ct=count))
-    return {**answer.internal_state, plugin.SENDS_QUIET: True, **changes}  # as in a process with a scheduler
+    return {**answer.internal_state, states.SENDS_QUIET: True, **changes}  # as in a process with a scheduler
 
 
 class ProfileReq(msgspec.Struct, kw_only=True):
@@ -123,7 +123,7 @@ class Scheduler:
         """Return the plugin's answer for this scheduler."""
         stages = {"prefill": self.seen.get("EXTEND", 0), "decode": self.seen.get("DECODE", 0)}
         by_stage = self.request.profile_by_stage
-        shown = {plugin.RECORDINGS: list(self.stamps), plugin.STAGES: stages if by_stage else None}
+        shown = {states.RECORDINGS: list(self.stamps), states.STAGES: stages if by_stage else None}
         return plugin_state(self.forward_ct, **shown)
 
     def _write(self, modes: list[str], stage: str) -> None:
@@ -146,7 +146,7 @@ class Scheduler:
         if request.merge_profiles and self.rank == 0:
             merged = folder / f"merged-{request.profile_id}.trace.json.gz"
             merged.write_bytes((folder / name).read_bytes())
-        stamp = plugin.Stamp(
+        stamp = states.Stamp(
             folder=str(folder),
             pid=4711 + self.rank,
             doing="writing",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stepscope.errors import EngineError
+from stepscope_sglang._capture.checks import check_facts
 from stepscope_sglang._driving.facts import EngineFacts
-from stepscope_sglang._profiler import check_facts
 
 
 def test_an_engine_on_an_npu_is_refused_with_the_tool_that_records_it() -> None:

@@ -65,7 +65,7 @@ async def _at_leisure(profiler: EngineProfiler) -> None:
 
 
 def _engine(profiler: EngineProfiler) -> FakeEngine:
-    return cast(FakeEngine, cast(SglangProfiler, profiler)._line._engine)
+    return cast(FakeEngine, cast(SglangProfiler, profiler)._target._engine)
 
 
 def _manager(profiler: EngineProfiler) -> FakeManager:

@@ -15,7 +15,7 @@ from stepscope.testing.engine_conformance import a_capture
 from stepscope_sglang import _versions
 from stepscope_sglang._capture.options import Plan, plan
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._engine_side.plugin import (
+from stepscope_sglang._engine_side.states import (
     COUNT,
     PROFILE_V2,
     SCOPES_END,

@@ -201,6 +201,6 @@ async def test_a_loop_that_is_taken_meanwhile_is_asked_instead_of_run(tmp_path: 
     profiler = SglangProfiler(manager)
     await profiler.start(asked(tmp_path))
     await manager.generate(2)
-    profiler._line._loop = cast(asyncio.AbstractEventLoop, Taken(asyncio.get_running_loop()))
+    profiler._target._loop = cast(asyncio.AbstractEventLoop, Taken(asyncio.get_running_loop()))
     assert await profiler.stop()
     assert not manager.recording

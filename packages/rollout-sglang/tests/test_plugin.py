@@ -10,6 +10,7 @@ import pytest
 
 from stepscope.backends.torch import record_function_scopes
 from stepscope_sglang._engine_side import plugin
+from stepscope_sglang._engine_side.states import SENDS_QUIET
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -48,7 +49,7 @@ def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
 
     answer = SimpleNamespace(internal_state={})
     hooks["Scheduler.get_internal_state"](answer, SimpleNamespace(forward_ct=3))
-    said = answer.internal_state[plugin.SENDS_QUIET]
+    said = answer.internal_state[SENDS_QUIET]
     assert said is record_function_scopes.is_unrecorded(ProcessGroup.send)
     return said
 

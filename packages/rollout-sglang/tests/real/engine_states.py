@@ -33,7 +33,7 @@ from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
-from stepscope_sglang._driving.in_process import InProcess
+from stepscope_sglang._driving.in_process import InProcessTarget
 from stepscope_sglang._versions import PLUGINS_SINCE, number
 
 VERSION = number(sglang.__version__)
@@ -462,7 +462,7 @@ def test_what_would_kill_or_mislead_the_engine_is_refused(
 ) -> None:
     heard: list[object] = []
     with monkeypatch.context() as patch:
-        patch.setattr(InProcess, "_call", lambda line, ask, *_: heard.append(ask))
+        patch.setattr(InProcessTarget, "_call", lambda line, ask, *_: heard.append(ask))
         with pytest.raises(EngineError, match=said):
             record(engine, asked(tmp_path, **changes))
     assert not heard

@@ -16,12 +16,11 @@ from stepscope.engines import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.layout import safe
 from stepscope_sglang import _versions
+from stepscope_sglang._capture.activities import recorded_activities
+from stepscope_sglang._capture.stages import why_no_stages
 from stepscope_sglang._driving.facts import EngineFacts
-from stepscope_sglang._engine_side.plugin import (
-    RPD_LIBRARY,
+from stepscope_sglang._engine_side.states import (
     counts_in,
-    scopes_end_in,
-    sends_quiet_in,
     v2_in,
     why_not_shown,
 )
@@ -30,7 +29,6 @@ UNBOUNDED = 1 << 30
 """As `num_steps` of a capture by stage without a count: without a number the next forward pass kills the
 scheduler.
 """
-_TORCH = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU"}
 _OURS = {
     "output_dir": "save_path",
     "num_steps": "roles.<role>.engine.iterations.count",
@@ -42,8 +40,6 @@ _OURS = {
     "req_type": "nothing: it tells a start from a stop",
 }
 """Option of SGLang's -> what sets it here."""
-_FURTHER = ("CUDA_PROFILER", "RPD")
-"""Activities that are no part of torch.profiler, by `extra.activities`."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +69,11 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
     expect_first_profiler(facts, states)
     ignored: dict[str, str] = {}
     passed = _passed(capture, facts, ignored)
-    by_stage = capture.by_stage and _can(ignored, "by_stage", _why_no_stages(facts, states))
+    by_stage = capture.by_stage and _can(ignored, "by_stage", why_no_stages(facts, states))
     count = capture.iterations.count
     merged = capture.merge and _can(ignored, "merge", _why_no_merge(facts, by_stage, passed))
     request: dict[str, object] = {
-        "activities": _activities(capture, facts, ignored),
+        "activities": recorded_activities(capture, facts, ignored),
         "with_stack": capture.with_stack and _can(ignored, "with_stack", _why_no_stacks(facts)),
         "record_shapes": capture.record_shapes and _can(ignored, "record_shapes", _forced(facts, "SHAPES")),
         **_window(capture, by_stage, passed, states),
@@ -144,68 +140,6 @@ def _count(states: Sequence[object], start: int) -> int:
     return passes[0]
 
 
-def _activities(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> list[str]:
-    """Return, in SGLang's words, the activities that the engine's device can record: any other kills its
-    scheduler.
-    """
-    taken, reasons = [], []
-    for activity in capture.activities:
-        reason = _why_not_recorded(activity, facts)
-        if reason is None:
-            taken.append(_TORCH[activity])
-        else:
-            reasons.append(f"{activity}: {reason}")
-    if reasons:
-        ignored["activities"] = "; ".join(reasons)
-    if not taken:
-        raise EngineError(
-            f"none of the activities {list(capture.activities)} can be recorded ({'; '.join(reasons)}): "
-            "SGLang would record nothing, or die. Fix: torch.activities: [cpu]"
-        )
-    if capture.profile_memory and _can(ignored, "profile_memory", _why_no_memory(facts)):
-        taken.append("MEM")
-    return taken + _further(capture, facts)
-
-
-def _why_not_recorded(activity: str, facts: EngineFacts) -> str | None:
-    if activity not in _TORCH:
-        return "SGLang records cpu, cuda and xpu"
-    if activity == "xpu" and _versions.older(facts.version, _versions.XPU_SINCE):
-        return f"sglang {facts.version} does not know it; {_versions.XPU_SINCE} does"
-    if activity not in ("cpu", facts.device):
-        return f"the engine runs on {facts.device}"
-    return None
-
-
-def _why_no_memory(facts: EngineFacts) -> str | None:
-    return (
-        None
-        if facts.device == "cuda"
-        else f"SGLang records memory of cuda; this engine runs on {facts.device}"
-    )
-
-
-def _further(capture: EngineCapture, facts: EngineFacts) -> list[str]:
-    asked = str(capture.extra.get("activities") or "").replace(",", " ").split()
-    for activity in asked:
-        if activity not in _FURTHER:
-            raise EngineError(
-                f"extra.activities is {activity!r}; allowed: {', '.join(_FURTHER)}. Fix: torch.activities "
-                "and torch.profile_memory for the others"
-            )
-        if facts.device != "cuda":
-            raise EngineError(
-                f"extra.activities: {activity} kills an engine on {facts.device}. Fix: leave it out"
-            )
-        if activity == "RPD" and not facts.rpd:
-            found = "the engine runs without" if facts.rpd is False else "this server does not say it has"
-            raise EngineError(
-                f"extra.activities: RPD kills an engine without {RPD_LIBRARY}: {found} it. "
-                "Fix: install rpd where the engine runs (a server says so by our plugin)"
-            )
-    return asked
-
-
 def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
     """`extra`, each key looked up in what the engine's own start takes."""
     passed: dict[str, object] = {}
@@ -269,55 +203,6 @@ def _why_no_stacks(facts: EngineFacts) -> str | None:
 
 def _forced(facts: EngineFacts, word: str) -> str | None:
     return next((f"{name} is off for this engine" for name in facts.forced_off if word in name), None)
-
-
-def _why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
-    if facts.speculative:
-        return "with speculative decoding SGLang's stages do not end, or kill the scheduler"
-    since = _versions.DECODE_SERVER_BY_STAGE_SINCE
-    if facts.disaggregation == "decode" and _versions.older(facts.version, since):
-        return f"it kills a decode server of sglang {facts.version}; {since} can do it"
-    if lacks_plugin(facts, states):
-        return (
-            "one stage's profile is stopped and the next one started while a pipeline rank's sends are under "
-            "way, and torch then writes into freed memory: the scheduler dies at the next capture. To "
-            f"prevent that takes {_what_pipelines_take(facts, states)}"
-        )
-    if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
-        return (
-            f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
-            "record_function, and torch then writes into freed memory: the scheduler dies, some captures "
-            f"later. To prevent that takes {why_not_shown(states)}"
-        )
-    return None
-
-
-def lacks_plugin(facts: EngineFacts, states: Sequence[object]) -> bool:
-    """Return whether captures end schedulers of this pipeline, because they have not loaded our plugin."""
-    return facts.pp > 1 and not sends_quiet_in(states)
-
-
-def risk_of_whole_captures(facts: EngineFacts, states: Sequence[object]) -> str:
-    """Return the warning for a pipeline that `lacks_plugin`."""
-    return (
-        f"schedulers of this pipeline of sglang {facts.version} may die in torch's profiler after some "
-        "captures (of 0.5.23 seen at the 16th and the 21st in a row, under load). "
-        f"To prevent that takes {_what_pipelines_take(facts, states)}"
-    )
-
-
-def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
-    since = _versions.PLUGINS_SINCE
-    if _versions.older(facts.version, since):
-        return f"our plugin, which sglang {facts.version} does not load. Fix: sglang {since} or later"
-    return why_not_shown(states)
-
-
-def stages_end_in_scopes(facts: EngineFacts) -> bool:
-    """Return whether SGLang stops one stage's profile and starts the next inside of a scope: a
-    `record_function`, or that of a send between pipeline ranks.
-    """
-    return facts.pp > 1 or not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE)
 
 
 def _why_no_merge(facts: EngineFacts, by_stage: bool, passed: Mapping[str, object]) -> str | None:

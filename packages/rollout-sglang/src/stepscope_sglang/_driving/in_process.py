@@ -1,33 +1,29 @@
-"""The way to an engine of this process: through its TokenizerManager, on the event loop that owns it.
+"""The target of a capture that is an engine of this process.
 
-A TokenizerManager belongs to the loop that used it first: asked on another, it sends the request and never
-hears the answer. And a call that is cancelled on its way wedges every later one (up to 0.5.15) or gets them
-the wrong answers (later). So calls are handed to that loop from a thread that waits for them to the end.
+It is reached through its TokenizerManager, which belongs to the event loop that used it first. Called on
+another loop, it sends the request and never gets the answer. A call that is cancelled on its way wedges every
+later one (up to 0.5.15) or gets them wrong answers (later). So calls run on that loop, and a thread waits for
+each of them to the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
 
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
-from stepscope_sglang._capture.session import EngineDiedError, RefusedError
+from stepscope_sglang._driving import foreign_loop, settings
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._engine_side.plugin import RPD_LIBRARY, profile_v2
+from stepscope_sglang._driving.target import EngineDiedError, RefusedError
+from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
-_MOMENT_S = 0.05
-"""For how long at once we run a loop that is not ours."""
 _LOOK_S = 0.5
 """Interval at which a wait for an answer looks whether the engine still lives."""
 
@@ -47,8 +43,8 @@ class Engine(Protocol):
     def tokenizer_manager(self) -> TokenizerManager: ...
 
 
-class InProcess:
-    """A `Line`."""
+class InProcessTarget:
+    """An `sglang.Engine`, or the TokenizerManager of one."""
 
     remote = False
 
@@ -72,10 +68,10 @@ class InProcess:
                     "Fix: pass the Engine or its tokenizer_manager"
                 )
             self._facts = facts_of(
-                _settings(self.manager),
+                settings.of_manager(self.manager),
                 version=_versions.installed(),
                 options=_versions.dialect_of(start).options,
-                forced_off=frozenset(name for name in _SWITCHES if _is_off(name)),
+                forced_off=settings.switched_off(),
                 profile_v2=profile_v2(),
                 rpd=find_spec(RPD_LIBRARY) is not None,
             )
@@ -156,7 +152,7 @@ class InProcess:
         while not answer.done():
             if time.monotonic() > until:  # it is answered later, and nobody listens: it is not cancelled
                 raise EngineError("the engine does not answer now")
-            if time.monotonic() > self.waited_until or not _driven(loop, answer):
+            if time.monotonic() > self.waited_until or not foreign_loop.run_for_a_moment(loop, answer):
                 wait([answer], _LOOK_S)
             dead = [pid for pid in schedulers if not _lives(pid)]
             if loop.is_closed() and not answer.done():
@@ -171,61 +167,6 @@ class InProcess:
         """
         tell = getattr(self._engine, "get_all_child_pids", None)
         return [] if tell is None else list(tell())
-
-
-_SWITCHES = ("SGLANG_PROFILE_WITH_STACK", "SGLANG_PROFILE_RECORD_SHAPES")
-
-
-def of_ours(thread: threading.Thread) -> bool:
-    """Return whether the thread's event loop is one of stepscope's own."""
-    return thread.name.startswith("stepscope")
-
-
-def _driven(loop: asyncio.AbstractEventLoop, answer: Future[object]) -> bool:
-    """Run the loop for a moment, or until the answer is there. False: somebody else runs it.
-
-    In moments, because the loop is the caller's: one who waits for us no longer must find it free.
-    """
-    if loop.is_running():
-        return False
-    over: asyncio.Future[None] = loop.create_future()
-
-    def end() -> None:
-        if not over.done():
-            over.set_result(None)
-
-    def end_soon(_: Future[object]) -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(end)
-
-    answer.add_done_callback(end_soon)
-    try:
-        loop.call_soon_threadsafe(loop.call_later, _MOMENT_S, end)
-        loop.run_until_complete(over)
-    except RuntimeError:  # somebody else began to run it, or closed it
-        return False
-    return True
-
-
-def _is_off(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("0", "false", "no", "n")
-
-
-_settings_of: WeakKeyDictionary[TokenizerManager, Mapping[str, object]] = WeakKeyDictionary()
-"""Cache of `_settings`, its only writer."""
-
-
-def _settings(manager: TokenizerManager) -> Mapping[str, object]:
-    """Return its arguments as resolved, which newer versions keep apart from what was given: 5 ms of CPU
-    for 500 of
-    them, so that it is done once. What a capture wants to know of them never changes.
-    """
-    found = _settings_of.get(manager)
-    if found is None:
-        resolved = getattr(manager.server_args, "resolved_dict", None)
-        found = vars(manager.server_args) if resolved is None else resolved()
-        _settings_of[manager] = found
-    return found
 
 
 def _lives(pid: int) -> bool:

@@ -17,39 +17,32 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, wraps
-from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from stepscope import switch
+from stepscope_sglang._engine_side.states import (
+    COUNT,
+    PROFILE_V2,
+    RECORDINGS,
+    RPD,
+    RPD_LIBRARY,
+    SCOPES_END,
+    SENDS_QUIET,
+    STAGES,
+    VERSION,
+    Doing,
+    Stamp,
+    own_version,
+    profile_v2,
+)
 
 T = TypeVar("T")
-Doing: TypeAlias = Literal["starting", "writing"]
-
-
-RPD_LIBRARY = "rpdTracerControl"
-"""The module that the activity RPD takes."""
-COUNT = "forward_ct"
-"""In the internal state; SGLang's own name for it."""
-SCOPES_END = "stepscope_scopes_end"
-"""In the internal state: scopes end with the profile in which they began."""
-SENDS_QUIET = "stepscope_sends_quiet"
-"""In the internal state: what one pipeline rank sends to the next opens no scope."""
-VERSION = "stepscope_version"
-"""In the internal state: of this package, there."""
-PROFILE_V2 = "stepscope_profile_v2"
-"""In the internal state: SGLang runs its second profiler there, whose stop kills the scheduler."""
-RPD = "stepscope_rpd"
-"""In the internal state: the library that the activity RPD takes is there."""
-RECORDINGS = "stepscope_recordings"
-"""In the internal state: a `Stamp` for each time that the profiler started or wrote, the latest ones."""
-STAGES = "stepscope_stages"
-"""In the internal state: the passes of prefill and of decode since the latest capture by stage began."""
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _PROFILERS = (
     ("sglang.srt.managers.scheduler_components.profiler_manager", "SchedulerProfilerManager"),
@@ -68,19 +61,6 @@ _profiler: weakref.ref[Any] | None = None
 """The object that started or stopped last. One writer: `_timed`."""
 _quiet = False
 """Value shown as `SENDS_QUIET`. One writer: `_hide_sends`."""
-
-
-class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """One time that a scheduler's profiler started or wrote; the scheduler served nothing meanwhile."""
-
-    folder: str
-    """The folder of the recording: each capture has its own."""
-    pid: int
-    doing: Doing
-    start_ns: int
-    end_ns: int
-    passes: int
-    """Forward passes that the scheduler had begun by then."""
 
 
 def load() -> None:
@@ -185,83 +165,7 @@ def show(answer: Any, scheduler: Any, *_: object) -> None:
         answer.internal_state.setdefault(COUNT, scheduler.forward_ct)
 
 
-def own_version() -> str:
-    """Return the version of this package."""
-    return metadata.version("stepscope-rollout-sglang")
-
-
-def profile_v2() -> bool:
-    """Return whether SGLANG_PROFILE_V2 is set in this process."""
-    return os.environ.get("SGLANG_PROFILE_V2", "").lower() in ("1", "true", "yes", "y")
-
-
 @cache
 def _of_this_process() -> dict[str, object]:
     rpd = find_spec(RPD_LIBRARY) is not None
     return {SCOPES_END: True, SENDS_QUIET: _quiet, VERSION: own_version(), PROFILE_V2: profile_v2(), RPD: rpd}
-
-
-def counts_in(states: Sequence[object]) -> tuple[int, ...]:
-    """Return the count of each data-parallel scheduler. Empty if one does not show it."""
-    found = _shown(states, COUNT)
-    return tuple(count for count in found if isinstance(count, int)) if None not in found else ()
-
-
-def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
-    """Return the stamps of one capture, of all schedulers that show them."""
-    stamps = []
-    for shown in _shown(states, RECORDINGS):
-        for stamp in shown if isinstance(shown, list) else ():
-            with suppress(msgspec.ValidationError):  # of another version of ours
-                stamps.append(msgspec.convert(stamp, Stamp))
-    return [stamp for stamp in stamps if stamp.folder == folder]
-
-
-def stages_in(states: Sequence[object]) -> list[Mapping[str, int] | None]:
-    """Return passes by stage of each data-parallel scheduler. None: it does not show them."""
-    return [shown if isinstance(shown, dict) else None for shown in _shown(states, STAGES)]
-
-
-def scopes_end_in(states: Sequence[object]) -> bool:
-    """Return whether scopes end with their session in every data-parallel scheduler."""
-    return _all_show(states, SCOPES_END)
-
-
-def sends_quiet_in(states: Sequence[object]) -> bool:
-    """Return whether sends are left out in every data-parallel scheduler."""
-    return _all_show(states, SENDS_QUIET)
-
-
-def v2_in(states: Sequence[object]) -> bool:
-    """Return whether a scheduler is known to run SGLang's second profiler."""
-    return True in _shown(states, PROFILE_V2)
-
-
-def rpd_in(states: Sequence[object]) -> bool | None:
-    """Return whether every scheduler has the library of RPD. None: one does not say."""
-    found = _shown(states, RPD)
-    return all(found) if found and None not in found else None
-
-
-def why_not_shown(states: Sequence[object]) -> str:
-    """Return the remedy for a scheduler that does not show the state of our plugin."""
-    found = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
-    older = [version or "of an older version" for count, version in found if count is not None]
-    if not older:
-        return (
-            "our plugin, and its schedulers have not loaded it. Fix: stepscope-rollout-sglang where the "
-            "engine runs (`stepscope` in SGLANG_PLUGINS, where that is set)"
-        )
-    return (
-        f"our plugin, and its schedulers have loaded stepscope-rollout-sglang {older[0]}, which cannot; this "
-        f"one is {own_version()}. Fix: the same version where the engine runs"
-    )
-
-
-def _all_show(states: Sequence[object], name: str) -> bool:
-    found = _shown(states, name)
-    return bool(found) and all(found)
-
-
-def _shown(states: Sequence[object], name: str) -> list[object]:
-    return [state.get(name) if isinstance(state, dict) else None for state in states]

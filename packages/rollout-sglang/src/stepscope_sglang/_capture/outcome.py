@@ -1,0 +1,144 @@
+"""The end of a recording, read from its files: its cause, and whether it has all that was asked for.
+
+SGLang does not tell the cause. A stop after it has stopped, and one before it has begun, get the same answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepscope.engines.artifacts import stalls_of
+from stepscope.files.sidecar import Ended, Stall
+from stepscope_sglang._capture.recording import Recording, State
+from stepscope_sglang._engine_side.states import counts_in, stages_in
+from stepscope_sglang._files.names import Stage
+from stepscope_sglang._files.traces import Content
+
+_ENDED: dict[State, Ended] = {"stopped": "capture", "by itself": "count", "by others": "others"}
+_ONE_AT_A_TIME = "SGLang ends the recording of prefill when decoding begins"
+
+
+def has_stopped_by_itself(recording: Recording) -> bool:
+    """Return whether every file that SGLang writes when it stops by itself is there and complete."""
+    files, world_size = recording.files(), recording.facts.world_size
+    stages: tuple[Stage | None, ...] = ("prefill", "decode") if recording.plan.by_stage else (None,)
+    for stage in stages:
+        if sum(file.name.stage == stage and file.is_trace for file in files) < world_size:
+            return False
+    if recording.plan.merged and not any(file.name.kind == "merged_trace" for file in files):
+        return False
+    return all(recording.folder.is_complete(file) for file in files)
+
+
+def state_before_stop(recording: Recording) -> State:
+    """Return the state of a recording that had ended before our stop.
+
+    Of several data-parallel schedulers only the first one's answer is known, and the others may have run
+    fewer passes.
+    """
+    files = recording.files()
+    if not files:
+        return "unused"
+    if recording.facts.dp > 1:
+        return "by itself" if recording.is_bounded else "stopped"
+    if not recording.is_bounded:
+        return "by others"
+    traces = [file for file in files if file.is_trace]
+    if recording.plan.by_stage:
+        cut = any(file.name.stage is None for file in traces)
+    else:
+        passes = max((recording.folder.content(file).passes for file in traces), default=0)
+        cut = 0 < passes < (recording.plan.count or 0)
+    return "by others" if cut else "by itself"
+
+
+def is_disarmed(recording: Recording) -> bool:
+    """Return whether nothing is armed in the engine any more."""
+    if recording.state == "unused" or recording.facts.dp > 1:
+        return False
+    stages = {file.name.stage for file in recording.files()}
+    return not recording.plan.by_stage or ("prefill" in stages and len(stages) > 1)
+
+
+def ended_by(recording: Recording) -> Ended | None:
+    """Return the cause of its end; None if it is not known."""
+    if recording.failure is not None or recording.state not in _ENDED:
+        return None
+    return "budget" if recording.expired else _ENDED[recording.state]
+
+
+def why_truncated(recording: Recording, content: Content) -> str | None:
+    """Return the reason why a file ends before the capture, although the engine went on; otherwise None."""
+    if not content.complete:
+        return "SGLang did not finish writing it"
+    if recording.state != "by others":
+        return recording.expired
+    more = _passes_since(recording, content)
+    if more == 0:
+        return None
+    ran = "how many more it ran is not known" if more is None else f"it ran {more} more"
+    return f"{_stopped_by_others(recording, content)}; {ran}"
+
+
+def note(recording: Recording, content: Content, stage: Stage | None) -> str | None:
+    """Return a note about a file that has all that it could have; None if there is nothing to add.
+
+    Fewer iterations than asked for are noted in `ignored` where more of them ran.
+    """
+    if recording.state == "by others":
+        over = _passes_since(recording, content) == 0
+        return f"{_stopped_by_others(recording, content)}; it ran no more" if over else None
+    count, mixed = recording.plan.count, recording.plan.by_stage and stage is None
+    if count is None or mixed or recording.expired:
+        return None
+    kind = f"{stage} iterations" if stage else "engine iterations"
+    if not content.passes:
+        cut = recording.state != "by itself"
+        return f"fewer than {count} {kind}: the engine ran no more" if cut else None
+    if content.passes >= count:
+        return None
+    return _note_of_fewer(recording, content.passes, count, stage, kind)
+
+
+def _note_of_fewer(
+    recording: Recording, passes: int, count: int, stage: Stage | None, kind: str
+) -> str | None:
+    ran = _passes_of(recording, stage)
+    if ran is not None and ran > passes:
+        recording.ignored["iterations.count"] = (
+            f"{passes} of {count} {kind} were recorded, and {ran} ran: {_ONE_AT_A_TIME}"
+        )
+        return None
+    if ran is None and stage == "prefill":
+        return f"{passes} of {count} {kind}: {_ONE_AT_A_TIME}"
+    return f"{passes} of {count} {kind}: the engine ran no more"
+
+
+def stalls(recording: Recording, path: Path, content: Content) -> tuple[Stall, ...]:
+    """Return the times at which the engine served nothing because of a trace."""
+    stamped = [
+        Stall(start_ns=stamp.start_ns, end_ns=stamp.end_ns, doing=stamp.doing, source="stamps")
+        for stamp in recording.stamps()
+        if stamp.pid == content.pid
+    ]
+    return stalls_of(content.window, stamped, path.stat().st_mtime_ns)
+
+
+def _stopped_by_others(recording: Recording, content: Content) -> str:
+    when = f"after {content.passes} engine iterations" if content.passes else "early"
+    count = recording.plan.count
+    wanted = "" if count is None else f" of the {count} asked for"
+    return f"somebody else stopped the engine's profiler {when}{wanted}"
+
+
+def _passes_since(recording: Recording, content: Content) -> int | None:
+    """Return the forward passes after the end of a file's recording. None: nothing counts them."""
+    counts = counts_in(recording.states)
+    stamps = [stamp for stamp in recording.stamps() if stamp.doing == "writing" and stamp.pid == content.pid]
+    return counts[0] - stamps[-1].passes if len(counts) == 1 and stamps else None
+
+
+def _passes_of(recording: Recording, stage: Stage | None) -> int | None:
+    """Return the passes of a stage in the capture, by the engine's own counter. None: it is not shown."""
+    shown = [stages for stages in stages_in(recording.states) if stages is not None]
+    return shown[0].get(stage) if stage is not None and len(shown) == 1 else None

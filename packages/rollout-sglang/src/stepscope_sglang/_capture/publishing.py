@@ -1,0 +1,179 @@
+"""Artifacts of one recording: its files with ranks and sidecars, in the folder of its capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepscope.engines.artifacts import Option, publish, read_anchor
+from stepscope.errors import EngineError
+from stepscope.files.layout import safe, sidecar_of
+from stepscope.files.manifest.records import IDLE, LATE
+from stepscope.files.sidecar import Artifact
+from stepscope_sglang._capture import outcome
+from stepscope_sglang._capture.options import UNBOUNDED
+from stepscope_sglang._capture.recording import Recording
+from stepscope_sglang._files.capture_folder import File
+from stepscope_sglang._files.names import Stage, TraceName
+from stepscope_sglang._files.ranks import rank_of
+from stepscope_sglang._files.traces import Content
+
+
+def publish_files(recording: Recording, *, complete_only: bool) -> list[Artifact]:
+    """Publish the files of a recording that has ended.
+
+    Args:
+        complete_only: Leave incomplete files where they are: a rank may still write them.
+
+    Raises:
+        EngineError: nothing was recorded, and why.
+    """
+    folder = recording.folder
+    files = [file for file in recording.files() if not complete_only or folder.is_complete(file)]
+    if not files and recording.is_idle:
+        recording.ignored[IDLE] = "the engine ran no forward pass during the capture"
+        return []
+    if not files:
+        raise EngineError(_why_nothing(recording))
+    recording.published = [file.name for file in files]
+    recording.closed = recording.closed or read_anchor()
+    contents = [(file, folder.content(file)) for file in files]
+    wanted = [(file, content) for file, content in contents if _is_wanted(recording, file.name, content)]
+    _note_absent_ranks(recording, files)
+    staged = [(file, content, _stage(recording, file, content, files)) for file, content in wanted]
+    return [_take(recording, file, content, stage) for file, content, stage in staged]
+
+
+def publish_late(recording: Recording, *, wanted: bool) -> bool:
+    """Publish files that came since the end, or remove them; return whether more may still come."""
+    recording.ignored.pop(LATE, None)
+    folder = recording.folder
+    files = [file for file in recording.files() if folder.is_complete(file)]
+    for file in files:
+        content = folder.content(file)
+        if _is_wanted(recording, file.name, content) and wanted:
+            _take(recording, file, content, _stage(recording, file, content, files))
+        else:
+            file.path.unlink()
+    recording.published += [file.name for file in files]
+    traces = sum(name.kind == "torch_trace" for name in recording.published)
+    return traces < recording.facts.world_size * recording.stages and folder.exists()
+
+
+def _why_nothing(recording: Recording) -> str:
+    if recording.failure is not None:
+        return recording.failure
+    if recording.state == "unused":
+        start = recording.capture.iterations.start
+        return (
+            f"nothing was recorded: the engine ran no more than the first {start} "
+            "forward passes of the capture. Fix: a smaller iterations.start"
+        )
+    where = (
+        " Does the server see this folder? Fix: a save_path on a disk that both share"
+        if recording.remote
+        else ""
+    )
+    return f"SGLang stopped and left no file in {recording.folder.path.parent}.{where}"
+
+
+def _is_wanted(recording: Recording, name: TraceName, content: Content) -> bool:
+    """Return whether a file is of a rank that was asked for. A file that names no rank is kept."""
+    ranks = recording.capture.ranks
+    if ranks is None or name.kind == "merged_trace":
+        return True
+    rank = _rank(recording, name, content)
+    if rank is None:
+        recording.ignored["ranks"] = "SGLang's files do not say of which rank each is; all were kept"
+        return True
+    return rank in ranks
+
+
+def _rank(recording: Recording, name: TraceName, content: Content) -> int | None:
+    if recording.label is not None or name.kind == "merged_trace":
+        return None  # several servers make up the replica, and nothing says in which order
+    return rank_of(name, content, recording.facts, recording.capture.replica)
+
+
+def _note_absent_ranks(recording: Recording, files: list[File]) -> None:
+    ranks = {tuple(sorted(file.name.topology.items())) for file in files if file.is_trace}
+    if len(ranks) < recording.facts.world_size:
+        recording.ignored["files"] = (
+            f"{len(ranks)} of {recording.facts.world_size} ranks left a file: the others ran no forward "
+            "pass, or write to a disk that is not seen here"
+        )
+
+
+def _stage(recording: Recording, file: File, content: Content, files: list[File]) -> Stage | None:
+    """Return the stage by name, unless the content says otherwise.
+
+    When requests come and go, SGLang closes the decode trace under the name of the prefill one.
+    """
+    if not recording.plan.by_stage or not file.is_trace:
+        return None
+    stage = file.name.stage
+    if stage is None:  # our stop came first; it was decode if its prefill is there
+        names = [*recording.published, *(other.name for other in files)]
+        has_prefill = any(name.topology == file.name.topology and name.stage == "prefill" for name in names)
+        stage = "decode" if has_prefill else "prefill"
+    if content.prefills and content.decodes:
+        recording.ignored["by_stage"] = (
+            f"{file.path.name} holds {content.prefills} prefill and {content.decodes} decode iterations: "
+            "SGLang does not part them when requests come during decoding"
+        )
+        return None
+    return stage
+
+
+def _take(recording: Recording, file: File, content: Content, stage: Stage | None) -> Artifact:
+    final = _final_path(recording, file.path.name)
+    file.path.rename(final)
+    note = outcome.note(recording, content, stage)  # it may add to what is ignored
+    facts, name, merged = recording.facts, file.name, file.name.kind == "merged_trace"
+    return publish(
+        final,
+        recording.capture,
+        kind=name.kind,
+        tool="sglang",
+        stage=stage,
+        rank=_rank(recording, name, content),
+        world_size=facts.world_size,
+        topology=None if merged else name.topology,
+        pid=content.pid if not merged else None,
+        truncated=outcome.why_truncated(recording, content),
+        ignored=recording.ignored,
+        opened=recording.opened,
+        closed=recording.closed,
+        versions={} if facts.version is None else {"sglang": facts.version},
+        options=_options(recording, content),
+        stalls=() if merged else outcome.stalls(recording, final, content),
+        iterations=content.passes if recording.names_passes and file.is_trace else None,
+        iterations_asked=recording.plan.count,
+        ended=outcome.ended_by(recording),
+        note=note if file.is_trace else None,
+    )
+
+
+def _final_path(recording: Recording, name: str) -> Path:
+    """Return a path in the capture's folder that no earlier capture has taken."""
+    stem, folder = safe(recording.capture.name), recording.folder.path
+    name = name if name.startswith(stem) else f"{stem}_{name}"
+    name = name if recording.label is None else f"{safe(recording.label)}_{name}"
+    path, number = folder.with_name(name), 2
+    while path.exists() or sidecar_of(path).exists():
+        path, number = folder.with_name(f"{number}_{name}"), number + 1
+    return path
+
+
+def _options(recording: Recording, content: Content) -> dict[str, Option]:
+    request = recording.plan.request
+    options: dict[str, Option] = {
+        name: value
+        for name, value in request.items()
+        if isinstance(value, (str, int, float, bool)) and value != UNBOUNDED
+    }
+    options["activities"] = ",".join(map(str, request["activities"]))  # type: ignore[call-overload]  # a list of ours
+    if recording.label is not None:
+        options["server"] = recording.label
+    if content.prefills or content.decodes:
+        options["prefill_iterations"], options["decode_iterations"] = content.prefills, content.decodes
+    return {**recording.facts.sidecar(), **options, "ended": recording.state}

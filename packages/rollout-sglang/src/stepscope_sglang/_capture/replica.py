@@ -1,0 +1,146 @@
+"""A replica as captures see it: the profiler that SglangProfiler and SglangServer share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from stepscope.engines import (
+    EngineCapture,
+    EngineProfilerBase,
+    refuse_second_start,
+)
+from stepscope.errors import EngineError
+from stepscope.files.sidecar import Artifact
+from stepscope_sglang._capture.session import Session
+from stepscope_sglang._driving.target import Target
+from stepscope_sglang._driving.work_thread import WorkThread
+
+T = TypeVar("T")
+
+log = logging.getLogger("stepscope")
+
+
+class ReplicaProfiler(EngineProfilerBase, ABC):
+    """Profiler of one replica, which consists of one or more engines."""
+
+    def __init__(self, replica: int | None) -> None:
+        super().__init__(replica)
+        self._sessions: list[Session] = []
+        self._capture: EngineCapture | None = None
+        self._thread = WorkThread("stepscope-sglang")
+        self._watchdog: threading.Timer | None = None
+
+    async def start(self, capture: EngineCapture) -> None:
+        refuse_second_start(self._capture)
+        self._capture = capture
+        try:
+            self._prepare()
+            with self._waited_for(capture):
+                sessions = await self._do(lambda: self._open(capture))
+        except asyncio.CancelledError:
+            self._capture = None
+            self._thread.submit(self._drop)
+            raise
+        except BaseException:
+            self._capture = None
+            raise
+        self._sessions = sessions
+
+    async def stop(self) -> list[Artifact]:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            return []
+        # If the caller gives up, the thread still finishes the files.
+        with self._waited_for(capture):
+            return await self._do(self._close)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work)))
+
+    # Differences between the kinds of replicas.
+
+    @abstractmethod
+    def _targets(self) -> Sequence[tuple[Target, str | None]]:
+        """Return its engines, with labels if there are several."""
+
+    def _waited_for(self, capture: EngineCapture) -> AbstractContextManager[None]:
+        """Return the context in which the caller waits for work on the thread."""
+        return nullcontext()
+
+    def _prepare(self) -> None:  # only some kinds have to
+        """Prepare a start, on the event loop of the caller."""
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Do `work` on the thread, once the engine can be reached."""
+        self._thread.submit(work)
+
+    # On the thread.
+
+    def _open(self, capture: EngineCapture) -> list[Session]:
+        self._sessions = []
+        try:
+            for target, label in self._targets():
+                session = Session(target, capture, label)
+                session.open()
+                self._sessions.append(session)
+        except BaseException:
+            self._drop()
+            raise
+        self._ignored = _joined(self._sessions)
+        self._watch(capture)
+        return self._sessions
+
+    def _close(self) -> list[Artifact]:
+        self._unwatch()
+        sessions, self._sessions = self._sessions, []
+        artifacts: list[Artifact] = []
+        troubles: list[Exception] = []
+        for session in sessions:
+            try:
+                artifacts += session.close()
+            except Exception as error:
+                troubles.append(error)
+        self._ignored = _joined(sessions)
+        if troubles and not artifacts:
+            raise troubles[0] if isinstance(troubles[0], EngineError) else EngineError(str(troubles[0]))
+        if troubles:
+            self._ignored["files"] = "; ".join(map(str, troubles))
+        return artifacts
+
+    def _drop(self) -> None:
+        self._unwatch()
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            try:
+                session.drop()
+            except Exception as error:
+                log.warning("stepscope: could not end a cancelled capture of SGLang: %s", error)
+
+    def _watch(self, capture: EngineCapture) -> None:
+        if capture.seconds is None:
+            return
+        sessions, reason = self._sessions, f"open for more than {capture.seconds:g} s"
+        self._watchdog = threading.Timer(capture.seconds, lambda: self._expire(sessions, reason))
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def _unwatch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    def _expire(self, sessions: list[Session], reason: str) -> None:
+        def work() -> None:
+            for session in sessions if sessions is self._sessions else ():
+                session.expire(reason)
+
+        self._later(work)
+
+
+def _joined(sessions: Sequence[Session]) -> dict[str, str]:
+    return {option: why for session in sessions for option, why in session.ignored.items()}

@@ -1,0 +1,82 @@
+"""Folder to which SGLang writes one capture: its files, and whether they are complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from stepscope.errors import EngineError
+from stepscope_sglang._files.names import TraceName, parse_name
+from stepscope_sglang._files.traces import Content, read
+
+
+class File(NamedTuple):
+    """One file that SGLang wrote."""
+
+    path: Path
+    name: TraceName
+
+    @property
+    def is_trace(self) -> bool:
+        """Return whether it is the trace of one rank."""
+        return self.name.kind == "torch_trace"
+
+
+class CaptureFolder:
+    """Folder of one capture. Files are read once, and again when they have changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._contents: dict[Path, tuple[tuple[int, int], Content]] = {}
+
+    def make(self, *, open_to_all: bool) -> None:
+        """Make the folder, and write in it once: where SGLang cannot, its scheduler dies at the stop.
+
+        Raises:
+            EngineError: that cannot be done.
+        """
+        probe = self.path / "probe"
+        try:
+            self.path.mkdir(parents=True)
+            if open_to_all:
+                self.path.chmod(0o777)  # a server may run as somebody else
+            probe.write_bytes(b"1")
+            probe.unlink()
+        except OSError as error:
+            raise EngineError(
+                f"SGLang could not write into {self.path.parent}, which would kill its scheduler at the end "
+                f"of the capture: {error}. Fix: a save_path that can be written"
+            ) from error
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def files(self) -> list[File]:
+        """Return the files of SGLang's profiler, sorted by name."""
+        if not self.exists():
+            return []
+        named = ((path, parse_name(path.name)) for path in sorted(self.path.iterdir()))
+        return [File(path, name) for path, name in named if name is not None]
+
+    def content(self, file: File) -> Content:
+        """Return the facts in a file's content. A memory snapshot counts as complete, without being read."""
+        if file.name.kind == "cuda_memory_snapshot":
+            return Content(complete=True)
+        status = file.path.stat()
+        version = (status.st_size, status.st_mtime_ns)
+        known = self._contents.get(file.path)
+        if known is None or known[0] != version:
+            known = self._contents[file.path] = (version, read(file.path))
+        return known[1]
+
+    def is_complete(self, file: File) -> bool:
+        return self.content(file).complete
+
+    def traces_are_complete(self, files: Iterable[File]) -> bool:
+        """Return whether the traces of single ranks among these files are complete."""
+        return all(self.is_complete(file) for file in files if file.is_trace)
