@@ -275,6 +275,21 @@ def test_a_name_below_a_list_is_read_of_each_of_its_items(framework: Entries, sp
     assert marks == [("a", 3), ("b", 4)]
 
 
+def test_versions_may_be_texts_and_lists_of_which_the_first_counts(framework: Entries, spans: Spans) -> None:
+    consume = {
+        "name": "Trainer.update",
+        "kind": "consume",
+        "id": "batch.uids",
+        "policy_version": "batch.versions",
+    }
+    module = framework(consume, {**TURN, "policy_version": "number"})
+    with capture(0):
+        module.Trainer().update(module.Batch(["a", "b", "c"], [["3", "4"], ["5"], []]))
+        asyncio.run(module.Agent().generate(1, ["6", "7"]))
+    assert [(span.attrs or {}).get("begun_version") for span in spans()[:3]] == [3, 5, None]
+    assert spans()[3].policy_version == 6
+
+
 def test_one_function_is_a_trajectory_outside_and_a_span_inside(framework: Entries, spans: Spans) -> None:
     inner = {"name": "Agent.run", "role": "agent_loop", "stage": "answer"}
     agent = framework(inner, TRAJECTORY).Agent()

@@ -24,17 +24,26 @@ pytest.importorskip("torch")
 FRAMEWORK = """
 import torch
 
+class Server:
+    def __init__(self, host, port):
+        self.host, self.port = host, port
+
 class Trainer:
     def __init__(self):
         self.engine = torch.nn.Linear(4, 4)
         self.twins = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
         self.url = "http://localhost:1"
+        self.servers = [Server("one", 1), Server("two", 2)]
+        self.addresses = ["localhost:3", "localhost:4"]
         self.nothing = None
         self.rank = 2
 
     def build(self):
         self.engine = torch.nn.Linear(4, 4)
         return self.engine
+
+    def launch(self):
+        return self.twins
 
     def build_none(self):
         return None
@@ -216,6 +225,41 @@ def test_a_call_that_made_no_engine_registers_none(
     assert rows(0) == {}
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert not [text for text in warnings if "engine" in text]  # another test's Ray may run here
+
+
+def test_all_engines_of_a_list_are_registered(framework: Callable[..., Any], rows: Rows) -> None:
+    trainer = framework({}, {"name": "Trainer.launch", "engine": "result"})
+    trainer.launch()
+    trainer.step()
+    assert list(rows(0)) == ["replica 0", "replica 1"]  # of which torch records one at a time
+
+
+@pytest.mark.parametrize(
+    ("engine", "urls"),
+    [
+        ("http://{self.servers.host}:{self.servers.port}", ["http://one:1", "http://two:2"]),
+        ("http://{self.addresses}", ["http://localhost:3", "http://localhost:4"]),
+        ("self.url", ["http://localhost:1"]),
+    ],
+)
+def test_servers_are_registered_by_their_urls_once(
+    framework: Callable[..., Any], rows: Rows, engine: str, urls: list[str]
+) -> None:
+    trainer = framework({}, {"name": "Trainer.launch", "engine": engine})
+    for _ in range(2):
+        trainer.launch()
+    assert [entry.engine for entry in instrumented_engines.registered("torch")] == urls
+    trainer.step()
+    assert {row.state for row in rows(0).values()} == {"failed"}
+    assert "drives no servers" in str([row.reason for row in rows(0).values()])
+
+
+def test_a_url_whose_parts_are_not_there_registers_nothing(
+    framework: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    framework({}, {"name": "Trainer.launch", "engine": "http://{self.host}:{self.rank}"}).launch()
+    assert instrumented_engines.registered() == []
+    assert "nothing to read at self.host" in caplog.text
 
 
 def test_an_engine_entry_is_no_function_that_a_step_has_to_call(

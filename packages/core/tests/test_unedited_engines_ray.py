@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
-from stepscope.engines.instrumented_engines import register
+from stepscope.engines.instrumented_engines import register, register_none
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.recording.capture import configure as run
 from stepscope.recording.instrument import configured, step_boundaries
@@ -74,6 +74,10 @@ def register_by_rank(server: Any) -> None:
     register("torch", server.engine, server.rank)
 
 
+def register_no_engine(server: Any) -> None:
+    register_none("torch")
+
+
 def register_as_anothers(server: Any) -> None:
     register("another", server.engine, server.rank)
 
@@ -102,6 +106,39 @@ def test_registered_engines_have_the_numbers_of_the_framework(trainer: Any, tmp_
 
 def test_actors_with_engines_of_another_adapter_are_left_out(trainer: Any, tmp_path: Path) -> None:
     ray.get(trainer.handles[0].__ray_call__.remote(register_as_anothers))
+    trainer.step()
+    assert list(rows(tmp_path, 0)) == ["replica 0"]
+
+
+def name_others(manager: Any, handles: list[Any]) -> None:
+    manager.named = handles  # weakly registered
+    for number, handle in enumerate(handles):
+        register("torch", handle, 7 + number)
+
+
+def name_a_server(manager: Any) -> None:
+    register("torch", "http://localhost:1", 3)
+
+
+def test_an_actor_may_name_the_actors_that_hold_the_engines(trainer: Any, tmp_path: Path) -> None:
+    manager, *handles = trainer.handles[0], trainer.handles[1]
+    ray.get(manager.__ray_call__.remote(name_others, handles))
+    trainer.handles = [manager]
+    trainer.step()
+    assert {name: row.state for name, row in rows(tmp_path, 0).items()} == {"replica 7": "ok"}
+
+
+def test_an_actor_may_name_the_server_that_it_launched(trainer: Any, tmp_path: Path) -> None:
+    ray.get(trainer.handles[0].__ray_call__.remote(name_a_server))
+    trainer.handles = trainer.handles[:1]
+    trainer.step()
+    (row,) = rows(tmp_path, 0).values()
+    assert (row.name, row.state) == ("replica 3", "failed")
+    assert "drives no servers" in str(row.reason)
+
+
+def test_an_actor_whose_call_made_no_engine_is_left_out(trainer: Any, tmp_path: Path) -> None:
+    ray.get(trainer.handles[0].__ray_call__.remote(register_no_engine))
     trainer.step()
     assert list(rows(tmp_path, 0)) == ["replica 0"]
 

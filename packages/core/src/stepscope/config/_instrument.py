@@ -109,7 +109,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
     adapter: str | None = None
     """Of an engine: name of its adapter (`vllm`)."""
     engine: str | None = None
-    """Path to an engine, looked up once the call has returned."""
+    """Path to an engine, or to a list of them, looked up once the call has returned; or the URL of a server
+    with paths in it: `http://{self.host}:{self.port}`."""
     replica: str | None = None
     """Path to the number of the engine's replica."""
     where: dict[str, Scalar] = msgspec.field(default_factory=dict)
@@ -194,7 +195,8 @@ class InstrumentConfig(Section, frozen=True, kw_only=True):
             *(("workers", path) for path in self.workers.values()),
             *(("engines", path) for path in self.engines.values()),
             *(("id", path) for text in self.id for path in self._paths_in(text)),
-            *((field, getattr(self, field)) for field in ("tool", "engine")),
+            *(("engine", path) for path in paths_in(self.engine or "") if path),
+            ("tool", self.tool),
         ]
         _check_form(paths, PATH, "an argument, or a dotted path from one", "model or self.ref_model")
         readings = [

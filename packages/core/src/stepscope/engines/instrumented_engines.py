@@ -1,10 +1,14 @@
-"""Engines of this process that `instrument` entries of the kind `engine` have found."""
+"""Engines that `instrument` entries of the kind `engine` have found in this process.
+
+Besides engine objects these are URLs of servers, and handles of Ray actors that hold an engine.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 
@@ -27,17 +31,35 @@ class _Entry(NamedTuple):
 
 _entries: list[_Entry] = []
 """In the order of registration. One writer: `register`."""
+_empty: set[tuple[str, int]] = set()
+"""(adapter, process) in which a call of an entry has made no engine. One writer: `register_none`."""
 
 
 def register(adapter: str, engine: object, replica: int | None) -> None:
-    """Keep a weak reference to `engine` for captures of this process. A later call replaces an earlier one.
+    """Keep a weak reference to `engine`, or a URL, for captures. A later call replaces an earlier one.
 
     Raises:
         TypeError: it cannot be referred to weakly.
     """
-    entry = _Entry(adapter, weakref.ref(engine), replica, os.getpid())
-    _entries[:] = [known for known in _entries if all(known.engine() is not gone for gone in (None, engine))]
+    reference = partial(str, engine) if isinstance(engine, str) else weakref.ref(engine)
+    entry = _Entry(adapter, reference, replica, os.getpid())
+    _entries[:] = [known for known in _entries if not _is_replaced(known.engine(), engine)]
     _entries.append(entry)
+
+
+def register_none(adapter: str) -> None:
+    """Note that a call which makes an engine in other processes has made none here."""
+    _empty.add((adapter, os.getpid()))
+
+
+def adapters() -> set[str]:
+    """Return the adapters of which an entry knows the engines of this process, or that there is none."""
+    named = {adapter for adapter, pid in _empty if pid == os.getpid()}
+    return named | {engine.adapter for engine in registered()}
+
+
+def _is_replaced(known: object | None, engine: object) -> bool:
+    return known is None or known is engine or (isinstance(engine, str) and known == engine)
 
 
 def registered(adapter: str | None = None) -> list[Registered]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import msgspec
 
 from stepscope.engines.actor_call import ActorLine, CallFailedError, present
 from stepscope.engines.fetch import bring_home
-from stepscope.engines.instrumented_engines import registered, replica_of
+from stepscope.engines.instrumented_engines import adapters, registered, replica_of
 from stepscope.engines.own_thread import own_thread
 from stepscope.engines.protocol import (
     EngineCapture,
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 ProfilerFactory: TypeAlias = Callable[[object, int], EngineProfiler]
 """(engine, replica) -> its profiler. Called in the actor; an `EngineFactory` is one."""
+Instrumented: TypeAlias = dict[str, list[tuple[int | None, object | None]]]
+"""{adapter: [(the framework's number, None)]} of the engines of a process. For one that is elsewhere, its URL
+or its Ray actor stands in place of None."""
 
 _CHECK_S = 300.0
 """An actor may still be loading its model."""
@@ -89,9 +93,9 @@ class RayRollout(EngineProfilerBase):
         """Id of the replica's actor, as Ray shows it."""
         return str(self._actor._actor_id.hex())
 
-    async def numbers(self) -> dict[str, list[int | None]]:
-        """Return {adapter: the framework's replica numbers} of the engines that entries have found there."""
-        return await self._line.ask(numbers_here)
+    async def instrumented(self) -> Instrumented:
+        """Return the engines that entries have found there."""
+        return await self._line.ask(instrumented_here)
 
     @property
     def world_size(self) -> int | None:
@@ -193,11 +197,17 @@ _taken_back: deque[str] = deque(maxlen=1000)
 """Tokens of starts that were given up. One writer: `take_back`, on the loop, so no start is missed."""
 
 
-def numbers_here(instance: object) -> dict[str, list[int | None]]:
-    numbers: dict[str, list[int | None]] = {}
-    for engine in registered():
-        numbers.setdefault(engine.adapter, []).append(engine.replica)
-    return numbers
+def instrumented_here(instance: object) -> Instrumented:
+    engines: Instrumented = {adapter: [] for adapter in adapters()}
+    for adapter, engine, replica in registered():
+        engines[adapter].append((replica, engine if is_elsewhere(engine) else None))
+    return engines
+
+
+def is_elsewhere(engine: object) -> bool:
+    """Return whether an engine is the URL of a server, or a Ray actor."""
+    actor = sys.modules.get("ray.actor")
+    return isinstance(engine, str) or (actor is not None and isinstance(engine, actor.ActorHandle))
 
 
 async def check(instance: object, place: Place) -> None:

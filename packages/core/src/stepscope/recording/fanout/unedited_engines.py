@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from stepscope.config import ProfileConfig
 from stepscope.engines import EngineCapture, EngineProfiler, EngineProfilerBase, installed, load_engine
 from stepscope.engines.instrumented_engines import registered
 from stepscope.engines.protocol import ADAPTERS
-from stepscope.engines.ray import RayRollout
+from stepscope.engines.ray import Instrumented, RayRollout, is_elsewhere
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope.recording.process import failures, private_loop
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 _ASK_S = 5.0
 """Longest wait for an actor to say its engine's number."""
-_numbers: dict[str, dict[str, list[int | None]]] = {}
-"""Id of an actor -> {adapter: numbers} of its engines, once it has said some. One writer: `UneditedEngines`.
+_answers: dict[str, Instrumented] = {}
+"""Id of an actor -> its engines, once it has said some that live there. One writer: `UneditedEngines`.
 
 No handles: an actor ends when the last one is gone.
 """
@@ -56,13 +59,13 @@ class UneditedEngines:
         self._config = config
         self.profilers: list[EngineProfiler] = []
         self._rollouts: list[tuple[str, RayRollout]] = []
-        here = [(item.adapter, item.engine, item.replica) for item in registered()]
-        known = {id(engine) for _, engine, _ in here}
-        given = [(adapter, item) for adapter, group in groups.items() for item in _items(group)]
-        for adapter, engine, replica in here:
+        """Those whose actors are still to be asked."""
+        self._known: set[object] = set()
+        """Addresses of the engines that are taken: each is recorded once."""
+        for adapter, engine, replica in registered():
             self._add(adapter, engine, replica)
-        for adapter, item in given:
-            if id(item) not in known:
+        for adapter, group in groups.items():
+            for item in _items(group):
                 self._add(adapter, item, None)
 
     def number(self) -> None:
@@ -74,44 +77,49 @@ class UneditedEngines:
 
     async def anumber(self) -> None:
         """As `number`, without blocking the event loop."""
-        await asyncio.gather(*(self._ask(rollout) for _, rollout in self._rollouts))
-        for adapter, rollout in self._rollouts:
-            self._take(adapter, rollout)
+        while self._rollouts:  # an actor may name others
+            asked, self._rollouts = self._rollouts, []
+            answers = await asyncio.gather(*(self._ask(rollout) for _, rollout in asked))
+            for (adapter, rollout), answer in zip(asked, answers, strict=True):
+                self._take(adapter, rollout, answer)
         self._position()
 
     def _add(self, adapter: str, item: object, replica: int | None) -> None:
         if adapter not in installed():
             failures.warn_once(f"engines of {adapter!r} are not recorded: no adapter. Fix: {ADAPTERS}")
             return
-        actor = sys.modules.get("ray.actor")
-        if actor is not None and isinstance(item, actor.ActorHandle):
-            rollout = RayRollout(item, adapter)
-            self._rollouts.append((adapter, rollout))
-            self.profilers.append(rollout)
-        else:
-            profiler = _profiler(adapter, item, self._config)
-            profiler.replica = replica
-            self.profilers.append(profiler)
-
-    async def _ask(self, rollout: RayRollout) -> None:
-        if rollout.actor_id in _numbers:
+        profiler = _profiler(adapter, item, self._config)
+        address = profiler.actor_id if isinstance(profiler, RayRollout) else _address(item)
+        if (adapter, address) in self._known:
             return
+        self._known.add((adapter, address))
+        profiler.replica = replica
+        self.profilers.append(profiler)
+        if isinstance(profiler, RayRollout):
+            self._rollouts.append((adapter, profiler))
+
+    async def _ask(self, rollout: RayRollout) -> Instrumented:
+        known = _answers.get(rollout.actor_id)
+        if known is not None:
+            return known
         try:
-            numbers = await private_loop.within(rollout.numbers(), _ASK_S)
+            answer = await private_loop.within(rollout.instrumented(), _ASK_S)
         except Exception:
-            return  # its start says why
-        if numbers:
-            _numbers[rollout.actor_id] = numbers
+            return {}  # its start says why
+        if answer and all(target is None for engines in answer.values() for _, target in engines):
+            _answers[rollout.actor_id] = answer
+        return answer
 
-    def _take(self, adapter: str, rollout: RayRollout) -> None:
-        """Give `rollout` its number. Drop it if its actor's engines are of other adapters."""
-        numbers = _numbers.get(rollout.actor_id)
-        if numbers is None:
-            return
-        if adapter not in numbers:
+    def _take(self, adapter: str, rollout: RayRollout, answer: Instrumented) -> None:
+        """Give `rollout` its number, or put the engines in its place that its actor names."""
+        engines = answer.get(adapter, [])
+        elsewhere = [(number, target) for number, target in engines if target is not None]
+        if answer and (elsewhere or not engines):
             self.profilers.remove(rollout)
-        elif len(numbers[adapter]) == 1:
-            rollout.replica = numbers[adapter][0]
+        elif len(engines) == 1:
+            rollout.replica = engines[0][0]
+        for number, target in elsewhere:
+            self._add(adapter, target, number)
 
     def _position(self) -> None:
         numbers = [profiler.replica for profiler in self.profilers]
@@ -120,11 +128,17 @@ class UneditedEngines:
                 profiler.replica = None
 
 
+def _address(engine: object) -> object:
+    return engine if isinstance(engine, str) else id(engine)
+
+
 def _profiler(adapter: str, engine: object, config: ProfileConfig) -> EngineProfiler:
+    if is_elsewhere(engine) and not isinstance(engine, str):
+        return RayRollout(cast("ActorHandle[Any]", engine), adapter)
     try:
         factory = load_engine(adapter)
         if isinstance(engine, str):
-            return factory.serving(engine, config)
+            return factory.serving(engine if "://" in engine else f"http://{engine}", config)
         if factory.recognises(engine):
             return factory(engine, 0)
     except Exception as error:

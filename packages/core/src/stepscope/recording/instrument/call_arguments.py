@@ -157,6 +157,17 @@ def number_of(value: object) -> Number | None:
     raise LookupError(f"it is a {type(value).__name__}, not a number")
 
 
+def version_of(value: object) -> Number | None:
+    """Return a version of the weights: a number, the number that a text is, or the first of a list.
+
+    Raises:
+        LookupError: It is something else.
+    """
+    if isinstance(value, list | tuple):
+        return version_of(value[0]) if value else None
+    return int(value) if isinstance(value, str) and value.isdecimal() else number_of(value)
+
+
 def name_of(value: object) -> str:
     """Return a text or a whole number as a name of at most 128 characters.
 
@@ -185,14 +196,23 @@ def names_of(value: object) -> list[str]:
     return [name_of(value)] if items is None else [name_of(item) for item in items]
 
 
-def numbers_of(value: object) -> list[Number | None]:
-    """Return the numbers of a list or a one-dimensional array, or the only one.
+def versions_of(value: object) -> list[Number | None]:
+    """Return the versions of a list or a one-dimensional array, or the only one.
 
     Raises:
-        LookupError: One is no number.
+        LookupError: One is no version.
     """
     items = _items(value)
-    return [number_of(value)] if items is None else [number_of(item) for item in items]
+    return [version_of(value)] if items is None else [version_of(item) for item in items]
+
+
+def texts_of(text: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return `text` with the names at its paths, {path: names}: once for each, or for the longest list."""
+    count = max(map(len, columns.values()), default=0)
+    filled = [text] * count if all(columns.values()) else []
+    for path, names in columns.items():
+        filled = [item.replace(f"{{{path}}}", names[at % len(names)]) for at, item in enumerate(filled)]
+    return filled
 
 
 def _items(value: object) -> Sequence[object] | None:

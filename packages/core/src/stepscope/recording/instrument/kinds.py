@@ -23,7 +23,9 @@ from stepscope.recording.instrument.call_arguments import (
     name_of,
     names_of,
     number_of,
-    numbers_of,
+    texts_of,
+    version_of,
+    versions_of,
 )
 from stepscope.recording.process import failures
 from stepscope.recording.spans import api, slot, wrapping
@@ -87,9 +89,9 @@ class Calls:
         self._logged: set[str] = set()
         """Fields whose path led nowhere."""
         paths = self.paths
-        single = (paths.policy_version, paths.turn, paths.tool, paths.engine, paths.replica)
-        ids = [path for text in paths.id for path in paths_in(text)]
-        for path in (*ids, *filter(None, single), *paths.values.values()):
+        single = (paths.policy_version, paths.turn, paths.tool, paths.replica)
+        texts = [path for text in (*paths.id, paths.engine or "") for path in paths_in(text)]
+        for path in filter(None, (*texts, *single, *paths.values.values())):
             self.arguments.check(path, target, after=True)
 
     def enter(self, args: Args, kwargs: Kwargs) -> Scope:
@@ -142,7 +144,7 @@ class Calls:
         path = self.paths.policy_version
         if path is None or is_result(path) != bool(returned):
             return None
-        return whole(self.number("policy_version", path, args, kwargs, returned))
+        return whole(self._read("policy_version", path, version_of, args, kwargs, returned))
 
     def _read(
         self,
@@ -258,7 +260,7 @@ class ConsumeCalls(Calls):
             return
         ids = joined(cast("list[list[str]]", parts))
         path = self.paths.policy_version
-        read = path and self._read("policy_version", path, numbers_of, args, kwargs, returned)
+        read = path and self._read("policy_version", path, versions_of, args, kwargs, returned)
         versions = [None] if not read or len(read) not in (1, len(ids)) else read
         for at, name in enumerate(ids):
             session.consume(name, None, whole(versions[at % len(versions)]))
@@ -280,15 +282,28 @@ class EngineCalls(Calls):
     always = True
 
     def leave(self, scope: Scope, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Register the engine that the call has made. A path that leads to None means none."""
+        """Register the engines that the call has made. A path that leads to None means none."""
         try:
-            path, adapter = str(self.paths.engine), str(self.paths.adapter)
-            engine = self._read("engine", path, lambda value: value, args, kwargs, (result,))
-            if engine is not None:
-                number = self.number("replica", self.paths.replica, args, kwargs, (result,))
-                instrumented_engines.register(adapter, engine, whole(number))
+            adapter = str(self.paths.adapter)
+            engines = self._engines(args, kwargs, result)
+            number = self.number("replica", self.paths.replica, args, kwargs, (result,))
+            for engine in engines:
+                instrumented_engines.register(adapter, engine, whole(number) if len(engines) == 1 else None)
+            if not engines:
+                instrumented_engines.register_none(adapter)
+        except LookupError:
+            pass  # logged
         except Exception as error:
             failures.note(f"the engine of {self.target}", error)
+
+    def _engines(self, args: Args, kwargs: Kwargs, result: object) -> list[object]:
+        text = str(self.paths.engine)
+        convert = names_of if "{" in text else _items_of
+        read = {path: self._read("engine", path, convert, args, kwargs, (result,)) for path in paths_in(text)}
+        columns = {path: items for path, items in read.items() if items is not None}
+        if len(columns) < len(read):
+            raise LookupError(text)
+        return list(texts_of(text, columns) if "{" in text else columns[text])
 
 
 _CALLS: dict[str, type[Calls]] = {
@@ -373,6 +388,10 @@ def joined(parts: list[list[str]]) -> list[str]:
     """Return ids from their parts, of which those with one name belong to every id."""
     count = min((len(part) for part in parts if len(part) != 1), default=1)
     return ["/".join(part[at % len(part)] for part in parts) for at in range(count)]
+
+
+def _items_of(value: object) -> list[Any]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
 
 
 def _constants(timing: Timing) -> Mapping[str, AttrValue] | None:
