@@ -1,7 +1,7 @@
 """Dialects of vLLM. The only module that compares versions and reads signatures.
 
 What a build can do is read from the signatures of the engine at hand, because nightlies and forks have
-versions that say little. The table in `docs/engines-vllm.md` has the releases in which each way appeared.
+versions that say little. The table in this package's README has the releases in which each way appeared.
 """
 
 from __future__ import annotations

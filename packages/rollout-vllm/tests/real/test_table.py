@@ -1,4 +1,4 @@
-"""The table of versions in docs/engines-vllm.md says of the installed vLLM what the installed vLLM says."""
+"""The table of versions in the package's README says of the installed vLLM what the installed vLLM says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from stepscope_vllm._engine_side import plugin
 
-PAGE = Path(__file__).parents[4] / "docs" / "engines-vllm.md"
+PAGE = Path(__file__).parents[2] / "README.md"
 
 
 def cells() -> list[str]:

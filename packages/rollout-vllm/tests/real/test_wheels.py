@@ -1,6 +1,6 @@
 """Parameters and behaviour of vLLM's releases, read in the source of their wheels, which never runs.
 
-The table in docs/engines-vllm.md is what these tests read. On request only: they fetch for half a minute.
+The table in the package's README is what these tests read. On request only: they fetch for half a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.downloads import members
 
 assert vllm, "only that these tests are of its environments"
 
-PAGE = Path(__file__).parents[4] / "docs" / "engines-vllm.md"
+PAGE = Path(__file__).parents[2] / "README.md"
 HEAD = (
     "| vLLM | configured by | kinds | a start takes | its prefix names | workers' files | a second start |\n"
 )
