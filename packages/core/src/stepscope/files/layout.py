@@ -177,6 +177,10 @@ class StepLayout:
         """Return the file with a run's figures of the step, for curves."""
         return self.root / f"scalars_{safe(run_id)}.json"
 
+    def metrics(self, run_id: str) -> Path:
+        """Return the file with the numbers that a run's trainer logged of the step."""
+        return self.root / f"metrics_{safe(run_id)}.json"
+
     def trace_of(
         self,
         process: ProcessInfo,

@@ -69,6 +69,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """None: they were not read."""
     cuda_memory: tuple[CudaMemory, ...]
     """Of snapshots of CUDA's allocator, where the traces were read."""
+    metrics: dict[str, float] = {}
+    """Numbers that the trainer logged of the step."""
     health: Health
     added: tuple[AddedSection, ...] = ()
     """Sections of other packages."""

@@ -23,6 +23,8 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, where
     trajectories are stale.
 
+    `trainer/<name>` are numbers that the trainer has logged of the step by then, in its own units.
+
     In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
     """
     ns: Counter[str] = Counter(
@@ -55,7 +57,12 @@ def to_scalars(report: StepReport) -> dict[str, float]:
         ns["long_tail/held_seconds"] = tail.held_ns
     if tail is not None and tail.rollout_ns is not None:
         ns["long_tail/rollout_seconds"] = tail.rollout_ns
-    return {name: value / 1e9 for name, value in ns.items()} | seconds
+    logged = {f"trainer/{_plain_path(name)}": value for name, value in report.metrics.items()}
+    return {name: value / 1e9 for name, value in ns.items()} | seconds | logged
+
+
+def _plain_path(name: str) -> str:
+    return "/".join(map(_plain, name.split("/")))
 
 
 def _plain(name: str | None) -> str:

@@ -16,6 +16,7 @@ from stepscope.report.blocks.engines import engine_blocks
 from stepscope.report.blocks.health import health_blocks
 from stepscope.report.blocks.idle import idle_blocks
 from stepscope.report.blocks.long_tail import long_tail_blocks
+from stepscope.report.blocks.metrics import metrics_blocks
 from stepscope.report.blocks.stages import stage_blocks
 from stepscope.report.blocks.staleness import staleness_blocks
 from stepscope.report.blocks.traces import trace_blocks
@@ -147,6 +148,12 @@ CUDA_MEMORY = Section(
     ),
     terminal=cuda_memory_blocks,
 )
+METRICS = Section(
+    name="metrics",
+    title="Logged by the trainer",
+    compute=lambda sources: sources.timeline.metrics,
+    terminal=metrics_blocks,
+)
 HEALTH = Section(
     name="health",
     title="Complete, or not",
@@ -168,5 +175,6 @@ SECTIONS: tuple[Section[Any], ...] = (
     PHASELESS,
     TRACES,
     CUDA_MEMORY,
+    METRICS,
     HEALTH,
 )
