@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "report": {"files", "errors", "timeline"},
     "compat": {"config", "recording", "switch"},
     "doctor": {"errors", "config", "recording", "engines", "switch"},
-    "integrations": {"config", "errors", "recording", "switch"},
+    "integrations": {"compat", "config", "errors", "recording", "switch"},
     "mirror": {"files", "errors"},
     "writers": {"config", "files", "errors", "timeline", "report"},
     "startup": {"recording"},

@@ -66,6 +66,19 @@ PUBLIC = {
 }
 """A name that is added here also needs a line in the pages and one in the changelog."""
 
+INTEGRATIONS = {
+    "arguments",
+    "callback_steps",
+    "hydra",
+    "lightning",
+    "transformers",
+    "verl",
+    "verl_profiler",
+    "verl_tracking",
+    "verl_trainer",
+}
+"""Modules of `stepscope.integrations`, which the pages name."""
+
 
 @profile_step(role="actor")
 def plain(batch: list[int], scale: float = 1.0) -> float:
@@ -115,6 +128,11 @@ def test_the_public_names_are_these() -> None:
     assert set(stepscope.__all__) == PUBLIC
     assert sorted(stepscope.__all__) == list(stepscope.__all__)
     assert all(hasattr(stepscope, name) for name in PUBLIC)
+
+
+def test_the_places_in_frameworks_are_these() -> None:
+    folder = Path(stepscope.__file__).parent / "integrations"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == INTEGRATIONS
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -34,9 +34,9 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="session")
 def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training with RayPPOTrainer and two replicas."""
+    """Return a training with RayPPOTrainer and two replicas, whose steps verl's configuration selects."""
     faulthandler.cancel_dump_traceback_later()
-    return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2)
+    return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2, by_verl=True)
 
 
 @pytest.fixture(params=CAPTURED)

@@ -86,6 +86,19 @@ def test_a_stage_lasts_as_long_as_verl_says(step: Step, timing: str) -> None:
     assert step.seconds["trainer", TIMINGS[timing]] == pytest.approx(verl_s, rel=0.05, abs=0.02)
 
 
+def test_the_numbers_are_those_of_verls_own_logger(training: Training, step: Step) -> None:
+    numbers = step.report["metrics"]
+    # verl's file rounds single precision to the digits that tell it apart
+    assert numbers == pytest.approx(training.logged[step.number], rel=1e-6)
+    assert len(numbers) > 50
+    assert numbers["num_turns/mean"] == pytest.approx(step.metrics["num_turns/mean"])
+
+
+def test_an_uncaptured_step_keeps_no_numbers(training: Training) -> None:
+    folders = {path.parent.name for path in training.folder.glob("run/*/metrics_*.json")}
+    assert folders == {f"step_{number:06d}" for number in CAPTURED}
+
+
 def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
     waits = {(wait["role"], wait["stage"]): wait["vain_ns"] for wait in step.report["vain_waits"]}
     assert waits["trainer", "wait_for_samples"] > 0

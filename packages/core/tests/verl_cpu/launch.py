@@ -19,6 +19,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
+LOGGED = "logged.jsonl"
+"""The file of verl's logger `file`, in the training's folder."""
 TOOLS = (
     "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'tool.py'}",
@@ -41,7 +43,12 @@ def train(folder: Path, *overrides: str, before: Sequence[str] = (), gpus: int =
     if not data.exists():
         subprocess.run([sys.executable, str(HERE / "make_data.py"), str(data)], check=True)
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": path,
+        "VERL_FILE_LOGGER_PATH": str(folder / LOGGED),
+    }
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids ray.init(num_gpus=1)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *configuration(data, gpus), *overrides]
     log = folder / "output.log"

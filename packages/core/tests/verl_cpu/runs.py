@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from packages.core.tests.verl_cpu.launch import train
+from packages.core.tests.verl_cpu.launch import LOGGED, train
 
 CAPTURED = (2, 3)
+LOGGERS = "trainer.logger=[console,file,stepscope]"
+BY_VERL = (
+    "global_profiler.tool=stepscope",
+    "actor_rollout_ref.actor.profiler.enable=True",
+    "actor_rollout_ref.actor.profiler.all_ranks=True",
+)
 _NUMBER = re.compile(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
 Label: TypeAlias = tuple[str, str]
 
@@ -52,17 +58,31 @@ class Training(NamedTuple):
     output: str
     metrics: dict[int, dict[str, float]]
     """Numbers that verl printed, by step."""
+    logged: dict[int, dict[str, float]]
+    """Numbers in the file of verl's own logger, by step."""
     steps: dict[int, Step]
 
 
 def captured_training(
-    folder: Path, *overrides: str, gpus: int = 1, configuration: Sequence[str] = ("--preset", "verl")
+    folder: Path,
+    *overrides: str,
+    gpus: int = 1,
+    configuration: Sequence[str] = ("--preset", "verl"),
+    by_verl: bool = False,
 ) -> Training:
-    """Train in `folder`, and capture two of the four steps."""
+    """Train in `folder`, and capture two of the four steps.
+
+    Args:
+        by_verl: verl's own configuration selects the steps, through its profiler tool `stepscope`.
+    """
     stepscope = [sys.executable, "-m", "stepscope"]
     save_path = folder / "run"
-    options = [*configuration, "--steps", ",".join(map(str, CAPTURED)), "--save-path", str(save_path)]
-    code, output = train(folder, *overrides, before=[*stepscope, "run", *options], gpus=gpus)
+    if by_verl:
+        selection = [*BY_VERL, f"global_profiler.steps=[{','.join(map(str, CAPTURED))}]"]
+    else:
+        selection, configuration = [], [*configuration, "--steps", ",".join(map(str, CAPTURED))]
+    before = [*stepscope, "run", *configuration, "--save-path", str(save_path)]
+    code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus)
     assert code == 0, output[-5000:]
     command = [*stepscope, "report", str(save_path), "--no-html", "--json"]
     # 3: a part of a step is missing, which is for the tests to say
@@ -75,7 +95,16 @@ def captured_training(
         )
         for report in json.loads(reported.stdout)["steps"]
     }
-    return Training(folder, output, metrics, steps)
+    return Training(folder, output, metrics, logged_numbers(folder), steps)
+
+
+def logged_numbers(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the numbers in the file of verl's logger, by step. NaN stands there as null, and is left out."""
+    lines = [json.loads(line) for line in (folder / LOGGED).read_text().splitlines()]
+    return {
+        line["step"]: {name: value for name, value in line["data"].items() if value is not None}
+        for line in lines
+    }
 
 
 def printed_metrics(output: str) -> dict[int, dict[str, float]]:

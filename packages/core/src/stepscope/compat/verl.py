@@ -59,6 +59,11 @@ class DistProfiler:
         self._opened: Capture | None = None
         self._profile = self._read() if self._enabled else None
 
+    @property
+    def opened(self) -> bool:
+        """Return whether the capture of this process is one that this profiler opened."""
+        return self._opened is not None
+
     def check_enable(self) -> bool:
         """Return whether the configuration enables profiling of this role."""
         return self._enabled

@@ -21,6 +21,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
     tested: str
     """The versions, or the commit, whose names were looked up."""
     entries: tuple[InstrumentConfig, ...]
+    integration: str | None
+    """Module that is imported once the framework is: a place for stepscope inside it."""
     covers: dict[str, tuple[str, ...]]
     """Function that gets the trainer as its first argument, `module:name` -> classes of trainers whose work
     has entries."""
@@ -48,6 +50,7 @@ def read_preset(name: str, installed: Callable[[str], str | None] = lambda _: No
         distribution=data["distribution"],
         tested=str(data["tested"]),
         entries=tuple(entries),
+        integration=data.get("integration"),
         covers={target: tuple(classes) for target, classes in data.get("covers", {}).items()},
     )
 

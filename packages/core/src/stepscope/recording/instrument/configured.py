@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
+from stepscope import switch
 from stepscope.config import InstrumentConfig, ProfileConfig
 from stepscope.config.presets import Preset, read_preset
 from stepscope.errors import ConfigError
@@ -16,11 +20,14 @@ from stepscope.recording.instrument.call_arguments import Condition
 from stepscope.recording.instrument.kinds import Paths, Timing
 from stepscope.recording.instrument.patch import Instrument
 from stepscope.recording.instrument.step_boundaries import Boundary, calls_of
+from stepscope.recording.process import failures
 
 _applied: dict[tuple[str, str], Instrument] = {}
 """Functions that are instrumented because of a configuration. One writer: `apply`."""
 _entries: tuple[InstrumentConfig, ...] = ()
 """The list that was applied. One writer: `apply`."""
+_integrations: set[str] = set()
+"""Integrations that wait for their framework, or are imported. One writer: `integrate`."""
 _adapters: set[str] = set()
 """Adapters of the engines that the list names. One writer: `apply`."""
 
@@ -46,6 +53,7 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
     presets = _presets(config.instrument, lenient)
     wanted = {(handle.module, handle.name): handle for handle in _handles(config.instrument, presets)}
     uncovered.expect(presets)
+    integrate(presets)
     for key in [key for key in _applied if key not in wanted]:
         _applied.pop(key).remove()
     for key, handle in wanted.items():
@@ -61,6 +69,24 @@ def _apply(config: ProfileConfig, lenient: bool) -> None:
     _entries = config.instrument
     entries = [entry for _, entry in _flat(_entries, presets)]
     _adapters = {name for entry in entries for name in (*entry.engines, entry.adapter) if name is not None}
+
+
+def integrate(presets: Iterable[Preset]) -> None:
+    """Import the integration of each preset once its framework is imported. A failure is logged."""
+    for preset in presets:
+        if preset.integration is not None and preset.integration not in _integrations and not switch.DISABLED:
+            _integrations.add(preset.integration)
+            import wrapt  # import time, as in `patch`
+
+            package = preset.distribution.replace("-", "_")
+            wrapt.register_post_import_hook(partial(_import_integration, preset.integration), package)
+
+
+def _import_integration(name: str, framework: ModuleType) -> None:
+    try:
+        import_module(name)
+    except Exception as error:  # the import is the user's, and succeeds
+        failures.note(f"{name} in {framework.__name__}", error)
 
 
 def note_absent() -> None:

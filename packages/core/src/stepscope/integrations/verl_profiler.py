@@ -1,0 +1,78 @@
+"""`stepscope` among the tools of verl's `DistProfiler`: `global_profiler.tool=stepscope`.
+
+verl decides which ranks and steps start a profiler. The options are those of its tool `torch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from stepscope.compat.verl import DistProfiler
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+TOOL = "stepscope"
+"""Name in `global_profiler.tool`."""
+AS_TORCH = {"tool": "torch", "finish_hook_cmd": None}
+"""Values that replace those of a block that names the tool. verl runs the finish command itself."""
+
+Method = Callable[..., Any]
+
+
+class WorkerProfiler:
+    """The profiler of one verl worker, behind its `DistProfiler`."""
+
+    def __init__(self, profiler: Any) -> None:
+        """Read the configuration of verl's `profiler`.
+
+        Raises:
+            ConfigError: An option of the tool `torch` is wrong.
+        """
+        config = profiler.config
+        self._profiler = DistProfiler(
+            profiler.rank,
+            config=dataclasses.replace(config, **AS_TORCH),
+            tool_config=(config.tool_config or {}).get("torch"),
+            save_file_prefix=profiler.save_file_prefix,
+        )
+        profiler.role = self._profiler.role  # read by annotated methods, through their worker's `profiler`
+        self._annotated: dict[Method, Method] = {}
+
+    def start(self, **kwargs: object) -> None:
+        """Open a capture of the step `profile_step`, unless the driver's capture records this process."""
+        self._profiler.start(**kwargs)
+
+    def stop(self) -> None:
+        """Close the capture that `start` opened."""
+        self._profiler.stop()
+
+    def step(self) -> None:
+        """Walk the schedule over mini-batches."""
+        self._profiler.step()
+
+    def annotate(self, **kwargs: Any) -> Callable[[Method], Method]:
+        """Return a decorator of a worker's method. It records nothing in the driver's capture, which does."""
+        return lambda method: self._annotate(method, **kwargs) if self._profiler.opened else method
+
+    def _annotate(self, method: Method, **kwargs: Any) -> Method:
+        if method not in self._annotated:  # verl decorates at each call
+            self._annotated[method] = DistProfiler.annotate(**kwargs)(method)
+        return self._annotated[method]
+
+
+def extend(profile: ModuleType) -> None:
+    """Add the tool to `DistProfiler` in verl's module. No function registers one."""
+    wrapt.wrap_function_wrapper(profile, "DistProfiler.__init__", _make_profiler)
+
+
+def _make_profiler(
+    make: Callable[..., None], profiler: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    make(*args, **kwargs)
+    if profiler.check_enable() and profiler.config.tool == TOOL:
+        profiler._impl = WorkerProfiler(profiler)  # where verl looks for the profiler of a tool

@@ -1,0 +1,56 @@
+"""verl's `global_profiler` as the configuration of a PPO trainer's process, where its tool is `stepscope`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+from omegaconf import OmegaConf
+
+from stepscope.config import ProfileConfig, resolve
+from stepscope.integrations.verl_profiler import AS_TORCH, TOOL
+from stepscope.recording.capture import configure
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from omegaconf import DictConfig
+
+
+def extend(trainer: ModuleType) -> None:
+    """Let each PPO trainer of verl's module take steps, ranks, roles and options from its configuration."""
+    name = "PPOTrainer" if hasattr(trainer, "PPOTrainer") else "RayPPOTrainer"
+    wrapt.wrap_function_wrapper(trainer, f"{name}.__init__", _make_trainer)
+
+
+def _make_trainer(
+    make: Callable[..., None], trainer: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    make(*args, **kwargs)
+    if OmegaConf.select(trainer.config, "global_profiler.tool") == TOOL:
+        configure.configure(read_config(trainer.config))
+
+
+def read_config(config: DictConfig) -> ProfileConfig:
+    """Return a configuration of verl's, with the preset `verl`: the whole step is captured.
+
+    verl's values take the place of a file: the environment lies over them.
+
+    Args:
+        config: What verl's trainer gets.
+
+    Raises:
+        ConfigError: as `ProfileConfig.from_verl`.
+    """
+    tree = OmegaConf.to_container(config, resolve=True)
+    verls = ProfileConfig.from_verl(_as_torch(tree)).to_mapping()
+    return resolve({**verls, "instrument": ["verl"]})
+
+
+def _as_torch(tree: Any) -> Any:
+    """Return the tree with the tool's blocks as blocks of the tool `torch`."""
+    if not isinstance(tree, dict):
+        return tree
+    block = {**tree, **AS_TORCH} if tree.get("tool") == TOOL else tree
+    return {name: _as_torch(value) for name, value in block.items()}
