@@ -5,6 +5,8 @@ Imports for types count, and so do those inside functions.
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
 from tests.tree import CORE, Import, imports
@@ -61,3 +63,23 @@ def test_no_modules_of_recording_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of imports: {' -> '.join(error.args[1])}") from None
+
+
+def imports_inside_functions() -> Iterator[str]:
+    """Yield each import inside a function of `recording/`, with the line above it."""
+    for path in sorted(FOLDER.rglob("*.py")):
+        lines = path.read_text().splitlines()
+        functions = (
+            node
+            for node in ast.walk(ast.parse("\n".join(lines)))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+        for node in (inner for function in functions for inner in ast.walk(function)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield f"{path.name}:{node.lineno}: {' '.join(lines[node.lineno - 2 : node.lineno])}"
+
+
+def test_imports_inside_functions_are_few_and_there_for_import_time() -> None:
+    late = sorted(set(imports_inside_functions()))
+    assert len(late) <= 15, "\n".join(late)
+    assert not [line for line in late if "import time" not in line]

@@ -11,7 +11,7 @@ from stepscope.engines import EngineFactory, EngineProfiler, load_engine, protoc
 from stepscope.engines.protocol import installed
 from stepscope.errors import ConfigError, EngineError
 from stepscope.recording.fanout.given_engines import profilers_of
-from stepscope.recording.process import run
+from stepscope.recording.process.versions import versions
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 LIVE: list[FakeEngine] = []
@@ -60,8 +60,8 @@ def test_adapters_are_looked_for_once_and_again_after_a_miss(monkeypatch: pytest
 
 def test_the_run_records_the_versions_of_the_engines_that_adapters_name() -> None:
     assert protocol.distributions() == ["msgspec", "fake-engine"]  # `aaa` cannot be loaded
-    assert run.versions()["msgspec"] == version("msgspec")
-    assert "fake-engine" not in run.versions()
+    assert versions()["msgspec"] == version("msgspec")
+    assert "fake-engine" not in versions()
 
 
 def test_an_engine_goes_to_the_adapter_that_is_named_as_its_library_before_any_other() -> None:

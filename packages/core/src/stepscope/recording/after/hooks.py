@@ -62,9 +62,8 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     """
     if switch.DISABLED:
         return []
-    from stepscope.recording.output import exporter  # import time: loaded already where anything waits
-
-    return exporter.exporter().drain(timeout_s)
+    unfinished: list[str] = _pipeline().exporter.exporter().drain(timeout_s)
+    return unfinished
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:

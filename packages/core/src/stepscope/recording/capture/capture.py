@@ -24,7 +24,6 @@ from stepscope.recording.process.identity import identify
 from stepscope.recording.session import claims, oom
 
 if TYPE_CHECKING:
-    import asyncio
     from types import TracebackType
 
     from typing_extensions import Self
@@ -199,16 +198,12 @@ class Capture:
         """As `close`, without blocking the event loop. Being cancelled meanwhile does not interrupt it: that
         is raised afterwards; with an `error`, which goes up, at the task's next await.
         """
-        cancelled = await self._aclose(error)
-        if cancelled is not None:
-            _go_on_cancelled(cancelled, instead=error is None)
-
-    async def _aclose(self, error: str | None) -> asyncio.CancelledError | None:
-        """Return the cancellation that came meanwhile."""
         if self._life is None:
             self._end_uncaptured(error)
-            return None
-        return await self._life.aclose(Closing(_raised(error)))
+            return
+        cancelled = await self._life.aclose(Closing(_raised(error)))
+        if cancelled is not None:
+            self._life.raise_cancellation(cancelled, now=error is None)
 
     def end(self, ending: Ending, deadline_s: float) -> None:
         """See `claims.Taker`."""
@@ -238,11 +233,13 @@ class Capture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._life is not None:
-            self._life.leave()  # before all else
-        cancelled = await self._aclose(None if error is None else describe(error))
+        if self._life is None:
+            self._end_uncaptured(error)
+            return
+        self._life.leave()  # before all else
+        cancelled = await self._life.aclose(Closing(_raised(None if error is None else describe(error))))
         if cancelled is not None and not isinstance(error, type(cancelled)):
-            _go_on_cancelled(cancelled, instead=error is None)
+            self._life.raise_cancellation(cancelled, now=error is None)
 
     def _end_uncaptured(self, error: object) -> None:
         """Note how long a step took that is not selected, unless an exception cut it short."""
@@ -261,12 +258,3 @@ class Capture:
 
 def _raised(error: str | None) -> Ending | None:
     return None if error is None else Ending("exception", error)
-
-
-def _go_on_cancelled(cancelled: asyncio.CancelledError, *, instead: bool) -> None:
-    """Args: instead: nothing else goes up that this would replace."""
-    if instead:
-        raise cancelled
-    from stepscope.recording.process import private_loop  # import time: asyncio
-
-    private_loop.cancel_later(cancelled)

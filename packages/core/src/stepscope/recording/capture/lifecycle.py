@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from stepscope.engines.own_thread import own_thread
-from stepscope.errors import CaptureError, CaptureOpenError, ConfigError, StepscopeError
+from stepscope.errors import CaptureError, CaptureOpenError
 from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import conclusion, configure, on_demand
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.files import CapturedFiles
-from stepscope.recording.capture.opening import make_session, refusal
+from stepscope.recording.capture.opening import is_for_the_user, make_session, refusal
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.fanout.participants import Participants
@@ -28,9 +29,6 @@ from stepscope.recording.process.failures import describe
 from stepscope.recording.session import activation
 from stepscope.recording.session.claims import Claim, Taker
 from stepscope.recording.session.session import Session
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Lifecycle:
@@ -110,18 +108,9 @@ class Lifecycle:
 
     def _fail(self, error: BaseException, reason: str) -> None:
         conclusion.tell_asker(self.asked, reason)
-        if self._is_for_the_user(error):
+        if is_for_the_user(error, self.asked):
             raise error
         failures.note("opening a capture", error)
-
-    def _is_for_the_user(self, error: BaseException) -> bool:
-        """Return whether an error of opening goes up: a slip in the arguments, a cancellation, a Ctrl-C.
-
-        Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
-        """
-        if isinstance(error, ConfigError) and self.asked.on_request:
-            return False
-        return isinstance(error, StepscopeError) or not isinstance(error, Exception)
 
     def _take_process(self, claim: Claim, began_ns: int) -> Session | None:
         """Claim this process for this capture, or refuse. Raises before anything is written or started.
@@ -218,6 +207,17 @@ class Lifecycle:
             return await private_loop.uninterrupted(self._close_in_task(closing))
         finally:
             self._note_end_of_closing()
+
+    @staticmethod
+    def raise_cancellation(cancelled: asyncio.CancelledError, *, now: bool) -> None:
+        """Raise the cancellation that came while a capture closed.
+
+        Args:
+            now: False if another error goes up, which it would replace. It is raised at the task's next wait.
+        """
+        if now:
+            raise cancelled
+        private_loop.cancel_later(cancelled)
 
     async def _close_in_task(self, closing: Closing) -> None:
         if self.is_left_to_a_task() or not self._lock.acquire(blocking=False):

@@ -1,10 +1,11 @@
-"""First part of opening a capture: who holds the process, and a session for it."""
+"""First part of opening a capture: the claim on the process, a session for it, and the errors that go up."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from stepscope.errors import ConfigError, StepscopeError
 from stepscope.recording.after import pipeline
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.asked import Asked
@@ -56,3 +57,13 @@ def refusal(step: int, other: Claim) -> str:
         f"a capture of step {other.step} is {state} in this process, and profilers are process-wide. "
         f"Fix: close it before opening step {step}"
     )
+
+
+def is_for_the_user(error: BaseException, asked: Asked) -> bool:
+    """Return whether an error of opening goes up: a slip in the arguments, a cancellation, a Ctrl-C.
+
+    Trouble of ours or of the disk does not stop a run; nor does a configuration that a request brought.
+    """
+    if isinstance(error, ConfigError) and asked.on_request:
+        return False
+    return isinstance(error, StepscopeError) or not isinstance(error, Exception)

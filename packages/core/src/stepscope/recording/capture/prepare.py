@@ -110,19 +110,15 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
     """
     if not is_due(config):
         return
-    if (
-        workers is None and engines is None
-    ):  # on the thread that is recorded: torch logs an error where it is another one
-        with _logged():
+    if workers is None and engines is None:
+        with _logged():  # on the thread that is recorded: on another one torch logs an error
             _prepare_alone(config, role)
     else:
         _wait_for(abefore_first_step(config, workers, engines, role))
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
-    from stepscope.recording.process import private_loop  # import time: asyncio
-
-    private_loop.run(work)
+    _readiness().private_loop.run(work)
 
 
 async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:

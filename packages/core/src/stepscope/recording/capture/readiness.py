@@ -17,9 +17,8 @@ from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.messages import PrepareAnswer, PrepareRequest
 from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.fanout.worker_side import prepare_worker
-from stepscope.recording.process import failures, identity, run
+from stepscope.recording.process import failures, identity, private_loop, run
 from stepscope.recording.process.failures import describe
-from stepscope.recording.process.private_loop import within
 from stepscope.recording.spans import wrapping
 
 STARTING_S = 300.0
@@ -100,7 +99,7 @@ async def _workers(
 async def _engine(engine: EngineProfiler, config: ProfileConfig, starting_s: float) -> list[str]:
     deadline_s = max(config.budget.fanout_seconds, starting_s)
     try:
-        await within(own_thread(engine.check), deadline_s)
+        await private_loop.within(own_thread(engine.check), deadline_s)
     except asyncio.TimeoutError:
         return [f"replica {engine.replica}: no answer within {deadline_s:g} s"]
     except Exception as error:

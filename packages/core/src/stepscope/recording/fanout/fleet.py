@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Protocol, cast
 
 from stepscope.errors import ConfigError
@@ -86,8 +87,6 @@ def load_fleet(workers: object, engine_workers: Mapping[int, Sequence[object]] |
     Raises:
         ConfigError: no installed fleet knows it.
     """
-    from importlib.metadata import entry_points
-
     for point in sorted(entry_points(group="stepscope.fleets"), key=lambda point: point.name):
         make = cast(Callable[[object, Mapping[int, Sequence[object]]], "Fleet | None"], point.load())
         fleet = make(workers, engine_workers or {})

@@ -23,7 +23,6 @@ _ids: dict[str, str] = {}
 """The id of this run, under one key. `dict.setdefault` is atomic: a thread that listens for requests may ask
 beside the first capture. One writer: `run_id`.
 """
-_NAMED = ("stepscope", "torch", "ray", "torch_npu")
 
 
 def run_id() -> str:
@@ -70,6 +69,8 @@ def record(config: ProfileConfig) -> None:
     """Write `run.json` when this run has none yet."""
     if config.save_path in _recorded:
         return
+    from stepscope.recording.process.versions import versions  # import time: once per run
+
     _recorded.add(config.save_path)
     layout = RunLayout(config.save_path)
     data = RunRecord(
@@ -86,18 +87,3 @@ def record(config: ProfileConfig) -> None:
         write_atomic(layout.run(run_id()), msgspec.json.format(msgspec.json.encode(data)))
     except OSError as error:
         failures.note("writing run.json", error)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that matter to a trace's reader."""
-    from importlib.metadata import PackageNotFoundError, version  # import time: once per run
-
-    from stepscope.engines.protocol import distributions  # import time: once per run
-
-    known = {"python": sys.version.split()[0]}
-    for name in dict.fromkeys((*_NAMED, *distributions())):
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return known

@@ -22,7 +22,7 @@ from stepscope.config import ProfileConfig
 from stepscope.errors import BackendError
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Absent, Ending, Expectation, OpenedBy, ProcessPart, awaited
+from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
 from stepscope.files.values import AttrValue, attr_values
@@ -34,8 +34,9 @@ from stepscope.recording.session import budget, selection
 from stepscope.recording.session.leftovers import tidy
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
+from stepscope.recording.session.span_file import close_spans
 from stepscope.recording.spans import redaction, span
-from stepscope.recording.spans.log import SpanLog, span_cost_ns
+from stepscope.recording.spans.log import SpanLog
 from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
 
@@ -285,7 +286,7 @@ class Session:
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
-        self._close_spans(ended, discard)
+        close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
         self._say_instrumented()
         if self.forks:
             forks, self.forks = self.forks, 0
@@ -329,29 +330,6 @@ class Session:
         if truncated is not None:
             self.manifest_part.expect(awaited("spans", "spans", "closing", truncated=truncated))
         return self._ended
-
-    def _close_spans(self, ended: ClockAnchor, discard: str | None) -> None:
-        log, part = self.log, self.manifest_part
-        log.close(ended)
-        # Before what became of them: an export that ends meanwhile writes the part as it is.
-        part.update(spans=log.written, dropped=log.dropped)
-        part.update(roles=tuple(dict.fromkeys((*part.record.roles, *sorted(log.roles)))))
-        truncated = next((item.truncated for item in part.record.expected if item.kind == "spans"), None)
-        if log.failed is not None:
-            part.fail("spans", log.failed, kind="spans")
-        elif not log.began:  # rolled back, or ended by a signal, before there was a file
-            reason = discard or "the capture was ended before it began"
-            part.expect(Expectation(name="spans", kind="spans", state="skipped", reason=reason))
-        elif log.dropped or truncated:
-            reason = (
-                truncated or f"{log.dropped} spans were dropped: budget.spans is {self.config.budget.spans}"
-            )
-            part.expect(
-                Expectation(name="spans", kind="spans", state="partial", reason=reason, truncated=truncated)
-            )
-        else:
-            part.expect(Expectation(name="spans", kind="spans", state="ok"))
-        part.spend(spans_ns=log.written * span_cost_ns())
 
     @property
     def ended(self) -> bool:
