@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig, capture
 from stepscope.files.spans import Line, Span
 from stepscope.recording.instrument import configured
+from stepscope.recording.process import failures
 from stepscope.report import step_report
 from stepscope.timeline.step.load import load_step
 
@@ -178,3 +180,41 @@ def test_a_class_behind_ray_remote_travels_instrumented(
         assert spans(config, 3) == [("critic", "update")]
     finally:
         ray.kill(actor)
+
+
+class Importer:
+    """An actor that imports the framework. Its driver never does."""
+
+    def train(self) -> str:
+        trainer: Any = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
+        return str(trainer()._calculate_rewards())
+
+
+def test_a_name_that_only_workers_miss_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_stale_trl(tmp_path / "modules")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    monkeypatch.delenv("RANK", raising=False)
+    failures.take()
+    paths = ":".join([str(folder), str(Path(__file__).parents[3]), *filter(None, sys.path)])
+    environment = {"env_vars": {"PYTHONPATH": paths, "STEPSCOPE_RAISE": "0"}}
+    actors = [ray.remote(Importer).options(runtime_env=environment).remote() for _ in range(2)]
+    config = ProfileConfig(
+        save_path=tmp_path / "run", steps="every:1", roles={"*": {"profiler": "off"}}, instrument=["trl"]
+    )
+    try:
+        for step in (1, 2):
+            with capture(step, config=config, workers={"actor": actors}):
+                assert ray.get([actor.train.remote() for actor in actors]) == ["_calculate_rewards"] * 2
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        configured.apply(ProfileConfig())
+        failures.take()
+    assert "trl.trainer.grpo_trainer" not in sys.modules
+    (line,) = (line for line in caplog.messages if "'GRPOTrainer._generate'" in line)
+    assert "of the preset 'trl', written for trl 0.29.0 to 1.16.0 (9.9 is installed here)" in line
+    assert "did you mean 'GRPOTrainer._generate_all'?" in line
+    assert sum("no 'rloo_trainer' in trl.trainer" in line for line in caplog.messages) == 1

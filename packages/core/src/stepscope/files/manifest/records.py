@@ -182,6 +182,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """For people: `ExceptionType: message` of the user's exception, or the cause of the process' end."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
+    missed: dict[str, str] = {}
+    """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True):

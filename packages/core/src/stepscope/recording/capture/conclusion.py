@@ -76,6 +76,7 @@ def _enter_omissions(
 ) -> None:
     """Enter what was asked for and did not take part."""
     manifest_part = session.manifest_part
+    omissions.tell_missed(parts)
     may_ask_ray = manifest_part.record.ended_by is None  # else there may be no time
     if may_ask_ray and (not asked.names_workers or participants is not None):
         omissions.enter_left_out(manifest_part, parts, named=participants is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from stepscope.config._words import closest
 from stepscope.files.manifest.records import OpenedBy, ProcessPart
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
+from stepscope.recording.process.identity import is_first
 from stepscope.recording.spans import wrapping
 
 WORKERS, PROFILER = "workers", "profiler"
@@ -115,6 +117,20 @@ def enter_missing_workers(manifest_part: ManifestPart, *, engines: bool, opened_
         failures.warn_once(reason)
         enter = manifest_part.lack if _prepared else manifest_part.skip
         enter(WORKERS, reason, kind="selection")
+
+
+def tell_missed(parts: Iterable[ProcessPart]) -> None:
+    """Log what presets name and a process lacks, once a name, if no process has logged it.
+
+    The main process and rank 0 have logged what they lack themselves.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    patch = sys.modules.get("stepscope.recording.instrument.patch")
+    logged = patch.missed if patch is not None and is_first() else {}
+    for place, reason in (item for part in parts for item in part.missed.items()):
+        if place not in logged:
+            failures.warn_once(f"disabled {place}; training continues: {reason}")
 
 
 def unmatched_roles(patterns: Mapping[str, RoleConfig], roles: Iterable[str], where: str) -> dict[str, str]:

@@ -27,6 +27,9 @@ _instruments: dict[tuple[str, str], Instrument] = {}
 """(module, name) -> handle that is installed, or waits for the import. One writer: this module."""
 refusals: dict[tuple[str, str], str] = {}
 """(module, name) -> reason why nothing is installed. One writer: this module."""
+missed: dict[str, str] = {}
+"""Functions that presets name and this process lacks: {`instrument(...) of the preset ...`: reason}. One
+writer: `note_failure`."""
 
 
 class Patched(NamedTuple):
@@ -160,9 +163,11 @@ def note_failure(handle: Instrument, error: Exception) -> None:
     is_absent = isinstance(error, ConfigError) and error.value == handle.module
     target = repr(handle.module) if is_absent else f"{handle.module!r}, {handle.name!r}"
     refusals[handle.module, handle.name] = str(error)
-    # What a preset lacks, all processes that import the framework lack.
-    aloud = not handle.origin or is_first()
-    failures.note(f"instrument({target}){handle.origin}", error, aloud=aloud)
+    place = f"instrument({target}){handle.origin}"
+    if handle.origin:
+        missed[place] = failures.describe(error)
+    # What a preset lacks, all processes that import the framework lack. A capture tells the rest.
+    failures.note(place, error, aloud=not handle.origin or is_first())
 
 
 def instrument(

@@ -294,13 +294,13 @@ class Session:
         self.manifest_part.write()
 
     def _say_instrumented(self) -> None:
-        instrumented = sys.modules.get("stepscope.recording.instrument.configured")
-        if instrumented is not None and self.config.instrument:
-            self.manifest_part.update(instrumented=instrumented.timed())
-            for target, reason in instrumented.failed().items():
-                self.manifest_part.lack(f"instrument {target}", reason, kind="selection")
-            for trainer, reason in instrumented.uncovered_trainers().items():
-                self.manifest_part.skip(trainer, reason, kind="selection")
+        listed, part = sys.modules.get("stepscope.recording.instrument.configured"), self.manifest_part
+        if listed is not None and self.config.instrument:
+            part.update(instrumented=listed.timed(), missed=dict(listed.patch.missed))
+            for target, reason in listed.failed().items():
+                part.lack(f"instrument {target}", reason, kind="selection")
+            for trainer, reason in listed.uncovered_trainers().items():
+                part.skip(trainer, reason, kind="selection")
 
     def truncate(self, reason: str) -> None:
         """End the recording early; what is there is kept and marked. The owner's capture stays open for its

@@ -1,0 +1,68 @@
+"""Names that a preset lists and some process lacks: who logs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.manifest.records import ProcessPart
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.capture.omissions import tell_missed
+from stepscope.recording.instrument import patch
+from stepscope.recording.process import failures
+
+ANCHOR = ClockAnchor(wall_ns=1, mono_ns=1, raw_ns=1, uncertainty_ns=0)
+PLACE = "instrument('trl.trainer', 'Trainer.step') of the preset 'trl'"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "missed", {})
+    monkeypatch.setattr(failures, "_warned", set())
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def a_part(pid: int, owner: bool = False) -> ProcessPart:
+    process = ProcessInfo(role="actor", rank=None, world_size=None, host="host-a", pid=pid)
+    return ProcessPart(
+        run_id="run",
+        step=1,
+        process=process,
+        owner=owner,
+        opened=ANCHOR,
+        recorded=False,
+        why="off",
+        missed={PLACE: "ConfigError: no such name"},
+    )
+
+
+def test_what_workers_miss_is_logged_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        tell_missed([a_part(1), a_part(2)])
+    line = f"stepscope: disabled {PLACE}; training continues: ConfigError: no such name"
+    assert caplog.messages == [line]
+
+
+def test_what_the_main_process_has_logged_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(patch.missed, PLACE, "ConfigError: no such name")
+    tell_missed([a_part(1, owner=True), a_part(2)])
+    assert caplog.messages == []
+
+
+def test_a_ray_worker_that_opens_the_capture_logs_its_own_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/x/default_worker.py"])
+    monkeypatch.setitem(patch.missed, PLACE, "ConfigError: no such name")
+    tell_missed([a_part(1, owner=True)])
+    assert len(caplog.messages) == 1
+
+
+def test_other_ranks_leave_it_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    tell_missed([a_part(1)])
+    assert caplog.messages == []
