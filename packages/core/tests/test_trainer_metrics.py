@@ -17,11 +17,13 @@ from stepscope.recording.after.metrics import MetricsLog
 from stepscope.recording.output import exporter
 from stepscope.recording.process import run
 from stepscope.report import StepReport, step_report, to_scalars
+from stepscope.report.blocks.block import TextTable
+from stepscope.report.blocks.metrics import metrics_blocks
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
-VALUES = {"timing_s/gen": 4.03, "critic/score/mean": 0.5, "critic/score/max": 1.0}
+VALUES = {"perf/mfu": 0.1, "timing_s/gen": 4.03, "critic/score/mean": 0.5, "critic/score/max": 1.0}
 
 
 def logged(folder: Path, *values: dict[str, object], step: int = 2) -> dict[str, float]:
@@ -68,6 +70,12 @@ def test_the_report_shows_the_numbers_without_their_extremes(tmp_path: Path) -> 
         assert "critic/score/mean" in shown
         assert "critic/score/max" not in shown
     assert json.loads(msgspec.json.encode(report))["metrics"] == VALUES
+
+
+def test_the_numbers_that_people_look_for_come_first(tmp_path: Path) -> None:
+    (table,) = metrics_blocks(VALUES, report_with(tmp_path, VALUES))
+    assert isinstance(table, TextTable)
+    assert [name for name, _ in table.rows] == ["critic/score/mean", "timing_s/gen", "perf/mfu"]
 
 
 def test_the_numbers_are_figures_of_the_step(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Worker(DistProfilerExtension):  # type: ignore[misc]  # verl has no types
         block = omega_conf_to_dataclass(role, dataclass_type=profiler.ProfilerConfig)
         super().__init__(DistProfiler(rank, config=block, tool_config=None, save_file_prefix="actor"))
 
-    @DistProfiler.annotate(color="red", role="actor_update")  # type: ignore[misc]  # likewise
+    @DistProfiler.annotate(color="red", role="actor_update")  # type: ignore[untyped-decorator]  # likewise
     def update_actor(self, batch: int) -> int:
         return 2 * batch
 
