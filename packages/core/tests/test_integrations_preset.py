@@ -6,10 +6,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from stepscope.config.presets import Preset, read_preset
+from stepscope.integrations import verl
 from stepscope.recording.instrument import configured
 
 
@@ -57,6 +59,14 @@ def test_an_integration_that_fails_is_logged_and_the_framework_is_imported(
     configured.integrate([preset(tmp_path, "broken", "1 / 0\n")])
     assert importlib.import_module("broken_framework").PLACES == []
     assert "disabled broken_integration in broken_framework" in caplog.text
+
+
+def test_a_release_of_verl_without_a_place_is_imported_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # as for users
+    verl._extend(ModuleType("verl.utils.tracking"))
+    assert "disabled stepscope in verl.utils.tracking" in caplog.text
 
 
 def test_without_verl_its_integration_is_imported_alone() -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import wrapt
 
+from stepscope.recording.process import failures
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -24,7 +26,10 @@ _PLACES = {
 
 
 def _extend(module: ModuleType) -> None:
-    import_module(_PLACES[module.__name__]).extend(module)
+    try:
+        import_module(_PLACES[module.__name__]).extend(module)
+    except Exception as error:  # the import is the user's, and succeeds
+        failures.note(f"stepscope in {module.__name__}", error)
 
 
 for _name in _PLACES:

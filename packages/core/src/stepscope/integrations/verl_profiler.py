@@ -6,6 +6,7 @@ verl decides which ranks and steps start a profiler. The options are those of it
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +28,16 @@ Method = Callable[..., Any]
 class WorkerProfiler:
     """The profiler of one verl worker, behind its `DistProfiler`."""
 
-    def __init__(self, profiler: Any) -> None:
-        """Read the configuration of verl's `profiler`.
+    def __init__(self, rank: int, config: Any, role: str | None) -> None:
+        """Read verl's `ProfilerConfig` of a role.
 
         Raises:
             ConfigError: An option of the tool `torch` is wrong.
         """
-        config = profiler.config
-        self._profiler = DistProfiler(
-            profiler.rank,
-            config=dataclasses.replace(config, **AS_TORCH),
-            tool_config=(config.tool_config or {}).get("torch"),
-            save_file_prefix=profiler.save_file_prefix,
-        )
-        profiler.role = self._profiler.role  # read by annotated methods, through their worker's `profiler`
+        options = (config.tool_config or {}).get("torch")
+        config = dataclasses.replace(config, **AS_TORCH)
+        self._profiler = DistProfiler(rank, config=config, tool_config=options, save_file_prefix=role)
+        self.role = self._profiler.role
         self._annotated: dict[Method, Method] = {}
 
     def start(self, **kwargs: object) -> None:
@@ -74,5 +71,9 @@ def _make_profiler(
     make: Callable[..., None], profiler: Any, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
     make(*args, **kwargs)
-    if profiler.check_enable() and profiler.config.tool == TOOL:
-        profiler._impl = WorkerProfiler(profiler)  # where verl looks for the profiler of a tool
+    given: dict[str, Any] = inspect.signature(make).bind(*args, **kwargs).arguments
+    config: Any = given.get("config")
+    if getattr(config, "tool", None) == TOOL and config.enable:
+        tool = WorkerProfiler(given["rank"], config, given.get("save_file_prefix"))
+        profiler._impl = tool  # where verl looks for the profiler of a tool
+        profiler.role = tool.role  # where `DistProfiler.annotate` looks for the role of a worker
