@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.report import StepReport, step_report
+from stepscope.report.tables.diff import diff
 from stepscope.timeline import load_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -17,9 +20,9 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is no
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
-def run(name: str, folder: Path) -> list[float]:
+def run(name: str, folder: Path, *options: str) -> list[float]:
     """Run an example, which writes below `folder`. Return the mean rewards that it prints, by step."""
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, str(EXAMPLES / name), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -63,6 +66,29 @@ def test_grpo_on_ray_is_captured_from_the_loop_to_the_forward_passes(tmp_path: P
     for layout in steps.values():
         assert expected <= stages(layout)
         assert len(list(layout.traces.glob("rollout/replica*/*.json.gz"))) == 2
+
+
+def test_the_report_of_the_slow_step_names_its_tools_and_the_fix_is_proved(tmp_path: Path) -> None:
+    assert len(run("slow_step.py", tmp_path)) == 10
+    assert len(run("slow_step.py", tmp_path, "--fixed")) == 10
+    before, after = (reports(tmp_path / "outputs/slow_step" / side) for side in ("before", "after"))
+    assert "slow-tools" in {advice.rule for advice in before[0].advice}
+    changes = {change.stage: change for change in diff(before, after).changes}
+    assert changes["tool"].delta_ns < -50_000_000
+    queue = changes["queue"]
+    assert (queue.a.mean_ns or 0) > 10 * (queue.b.mean_ns or 0)
+
+
+def reports(run_folder: Path) -> list[StepReport]:
+    return [step_report(load_step(layout.root)) for layout in RunLayout(run_folder).steps().values()]
+
+
+def test_the_tutorial_shows_the_slow_step_as_it_is() -> None:
+    source = (EXAMPLES / "slow_step.py").read_text()
+    page = (EXAMPLES.parent / "docs/tutorial.md").read_text()
+    excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(excerpts) == 3
+    assert [excerpt for excerpt in excerpts if excerpt not in source] == []
 
 
 def test_the_example_to_copy_has_less_than_120_lines() -> None:
