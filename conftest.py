@@ -37,6 +37,7 @@ ENGINES = {
     "opentelemetry",
     "lightning",
     "hydra",
+    "mkdocs",
 }
 """And what else has an environment of its own for its tests."""
 OPTIONAL = {"torch", "ray", "numpy", *ENGINES}

@@ -183,13 +183,14 @@ class EngineEnvironment(Environment):
 
     * `over.txt`: the recipe it builds upon, of any package; without it, the environment of development
     * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
+    * `group.txt`: the dependency group that it is made of, with our packages and with no environment below it
     * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
     * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
     """
 
     recipe: Path = ROOT
-    under: Environment = field(kw_only=True)
-    """The environment below it."""
+    under: Environment | None = field(kw_only=True)
+    """The environment below it; None if it stands by itself."""
 
     @property
     def tests(self) -> "list[Path]":
@@ -200,21 +201,29 @@ class EngineEnvironment(Environment):
         return [own, *sorted(real.glob(f"{name}_*.py"))] if own.exists() else [real]
 
     def fingerprint(self) -> str:
-        seen = hashlib.sha256(self.under.fingerprint().encode())
+        below = self.under.fingerprint() if self.under else super().fingerprint()
+        seen = hashlib.sha256(below.encode())
         for file in sorted(self.recipe.parent.rglob("*")):  # all recipes of a package: they share files
             if file.is_file():
                 seen.update(file.read_bytes())
         return seen.hexdigest()
 
     def ready(self) -> str:
-        self.under.ready()  # first: the lock of a set-up is held once
+        if self.under:
+            self.under.ready()  # first: the lock of a set-up is held once
         return super().ready()
 
     def fill(self) -> None:
+        if self.under:
+            self.fill_over(self.under)
+        else:
+            super().fill()
+
+    def fill_over(self, under: Environment) -> None:
         where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         ours, theirs = (
             subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
-            for python in (self.python, self.under.python)
+            for python in (self.python, under.python)
         )
         # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
         Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
@@ -222,7 +231,7 @@ class EngineEnvironment(Environment):
             file = self.recipe / name
             if file.exists():
                 self.pip(name, "--progress-bar=raw", *options, "--requirement", str(file))
-        recipes = [self.recipe, *([self.under.recipe] if isinstance(self.under, EngineEnvironment) else [])]
+        recipes = [self.recipe, *([under.recipe] if isinstance(under, EngineEnvironment) else [])]
         last = next((recipe / "finish.py" for recipe in recipes if (recipe / "finish.py").exists()), None)
         if last is not None:
             self.narrate("finish.py", [self.python, str(last)])
@@ -259,9 +268,13 @@ def version_of(recipe: str) -> "tuple[int, ...]":
 
 
 def engine(recipe: Path) -> EngineEnvironment:
-    over = recipe / "over.txt"
+    over, group = recipe / "over.txt", recipe / "group.txt"
+    folder = ROOT / f".venv-{recipe.name}"
+    if group.exists():
+        groups = (group.read_text().strip(),)
+        return EngineEnvironment(folder, groups, recipe=recipe, under=None, gigabytes=0.4)
     under = engine(recipe_of(over.read_text().strip())) if over.exists() else DEV
-    return EngineEnvironment(ROOT / f".venv-{recipe.name}", (), recipe=recipe, under=under, gigabytes=2)
+    return EngineEnvironment(folder, (), recipe=recipe, under=under, gigabytes=2)
 
 
 def check_disk(gigabytes: float) -> None:
@@ -595,7 +608,7 @@ def typed_paths() -> list[list[str]]:
     `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
     to mypy: the tests of each package are a run of their own.
     """
-    others = ("tests", "benchmarks", "examples", "conftest.py", "dev.py")
+    others = ("tests", "benchmarks", "docs", "examples", "conftest.py", "dev.py")
     sources = [f"packages/{name}/src" for name in PACKAGES]
     tests = [f"packages/{name}/tests" for name in PACKAGES]
     everything = [*sources, *(path for path in others if (ROOT / path).exists())]
@@ -611,6 +624,14 @@ def bench(arguments: list[str]) -> bool:
     python = BENCH.ready()
     passed = [run(python, f"benchmarks/{name}.py", *arguments[1:]) for name in chosen]
     return all(passed)
+
+
+def docs(arguments: list[str]) -> bool:
+    """the site of docs/, into build/site; a warning of mkdocs is an error. --serve: shown while you edit"""
+    python = engines()["docs"].ready()
+    serve = "--serve" in arguments
+    words = [word for word in arguments if word != "--serve"]
+    return run(python, "-m", "mkdocs", "serve" if serve else "build", "--strict", *words)
 
 
 def chaos(arguments: list[str]) -> bool:
@@ -667,7 +688,7 @@ def one_version(texts: "dict[Path, str]") -> str:
 
 
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
-    command.__name__: command for command in (demo, test, chaos, soak, check, bench, setup, bump)
+    command.__name__: command for command in (demo, test, chaos, soak, check, bench, docs, setup, bump)
 }
 
 

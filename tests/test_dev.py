@@ -193,6 +193,19 @@ def test_a_recipe_may_build_upon_that_of_another_package(recipes: Path, checkout
     assert dev.engines()["verl-1"].under == dev.engines()["vllm-2"]
 
 
+def test_a_recipe_of_a_dependency_group_stands_by_itself(recipes: Path, environment: dev.Environment) -> None:
+    (recipes / "docs").mkdir()
+    (recipes / "docs" / "group.txt").write_text("docs\n")
+    docs = dev.engines()["docs"]
+    assert (docs.under, docs.groups) == (None, ("docs",))
+    docs.folder.mkdir()
+    (docs.folder / "pyvenv.cfg").write_text("version = 3.11.7\n")
+    before = docs.fingerprint()
+    settings = dev.ROOT / "pyproject.toml"
+    settings.write_text(settings.read_text().replace('"mkdocs-material', '"mkdocs", "mkdocs-material'))
+    assert docs.fingerprint() != before
+
+
 def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None:
     (recipes / "vllm-1.10").mkdir()
     (recipes / "vllm-1.9").mkdir()

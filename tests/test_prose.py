@@ -11,7 +11,7 @@ import pytest
 from tests.tree import ROOT, files
 
 QUESTIONS = {"What", "Which", "Whose", "Whom", "Who", "How", "Where", "When", "Whether"}
-CLEAN = ["benchmarks", "conftest.py", "dev.py", "examples", "packages", "tests"]
+CLEAN = ["benchmarks", "conftest.py", "dev.py", "docs", "examples", "packages", "tests"]
 """Folders and files that the rule holds for."""
 
 

@@ -131,7 +131,8 @@ class Scope:
         Without a capture there is no span and this does nothing.
 
         Args:
-            start_ns, end_ns: Of this host's CLOCK_MONOTONIC, as `time.monotonic_ns()`.
+            start_ns: Of this host's CLOCK_MONOTONIC, as `time.monotonic_ns()`.
+            end_ns: Likewise.
         """
 
     def reference(self) -> SpanLink | None:
