@@ -1,7 +1,7 @@
-"""Extension of vLLM's workers: points the profiler at one capture's folder, name and options.
+"""Extension of vLLM's workers: aims the profiler at one capture's folder, name and options.
 
-`WorkerExtension` goes to the engine as `worker_extension_cls`, by name; an engine whose worker lives in this
-very process needs no extension and gets `aim` itself. The attributes of vLLM that are touched:
+`WorkerExtension` goes to the engine as `worker_extension_cls`, by name. An engine whose worker lives in this
+very process needs no extension and gets `aim` itself. It changes these attributes of vLLM:
 
 >= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile
 >= 0.12   `TorchProfilerWrapper.profiler`, one torch.profiler.profile for the life of the process
@@ -11,15 +11,17 @@ older     `Worker.profiler` is that torch.profiler.profile itself
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stepscope_vllm._engine_side.trace_writer import drop, probe, writer
+from stepscope_vllm._engine_side.undo import Undo
+
 Spec = dict[str, Any]
-"""Values that travel to a worker; plain values, for vLLM packs it with msgpack.
+"""Values that travel to a worker. They are plain, because vLLM packs them with msgpack.
 
 folder: str                where this capture's files go
 name: str                  what their names begin with
@@ -33,32 +35,31 @@ all_threads: bool          record the threads that did not start the profiler
 
 PIECE = 8 << 20
 """Bytes of a file that travel at once."""
-TEMPORARY = ".part-"
-"""Beginning of a file's name until it is complete."""
 
 
 class WorkerExtension:
-    """Give its name to the engine: `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
+    """Worker extension to name to the engine: `worker_extension_cls="stepscope_vllm.WorkerExtension"`.
 
-    With an extension of your own, inherit from both and name that class.
+    If you have an extension of your own, inherit from both and name that class.
     """
 
     def stepscope_aim(self, spec: Spec) -> dict[str, Any]:
-        """Before a start: the next recording is written as `spec` says. Returns who this worker is."""
+        """Aim the next recording as `spec` says. Return this worker's process, host and rank."""
         return aim(self, spec)
 
     def stepscope_release(self) -> dict[str, Any]:
-        """After its stop: the profiler is as it was, for those who start it themselves.
+        """Restore the profiler after a stop, for others who start it themselves.
 
         Returns:
-            Its host and process, the files that it wrote, when its profiler started and wrote (it served
-            nothing meanwhile), and how many iterations it ran since `stepscope_aim`.
+            Its host and process, the files that it wrote, the times at which its profiler started and wrote
+            (it served nothing meanwhile), and the number of iterations that it ran since `stepscope_aim`.
         """
         return release(self)
 
     def stepscope_read(self, path: str, offset: int) -> bytes | None:
-        """Return a piece of a file of its last capture, for an engine that does not see this worker's
-        disk; empty at the end, None when it is not this worker's.
+        """Return a piece of a file of its last capture, for an engine that does not see this worker's disk.
+
+        It is empty at the end of the file, and None if the file is not this worker's.
         """
         worker: Any = self
         if path not in getattr(worker, "_stepscope_wrote", ()) or not os.path.exists(path):
@@ -69,20 +70,18 @@ class WorkerExtension:
 
 
 def aim(worker: Any, spec: Spec) -> dict[str, Any]:
-    """`WorkerExtension.stepscope_aim` for any worker of this process.
+    """Do the work of `WorkerExtension.stepscope_aim` for any worker of this process.
 
     Raises:
         RuntimeError: the worker is recording.
         OSError: the folder cannot be made or written.
     """
-    from stepscope.backends.torch import (
-        record_function_scopes,  # not at the top: a worker pays for it with its first capture
-    )
+    from stepscope.backends.torch import record_function_scopes  # import time: for the first capture alone
     from stepscope_vllm._engine_side import plugin
 
     worker = getattr(worker, "worker", worker)  # an executor in this process hands over its wrapper
     record_function_scopes.watch()
-    plugin.load()  # where vLLM has not: VLLM_PLUGINS may leave it out
+    plugin.load()  # vLLM may not have done it: VLLM_PLUGINS can leave it out
     made = getattr(worker, "profiler", None) is None
     wrapper = _wrapper(worker, spec)
     if getattr(wrapper, "_active", False):
@@ -90,44 +89,64 @@ def aim(worker: Any, spec: Spec) -> dict[str, Any]:
     who = _who(worker)
     wanted = spec["ranks"] is None or who["rank"] in spec["ranks"]
     wrote: list[str] = []
-    handler = _writer(spec, _stem(spec["name"], who), wrote) if wanted else _drop
+    folder, stem = Path(spec["folder"]), _stem(spec["name"], who)
+    handler = writer(folder, stem, wrote, gzip=spec["gzip"]) if wanted else drop
     if wanted:
-        _probe(Path(spec["folder"]))
-    release(worker)  # of a capture whose end never came here
+        probe(folder)
+    release(worker)  # in case the end of an earlier capture never came here
     worker._stepscope_wrote = wrote
-    undo = _Undo()
+    undo = Undo()
     if made:
         undo.set(worker, "profiler", None, back_only=True)
-    kinds = _activities(spec["activities"])
-    settings = dict(spec["options"], on_trace_ready=handler)
-    if kinds:
-        settings["activities"] = kinds
-    if spec["all_threads"]:
-        from torch._C._profiler import _ExperimentalConfig
-
-        settings["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
-    if hasattr(wrapper, "_profiler_kwargs"):
-        undo.set(wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
-        undo.set(wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
-    else:
-        inner = getattr(wrapper, "profiler", wrapper)
-        for name, value in settings.items():
-            undo.set(inner, name, set(value) if name == "activities" else value)
-    for table in ("dump_cpu_time_total", "dump_device_time_total"):
-        if hasattr(wrapper, table):
-            undo.set(wrapper, table, False)  # it takes longer than the trace, and the report has more
-    if getattr(wrapper, "profiler_config", None) is not None:
-        undo.set(wrapper.profiler_config, "torch_profiler_dump_cuda_time_total", False)
-    if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
-        undo.set(wrapper, "_delay_iters", spec["delay"])
-        undo.set(wrapper, "_max_iters", spec["maximum"])
+    _set_options(undo, wrapper, _settings(spec, handler))
+    _skip_tables(undo, wrapper)
+    _set_bounds(undo, wrapper, spec)
     _watch(worker, wrapper, undo)
     worker._stepscope_undo = undo
     return {**who, "written": wanted}
 
 
+def _settings(spec: Spec, handler: Callable[[Any], None]) -> dict[str, Any]:
+    """Return the arguments of torch.profiler.profile for a capture."""
+    settings = dict(spec["options"], on_trace_ready=handler)
+    activities = _activities(spec["activities"])
+    if activities:
+        settings["activities"] = activities
+    if spec["all_threads"]:
+        from torch._C._profiler import _ExperimentalConfig
+
+        settings["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
+    return settings
+
+
+def _set_options(undo: Undo, wrapper: Any, settings: dict[str, Any]) -> None:
+    if hasattr(wrapper, "_profiler_kwargs"):
+        undo.set(wrapper, "_profiler_kwargs", {**wrapper._profiler_kwargs, **settings})
+        undo.set(wrapper, "_custom_trace_handler", True)  # else a start makes a handler of its own
+        return
+    inner = getattr(wrapper, "profiler", wrapper)
+    for name, value in settings.items():
+        undo.set(inner, name, set(value) if name == "activities" else value)
+
+
+def _skip_tables(undo: Undo, wrapper: Any) -> None:
+    """Leave out vLLM's tables. They take longer than the trace, and the report has more."""
+    for table in ("dump_cpu_time_total", "dump_device_time_total"):
+        if hasattr(wrapper, table):
+            undo.set(wrapper, table, False)
+    if getattr(wrapper, "profiler_config", None) is not None:
+        undo.set(wrapper.profiler_config, "torch_profiler_dump_cuda_time_total", False)
+
+
+def _set_bounds(undo: Undo, wrapper: Any, spec: Spec) -> None:
+    """Set the engine iterations to record, for versions whose start does not take them."""
+    if not hasattr(wrapper, "_default_max_iters") and hasattr(wrapper, "_max_iters"):
+        undo.set(wrapper, "_delay_iters", spec["delay"])
+        undo.set(wrapper, "_max_iters", spec["maximum"])
+
+
 def release(worker: Any) -> dict[str, Any]:
-    """Take back what `aim` has changed. Returns what `stepscope_release` does."""
+    """Undo the changes of `aim`. Return the report of `WorkerExtension.stepscope_release`."""
     worker = getattr(worker, "worker", worker)
     undo = getattr(worker, "_stepscope_undo", None)
     if undo is not None:
@@ -142,8 +161,8 @@ _DOING = {"_start": "starting", "_stop": "writing"}
 """Methods of a `WorkerProfiler` (0.12 and later) in which its worker serves nothing."""
 
 
-def _watch(worker: Any, wrapper: Any, undo: _Undo) -> None:
-    """From now on the worker keeps when its profiler starts and writes, and counts its iterations."""
+def _watch(worker: Any, wrapper: Any, undo: Undo) -> None:
+    """Record the times at which the worker's profiler starts and writes, and count its iterations."""
     seen: dict[str, Any] = {"stalls": [], "ran": None}
     worker._stepscope_seen = seen
     if not hasattr(wrapper, "step"):
@@ -171,33 +190,8 @@ def _timed(method: Callable[[], Any], doing: str, stalls: list[tuple[str, int, i
     return timed
 
 
-class _Undo:
-    """Attributes that were set, and what they were."""
-
-    def __init__(self) -> None:
-        self._was: list[tuple[Any, str, Any]] = []
-        self._shadows: list[tuple[Any, str]] = []
-
-    def set(self, target: Any, name: str, value: Any, *, back_only: bool = False) -> None:
-        """Args: back_only: `value` is what it is to be afterwards; now it stays as it is."""
-        self._was.append((target, name, value if back_only else getattr(target, name, None)))
-        if not back_only:
-            setattr(target, name, value)
-
-    def shadow(self, target: Any, name: str, method: Callable[..., Any]) -> None:
-        """Put a method before that of the object's class."""
-        setattr(target, name, method)
-        self._shadows.append((target, name))
-
-    def run(self) -> None:
-        for target, name in self._shadows:
-            vars(target).pop(name, None)
-        for target, name, value in reversed(self._was):
-            setattr(target, name, value)
-
-
 def _wrapper(worker: Any, spec: Spec) -> Any:
-    """Return the worker's profiler; made now where vLLM would make it at the first start."""
+    """Return the worker's profiler. Make it now where vLLM would make it at the first start."""
     if getattr(worker, "profiler", None) is None:
         from vllm.profiler import wrapper
 
@@ -227,9 +221,10 @@ def _who(worker: Any) -> dict[str, Any]:
 
 
 def _dp(parallel: Any) -> int:
-    """Return the number of this worker's data-parallel engine. For dense models vLLM takes these apart
-    into
-    engines that know of no others (`data_parallel_rank` is 0 in all); what stays is `data_parallel_index`.
+    """Return the number of this worker's data-parallel engine.
+
+    For dense models vLLM makes engines that do not know of each other: `data_parallel_rank` is 0 in all of
+    them, and only `data_parallel_index` differs.
     """
     for name in ("data_parallel_index", "data_parallel_rank"):
         if isinstance(number := getattr(parallel, name, None), int):
@@ -242,47 +237,8 @@ def _stem(name: str, who: dict[str, Any]) -> str:
 
 
 def _activities(wanted: list[str]) -> list[Any]:
-    """Return the activities that torch has here. Empty: leave the worker its own (an NPU's, say)."""
+    """Return the activities that torch has here. If there are none, the worker keeps its own (an NPU's)."""
     from torch.profiler import ProfilerActivity, supported_activities
 
     named = [getattr(ProfilerActivity, name.upper(), None) for name in wanted]
     return [kind for kind in named if kind in supported_activities()]  # type: ignore[no-untyped-call]  # torch
-
-
-def _probe(folder: Path) -> None:
-    # The exporter would swallow the error and vLLM would report success.
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / f"{TEMPORARY}{os.getpid()}-{time.monotonic_ns()}"
-    probe.touch()
-    probe.unlink()
-
-
-def _drop(profile: object) -> None:
-    """The handler of a worker whose rank nobody asked for."""
-
-
-def _writer(spec: Spec, stem: str, wrote: list[str]) -> Callable[[Any], None]:
-    folder, suffix = Path(spec["folder"]), ".pt.trace.json"
-
-    def write(profile: Any) -> None:
-        name = f"{stem}.{time.time_ns()}{suffix}"
-        plain = folder / f"{TEMPORARY}{name}"
-        try:
-            profile.export_chrome_trace(str(plain))
-            if spec["gzip"]:
-                part = _compress(plain, folder / f"{TEMPORARY}{name}.gz")
-                wrote.append(str(part.rename(folder / f"{name}.gz")))
-            else:
-                wrote.append(str(plain.rename(folder / name)))
-        finally:
-            plain.unlink(missing_ok=True)
-
-    return write
-
-
-def _compress(plain: Path, target: Path) -> Path:
-    from isal import igzip  # torch's own gzip takes 80 times the CPU, and generation stands still
-
-    with plain.open("rb") as source, igzip.open(target, "wb", compresslevel=1) as sink:  # type: ignore[no-untyped-call]
-        shutil.copyfileobj(source, sink, 1 << 20)
-    return target

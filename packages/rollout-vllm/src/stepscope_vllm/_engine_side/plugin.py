@@ -1,9 +1,9 @@
 """Plugin in vLLM's own processes, so that captures of a pipeline can follow each other at once.
 
-vLLM calls the entry points `vllm.general_plugins` of what is installed beside it, in each of its processes. A
-stage of a pipeline sends what the next one needs and goes on; it waits for that send in its next pass. Over
-gloo (what is said of the tensors, from vLLM 0.29 on; on CPUs the tensors too) torch ends the send's scope
-there, in a recording that may be freed by then. So no recording has these sends; see
+vLLM calls the entry points `vllm.general_plugins` of the packages beside it, in each of its processes. A
+stage of a pipeline sends its results to the next one, goes on, and waits for that send in its next pass. Over
+gloo (the metadata of the tensors, from vLLM 0.29 on; on CPUs the tensors too) torch ends the send's scope
+there, in a recording that may be freed by then. So these sends are left out of all recordings; see
 `stepscope.backends.torch.record_function_scopes`.
 """
 
@@ -34,15 +34,21 @@ OF_A_SERVER = (
 
 
 def load() -> None:
-    """Called by vLLM, in all of its processes, and by our worker extension. More than once does no harm."""
+    """Hide sends, unless stepscope is off.
+
+    vLLM calls this in all of its processes, and our worker extension does so again, which changes nothing.
+    """
     if switch.DISABLED:
         return
-    with suppress(Exception):  # of a version that has it elsewhere: vLLM would not start
+    with suppress(Exception):  # another version may have it elsewhere, and vLLM would not start
         hide_sends()
 
 
 def hide_sends() -> None:
-    """Leave the sends of pipeline stages out of recordings. Imports only modules that vLLM imports anyway."""
+    """Leave the sends of pipeline stages out of recordings.
+
+    It imports only modules that vLLM imports anyway.
+    """
     group, name = _sending()
     send = getattr(group, name, None)
     if send is not None:
@@ -59,8 +65,9 @@ def is_missing() -> bool:
 
 
 def _sending() -> tuple[Any, str]:
-    """Return the class, None where this version has it elsewhere, and its method that sends over gloo and
-    does not wait.
+    """Return the class that sends, and the name of its method that sends over gloo and does not wait.
+
+    The class is None where this version has it elsewhere.
     """
     from vllm.platforms import current_platform
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from stepscope_vllm._engine_side.extension import TEMPORARY
+from stepscope_vllm._engine_side.trace_writer import TEMPORARY
 from stepscope_vllm._files.names import is_frontend, is_output, is_trace, stems_of
 
 

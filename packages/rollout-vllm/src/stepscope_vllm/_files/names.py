@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from stepscope_vllm._engine_side.extension import TEMPORARY
+from stepscope_vllm._engine_side.trace_writer import TEMPORARY
 
 _TRACE = re.compile(r"\.pt\.trace\.json(?:\.gz)?$")
 

@@ -1,7 +1,7 @@
 """Global ranks of an engine's workers.
 
-Replica r owns [r * size, (r + 1) * size). In it tp is the fastest, then prefill context parallel, pp, and
-dp the slowest.
+Replica r owns [r * size, (r + 1) * size). Within it tp varies fastest, then prefill context parallel, then
+pp, and dp slowest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
 
     @property
     def engine(self) -> int:
-        """Workers of one of its data-parallel engines."""
+        """Return the number of workers of one of its data-parallel engines."""
         return self.tp * self.pcp * self.pp
 
     @property
@@ -46,7 +46,10 @@ def global_rank(trace: Trace, layout: Layout | None, replica: int) -> int | None
 
 
 def topology(trace: Trace, layout: Layout | None) -> dict[str, int] | None:
-    """`{"tp": 1, "pp": 0, "dp": 0}`; `pcp` where there is any; no `dp` where nothing says which it was."""
+    """Return the place of a worker: `{"tp": 1, "pp": 0, "dp": 0}`.
+
+    `pcp` is there if the engine has that axis. `dp` is absent if nothing says which engine it was.
+    """
     if trace.frontend or trace.rank is None or layout is None:
         return None
     place = _place(trace, trace.rank, layout)
@@ -69,15 +72,16 @@ def contradiction(trace: Trace, layout: Layout | None) -> str | None:
         return None
     of = "" if trace.world_size is None else f" of {trace.world_size}"
     return (
-        f"{trace.path.name} is of worker {trace.rank}{of}, and the engine was said to have {layout.size} "
+        f"{trace.path.name} is of worker {trace.rank}{of}, and the engine was declared to have {layout.size} "
         f"(tensor parallel {layout.tp}, pipeline parallel {layout.pp}, data parallel {layout.dp}): its "
         "global rank is not known. Fix: VllmServer(url, tensor_parallel_size=...), as it was served"
     )
 
 
 def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | None:
-    """(Rank in its data-parallel engine, which of these it is, None where nothing says); None where what the
-    file says cannot be.
+    """Return the rank in its data-parallel engine, and the number of that engine (None if unknown).
+
+    It is None as a whole if the layout contradicts the file.
     """
     dp = trace.dp if layout.dp > 1 else 0
     if trace.world_size == layout.size and layout.dp > 1:
@@ -91,8 +95,10 @@ def _place(trace: Trace, rank: int, layout: Layout) -> tuple[int, int | None] | 
 
 
 def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: int) -> list[int] | None:
-    """Return the wanted ranks in a worker's own numbering; None for all, and where data-parallel engines
-    share one: then each writes, and the files of the others are left aside.
+    """Return the wanted ranks in a worker's own numbering; None for all.
+
+    It is also None if data-parallel engines share a numbering. Then all of them write, and the files of
+    unwanted ranks are left aside.
     """
     if wanted is None or layout is None or layout.dp > 1:
         return None
@@ -103,6 +109,6 @@ def local_ranks(wanted: Collection[int] | None, layout: Layout | None, replica: 
 
 
 def unwanted(wanted: Collection[int], layout: Layout, replica: int) -> set[int]:
-    """Global ranks of this engine that nobody asked for."""
+    """Return the global ranks of this engine that nobody asked for."""
     first = replica * layout.size
     return set(range(first, first + layout.size)) - set(wanted)
