@@ -205,7 +205,7 @@ class FakeManager:
 
     async def get_internal_state(self) -> list[dict[str, object]]:
         self._bind()
-        return [each.shown() if self.has_plugin else {} for each in self.schedulers]
+        return [scheduler.shown() if self.has_plugin else {} for scheduler in self.schedulers]
 
     async def generate(self, iterations: int, mode: str | None = None, only: int | None = None) -> None:
         """One prefill, then decodes; `mode` for all of them instead, `only` for one scheduler."""
@@ -233,9 +233,9 @@ class FakeManager:
             later = [scheduler for scheduler in self.schedulers if scheduler not in first]
             for scheduler in later:
                 asyncio.get_running_loop().call_later(self.lag_s, self._late, scheduler)
-        each = [s.stop() if request is None else s.start(request) for s in first]
-        if each[0] is not None:  # the others' answers are not looked at
-            raise RuntimeError(each[0])
+        errors = [s.stop() if request is None else s.start(request) for s in first]
+        if errors[0] is not None:  # the others' answers are not looked at
+            raise RuntimeError(errors[0])
 
     def _late(self, scheduler: Scheduler) -> None:
         if scheduler.recording is None:
@@ -269,8 +269,8 @@ class OldManager(FakeManager):
         profile_prefix: str | None = None,
         profile_stages: list[str] | None = None,
     ) -> None:
-        said: dict[str, Any] = {key: value for key, value in locals().items() if key != "self"}
-        await self._ask("start", ProfileReq(**said, profile_id=str(time.time())))
+        options: dict[str, Any] = {key: value for key, value in locals().items() if key != "self"}
+        await self._ask("start", ProfileReq(**options, profile_id=str(time.time())))
 
 
 class FakeEngine:

@@ -52,7 +52,7 @@ def live_server(folder: Path, **changes: object) -> Iterator[Live]:
 def live_router(folder: Path, *words: str) -> Iterator[str]:
     """Provide the URL of sglang's router. `words` name its servers."""
     servers = sum(word.startswith("http://") for word in words)
-    known = f'"total":{servers},'.encode()  # it serves before it has found them
+    known = f'"total":{servers},'.encode()  # it serves before it knows them
 
     def ours(port: int) -> list[str]:
         ports = ["--port", str(port), "--prometheus-port", str(_free_port())]
@@ -64,15 +64,15 @@ def live_router(folder: Path, *words: str) -> Iterator[str]:
 
 @contextmanager
 def serving(
-    folder: Path, module: str, words: Callable[[int], Sequence[str]], health: str, said: bytes = b""
+    folder: Path, module: str, words: Callable[[int], Sequence[str]], health: str, sign: bytes = b""
 ) -> Iterator[Live]:
-    """`module`, run with what `words` says for its port: another one where that is taken meanwhile."""
+    """Run `module` with the arguments `words(port)`; with another port if that one is taken meanwhile."""
     with ExitStack() as running:
         for _ in range(_TRIES):
             port = _free_port()
             url = f"http://127.0.0.1:{port}"
             with suppress(PortTakenError):
-                group = running.enter_context(_running(folder, module, words(port), url + health, said))
+                group = running.enter_context(_running(folder, module, words(port), url + health, sign))
                 break
         else:
             raise PortTakenError((folder / "log").read_text()[-3000:])
@@ -81,16 +81,16 @@ def serving(
 
 @contextmanager
 def _running(
-    folder: Path, module: str, words: Sequence[str], health: str, said: bytes = b""
+    folder: Path, module: str, words: Sequence[str], health: str, sign: bytes = b""
 ) -> Iterator[int]:
-    """Its process group, once `health` answers with `said` in it."""
+    """Provide its process group, once the answer of `health` contains `sign`."""
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        _wait_for(health, said, process, folder / "log")
+        _wait_for(health, sign, process, folder / "log")
         yield process.pid
     finally:
         with suppress(ProcessLookupError):  # somebody has ended it
@@ -123,7 +123,7 @@ def _words(options: dict[str, Any]) -> list[str]:
     ]
 
 
-def _wait_for(health: str, said: bytes, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(health: str, sign: bytes, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -132,7 +132,7 @@ def _wait_for(health: str, said: bytes, process: subprocess.Popen[bytes], log: P
             raise PortTakenError(ended[-3000:])
         try:
             with urllib.request.urlopen(health, timeout=2) as answer:
-                if said in answer.read():
+                if sign in answer.read():
                     return
         except (urllib.error.URLError, OSError):
             pass

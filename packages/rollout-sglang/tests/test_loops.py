@@ -40,13 +40,13 @@ def test_synchronous_code_is_recorded_on_the_engines_own_loop(tmp_path: Path) ->
     profiler = SglangProfiler(engine)
     in_thread(profiler.start(asked(tmp_path)))
     loop.run_until_complete(engine.tokenizer_manager.generate(3))
-    found: list[Artifact] = []
+    artifacts: list[Artifact] = []
 
     async def stop() -> None:
-        found.extend(await profiler.stop())
+        artifacts.extend(await profiler.stop())
 
     in_thread(stop())
-    assert len(found) == 1
+    assert len(artifacts) == 1
     loop.close()
 
 

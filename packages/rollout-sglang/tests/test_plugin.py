@@ -20,11 +20,11 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
     """Return those that `load` sets, by the name in the scheduler's module."""
     from torch.distributed import ProcessGroup
 
-    found: dict[str, Callable[..., object]] = {}
+    hooks_set: dict[str, Callable[..., object]] = {}
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     vars(registry).update(
         HookRegistry=SimpleNamespace(
-            register=lambda target, hook, kind: found.update({target.rpartition("scheduler.")[2]: hook})
+            register=lambda target, hook, kind: hooks_set.update({target.rpartition("scheduler.")[2]: hook})
         ),
         HookType=SimpleNamespace(BEFORE="before", AFTER="after"),
     )
@@ -35,7 +35,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., object]]:
     monkeypatch.setattr(ProcessGroup, "send", ProcessGroup.send)  # taken back
     monkeypatch.setattr(plugin, "_quiet", False)
     plugin.load()
-    return found
+    return hooks_set
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ def quiet(hooks: dict[str, Callable[..., object]]) -> bool:
 
     answer = SimpleNamespace(internal_state={})
     hooks["Scheduler.get_internal_state"](answer, SimpleNamespace(forward_ct=3))
-    said = answer.internal_state[SENDS_QUIET]
-    assert said is record_function_scopes.is_unrecorded(ProcessGroup.send)
-    return said
+    is_quiet = answer.internal_state[SENDS_QUIET]
+    assert is_quiet is record_function_scopes.is_unrecorded(ProcessGroup.send)
+    return is_quiet
 
 
 def test_sends_are_hidden_where_a_scheduler_is_made(hooks: dict[str, Callable[..., object]]) -> None:

@@ -158,8 +158,8 @@ async def test_a_window_of_one_pass_is_not_widened_to_two(tmp_path: Path, by_sta
     artifacts = await recorded(manager, capture, 5)
     assert manager.schedulers[0].request.num_steps == 1
     passes = [
-        sum(int(str(options_of(each, capture)[f"{stage}_iterations"])) for stage in ("prefill", "decode"))
-        for each in artifacts
+        sum(int(str(options_of(artifact, capture)[f"{stage}_iterations"])) for stage in ("prefill", "decode"))
+        for artifact in artifacts
     ]
     assert passes == ([1, 1] if by_stage else [1])
 
@@ -379,22 +379,22 @@ async def test_time_that_is_up_ends_the_recording_and_the_file_says_so(tmp_path:
 async def test_stages_have_files_of_their_own(kind: type[FakeManager], tmp_path: Path) -> None:
     manager, capture = kind(tp=2), asked(tmp_path, by_stage=True, iterations=Iterations(count=2))
     artifacts = await recorded(manager, capture, 9)
-    assert sorted((each.stage, each.rank) for each in artifacts) == [
+    assert sorted((artifact.stage, artifact.rank) for artifact in artifacts) == [
         ("decode", 0), ("decode", 1), ("prefill", 0), ("prefill", 1),
     ]  # fmt: skip
     assert manager.asked == ["start"], "both stages are complete: SGLang ended them itself"
-    decode = [options_of(each, capture) for each in artifacts if each.stage == "decode"]
-    assert [each["decode_iterations"] for each in decode] == [2, 2]
+    decode = [options_of(artifact, capture) for artifact in artifacts if artifact.stage == "decode"]
+    assert [options["decode_iterations"] for options in decode] == [2, 2]
 
 
 async def test_stages_without_a_count_are_told_apart_too(kind: type[FakeManager], tmp_path: Path) -> None:
     artifacts = await recorded(kind(), asked(tmp_path, by_stage=True), 6)
-    assert sorted(each.stage or "" for each in artifacts) == ["decode", "prefill"]
+    assert sorted(artifact.stage or "" for artifact in artifacts) == ["decode", "prefill"]
 
 
 async def test_a_decode_capture_that_is_stopped_is_still_decode_and_noted(tmp_path: Path) -> None:
     capture = asked(tmp_path, by_stage=True, iterations=Iterations(count=20))
-    artifacts = {each.stage: each for each in await recorded(FakeManager(), capture, 6)}
+    artifacts = {artifact.stage: artifact for artifact in await recorded(FakeManager(), capture, 6)}
     assert artifacts["decode"].note == "5 of 20 decode iterations: the engine ran no more"
     assert artifacts["prefill"].note == "1 of 20 prefill iterations: the engine ran no more"
 
@@ -443,8 +443,8 @@ async def test_a_file_that_holds_both_stages_is_called_neither(tmp_path: Path) -
 async def test_ranks_are_global_and_count_the_replicas_before(tmp_path: Path) -> None:
     manager = FakeManager(tp=2, pp=2)
     artifacts = await recorded(manager, asked(tmp_path, replica=2), 3)
-    assert sorted(each.rank or 0 for each in artifacts) == [8, 9, 10, 11]
-    assert {tuple((each.topology or {}).items()) for each in artifacts if each.rank == 10} == {
+    assert sorted(artifact.rank or 0 for artifact in artifacts) == [8, 9, 10, 11]
+    assert {tuple((artifact.topology or {}).items()) for artifact in artifacts if artifact.rank == 10} == {
         (("tp", 0), ("pp", 1))
     }
 
@@ -452,13 +452,13 @@ async def test_ranks_are_global_and_count_the_replicas_before(tmp_path: Path) ->
 async def test_only_the_ranks_that_were_asked_for_leave_files(tmp_path: Path) -> None:
     capture = asked(tmp_path, replica=1, ranks=(4, 6))
     artifacts = await recorded(FakeManager(tp=4), capture, 3)
-    assert sorted(each.rank or 0 for each in artifacts) == [4, 6]
+    assert sorted(artifact.rank or 0 for artifact in artifacts) == [4, 6]
     assert len(files_below(capture.step_dir)) == 4, "two traces and two sidecars"
 
 
 async def test_data_parallel_ranks_follow_each_other(tmp_path: Path) -> None:
     artifacts = await recorded(FakeManager(tp=2, dp=2), asked(tmp_path), 3)
-    places = {each.rank: each.topology for each in artifacts}
+    places = {artifact.rank: artifact.topology for artifact in artifacts}
     assert places == {
         0: {"tp": 0, "dp": 0},
         1: {"tp": 1, "dp": 0},
@@ -494,10 +494,10 @@ async def test_a_busy_rank_behind_an_idle_first_one_is_recorded(tmp_path: Path) 
 
 async def test_the_merged_file_is_told_from_the_ranks_own(tmp_path: Path) -> None:
     artifacts = await recorded(FakeManager(tp=2), asked(tmp_path, merge=True), 3)
-    assert sorted((each.kind, each.rank) for each in artifacts if each.rank is not None) == [
+    assert sorted((artifact.kind, artifact.rank) for artifact in artifacts if artifact.rank is not None) == [
         ("torch_trace", 0), ("torch_trace", 1),
     ]  # fmt: skip
-    (merged,) = [each for each in artifacts if each.kind == "merged_trace"]
+    (merged,) = [artifact for artifact in artifacts if artifact.kind == "merged_trace"]
     assert merged.rank is None
     assert merged.topology is None
 

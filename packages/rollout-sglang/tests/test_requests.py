@@ -104,8 +104,8 @@ def test_queue_prefill_and_decode_hang_below_the_request_as_sglang_timed_them() 
     span, before = Recorded(), time.monotonic_ns()
     record_request(span, {"meta_info": just_now()})
     assert span.attrs["queued_s"] == 0.125
-    assert [each[0] for each in span.below] == ["queue", "prefill", "decode"]
-    assert {each[3] for each in span.below} == {"rollout"}
+    assert [phase[0] for phase in span.below] == ["queue", "prefill", "decode"]
+    assert {phase[3] for phase in span.below} == {"rollout"}
     times = [round((end - start) / 1e9, 3) for _, start, end, _ in span.below]
     assert times == [0.125, 0.25, 0.75]
     assert span.below[0][2] == span.below[1][1], "one ends where the next begins"

@@ -140,8 +140,8 @@ def test_a_router_is_refused_by_naming_its_servers(server: FakeServer) -> None:
     # As `tests/real/engine_server.py` sees the real one answer.
     server.info_path, server.info = "/get_server_info", {"router_manager": True, "workers_count": 2}
     server.behind = ["http://a:1", "http://b:1"]
-    said = rf"is a router before http://a:1, http://b:1.*\*SglangServer\.behind\('{server.url}'\)"
-    with pytest.raises(EngineError, match=said):
+    message = rf"is a router before http://a:1, http://b:1.*\*SglangServer\.behind\('{server.url}'\)"
+    with pytest.raises(EngineError, match=message):
         SglangServer(server.url).check()
 
 
@@ -196,9 +196,9 @@ async def test_a_stop_that_fails_keeps_what_is_complete_and_the_folder_that_is_w
     assert server.scheduler.stop() is None  # it finds its folder
     late_files.hand_in_late()  # as at the end of the process
     (late,) = (
-        each
-        for each in files_below(str(tmp_path))
-        if ".meta." not in each.name and each.name != Path(artifact.path).name
+        path
+        for path in files_below(str(tmp_path))
+        if ".meta." not in path.name and path.name != Path(artifact.path).name
     )
     assert sidecar(late).artifact.stage == "decode"
     assert not hidden(tmp_path)
@@ -315,8 +315,8 @@ async def test_a_capture_that_was_given_up_and_could_not_be_stopped_is_stopped_b
     await profiler.start(msgspec.structs.replace(a_capture(tmp_path), step=2))
     server.scheduler.forward("EXTEND")
     (artifact,) = await profiler.stop()
-    traces = [each for each in files_below(str(tmp_path)) if ".meta." not in each.name]
-    assert [each.name for each in traces] == [Path(artifact.path).name]
+    traces = [path for path in files_below(str(tmp_path)) if ".meta." not in path.name]
+    assert [path.name for path in traces] == [Path(artifact.path).name]
     assert not hidden(tmp_path)
 
 
@@ -365,8 +365,8 @@ async def test_the_servers_of_one_replica_keep_their_files_apart(server: FakeSer
         threading.Thread(target=other.serve_forever, daemon=True).start()
         profiler = SglangServer(server.url, other.url)
         await profiler.start(a_capture(tmp_path))
-        for each in (server, other):
-            each.scheduler.forward("EXTEND")
+        for part in (server, other):
+            part.scheduler.forward("EXTEND")
         artifacts = await profiler.stop()
         other.shutdown()
     assert len({artifact.path for artifact in artifacts}) == 2

@@ -45,9 +45,9 @@ def named(**at: int) -> TraceName:
 def test_a_name_says_the_place_and_the_stage(
     name: str, kind: str, topology: dict[str, int], stage: str | None
 ) -> None:
-    found = parse_name(name)
-    assert found is not None
-    assert (found.kind, found.topology, found.stage) == (kind, topology, stage)
+    facts = parse_name(name)
+    assert facts is not None
+    assert (facts.kind, facts.topology, facts.stage) == (kind, topology, stage)
 
 
 @pytest.mark.parametrize("name", ["server.log", "1.trace.json.gz", "TP-0.json", "probe"])

@@ -38,9 +38,9 @@ def fields(version: str, name: str) -> set[str]:
     for node in ast.walk(modules(version)["io_struct"]):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return {
-                each.target.id
-                for each in node.body
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+                statement.target.id
+                for statement in node.body
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
             }
     raise AssertionError(f"sglang {version} has no {name}")
 
@@ -150,11 +150,11 @@ def test_schedulers_load_plugins_from_0_5_11_on(version: str, has: bool) -> None
         return
     assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in (folder / _PLUGINS).read_text()
     scheduler = ast.parse((folder / _SCHEDULER).read_text())
-    found = {
+    functions = {
         node.name: ast.unparse(node) for node in ast.walk(scheduler) if isinstance(node, ast.FunctionDef)
     }
-    assert "load_plugins()" in found["run_scheduler_process"]
-    assert found["get_internal_state"].startswith(
+    assert "load_plugins()" in functions["run_scheduler_process"]
+    assert functions["get_internal_state"].startswith(
         "def get_internal_state(self, recv_req: GetInternalStateReq)"
     )
-    assert "self.forward_ct += 1" in found["run_batch"]
+    assert "self.forward_ct += 1" in functions["run_batch"]

@@ -217,13 +217,13 @@ def captured(desk: Desk, target: Ascend, capture: EngineCapture) -> list[Artifac
 def test_each_capture_gets_the_folders_of_its_own_step(tmp_path: Path) -> None:
     desk, target = Desk(), Ascend(tmp_path / "engine")
     for step in (2, 3):
-        found = captured(desk, target, a_capture(tmp_path, step))
-        assert [(artifact.kind, artifact.rank, artifact.pid) for artifact in found] == [
+        artifacts = captured(desk, target, a_capture(tmp_path, step))
+        assert [(artifact.kind, artifact.rank, artifact.pid) for artifact in artifacts] == [
             ("npu_recording", 0, 70),
             ("npu_recording", 1, 71),
         ]
-        assert [artifact.size_bytes for artifact in found] == [len("operators" + json.dumps(SAID))] * 2
-        for artifact in found:
+        assert [artifact.size_bytes for artifact in artifacts] == [len("operators" + json.dumps(SAID))] * 2
+        for artifact in artifacts:
             folder = tmp_path / f"step{step}" / artifact.path
             assert (folder / "FRAMEWORK" / "torch.op_range").is_file()
             assert folder.name.startswith(f"capture{step}_")

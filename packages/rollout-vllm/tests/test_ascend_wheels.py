@@ -61,31 +61,31 @@ CAPTURE = EngineCapture(
 def worker_of(version: str) -> ast.Module:
     """Return the module of the worker, which a start and a stop reach."""
     folder = package(version) / "worker"
-    found = [folder / name for name in ("worker_v1.py", "worker.py") if (folder / name).exists()]
-    return ast.parse(found[0].read_text())
+    paths = [folder / name for name in ("worker_v1.py", "worker.py") if (folder / name).exists()]
+    return ast.parse(paths[0].read_text())
 
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_it_records_at_level1_as_text_without_mstx_and_without_shapes(version: str) -> None:
-    found = ascend_profiler.of_source(package(version), "vllm-ascend")
-    assert (found.arguments["profiler_level"], found.arguments["export_type"]) == ("Level1", "Text")
-    assert found.arguments["msprof_tx"] == "False"
-    assert not {"mstx", "record_shapes"} & found.arguments.keys()
-    assert list(found.fixed()) == ["npu.level", "npu.export", "npu.markers"]
-    assert "record_shapes" in found.unable(CAPTURE)
+    ascend = ascend_profiler.of_source(package(version), "vllm-ascend")
+    assert (ascend.arguments["profiler_level"], ascend.arguments["export_type"]) == ("Level1", "Text")
+    assert ascend.arguments["msprof_tx"] == "False"
+    assert not {"mstx", "record_shapes"} & ascend.arguments.keys()
+    assert list(ascend.fixed()) == ["npu.level", "npu.export", "npu.markers"]
+    assert "record_shapes" in ascend.unable(CAPTURE)
 
 
 @pytest.mark.parametrize("version", WHEELS)
 def test_what_becomes_of_stacks_is_said_as_its_code_has_it(version: str) -> None:
-    found = ascend_profiler.of_source(package(version), "vllm-ascend")
-    said = found.unable(CAPTURE).get("with_stack")
+    ascend = ascend_profiler.of_source(package(version), "vllm-ascend")
+    reason = ascend.unable(CAPTURE).get("with_stack")
     where = WHEELS[version]
     if where is None:
-        assert said == "vllm-ascend records none"
+        assert reason == "vllm-ascend records none"
     else:
         argument, setting = where
-        assert setting in found.arguments[argument]
-        assert said == (None if argument == STACKS else "vllm-ascend records modules in its place")
+        assert setting in ascend.arguments[argument]
+        assert reason == (None if argument == STACKS else "vllm-ascend records modules in its place")
 
 
 @pytest.mark.parametrize("version", WHEELS)
@@ -121,6 +121,6 @@ def test_a_folder_as_torch_npu_names_it_is_known_with_and_without_a_workers_name
 def test_code_that_is_not_as_it_was_is_called_unknown(tmp_path: Path) -> None:
     (tmp_path / "profiler").mkdir()
     (tmp_path / "profiler" / "torch_npu_profiler.py").write_text("class TorchNPUProfilerWrapper: ...")
-    found = ascend_profiler.of_source(tmp_path, "vllm-ascend 9")
-    assert found.unable(CAPTURE).keys() == {"npu"}
-    assert "vllm-ascend 9: what its profiler records with is not known" in found.fixed()["npu"]
+    ascend = ascend_profiler.of_source(tmp_path, "vllm-ascend 9")
+    assert ascend.unable(CAPTURE).keys() == {"npu"}
+    assert "vllm-ascend 9: what its profiler records with is not known" in ascend.fixed()["npu"]

@@ -30,24 +30,24 @@ class Workers:
         return [worker.stepscope_read(f"{self.disk}{path}", offset) for worker in self._workers]
 
 
-def said(*wrote: Path) -> list[dict[str, Any]]:
+def reports(*wrote: Path) -> list[dict[str, Any]]:
     return [{"host": "near", "wrote": []}, {"host": "far", "wrote": [str(path) for path in wrote]}]
 
 
 async def test_a_workers_trace_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "PIECE", 100)
     home, content = tmp_path / "step" / "a.pt.trace.json.gz", bytes(range(256)) * 3
-    there = put(Path(f"{tmp_path / 'far'}{home}"), content)
+    source = put(Path(f"{tmp_path / 'far'}{home}"), content)
     workers = Workers(tmp_path / "far", home)
-    assert await remote_disks.bring_home(workers.call, home.parent, said(home)) == {}
-    assert home.read_bytes() == there.read_bytes() == content
+    assert await remote_disks.bring_home(workers.call, home.parent, reports(home)) == {}
+    assert home.read_bytes() == source.read_bytes() == content
     assert names(home.parent) == [home.name]
 
 
 async def test_what_no_worker_has_any_more_is_named_with_its_host(tmp_path: Path) -> None:
     home = tmp_path / "step" / "a.pt.trace.json.gz"
     workers = Workers(tmp_path / "far", home)
-    left = await remote_disks.bring_home(workers.call, home.parent, said(home))
+    left = await remote_disks.bring_home(workers.call, home.parent, reports(home))
     assert "no worker has it any more" in left["worker on far"]
     assert names(home.parent) == []
 
@@ -56,7 +56,7 @@ async def test_a_file_for_another_place_is_left_alone(tmp_path: Path) -> None:
     home = tmp_path / "elsewhere" / "a.pt.trace.json.gz"
     put(Path(f"{tmp_path / 'far'}{home}"), b"x")
     workers = Workers(tmp_path / "far", home)
-    left = await remote_disks.bring_home(workers.call, tmp_path / "step", said(home))
+    left = await remote_disks.bring_home(workers.call, tmp_path / "step", reports(home))
     assert f"it is not in {tmp_path / 'step'}" in left["worker on far"]
     assert not home.exists()
 

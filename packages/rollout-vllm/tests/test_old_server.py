@@ -56,8 +56,8 @@ class Handler(BaseHTTPRequestHandler):
     server: OldServer
 
     def do_GET(self) -> None:
-        said = {"/version": {"version": "0.29.0"}, "/openapi.json": {"paths": {"/start_profile": {}}}}
-        self._reply(json.dumps(said.get(self.path, {})).encode())
+        answers = {"/version": {"version": "0.29.0"}, "/openapi.json": {"paths": {"/start_profile": {}}}}
+        self._reply(json.dumps(answers.get(self.path, {})).encode())
 
     def do_POST(self) -> None:
         if self.path == "/stop_profile":
@@ -90,8 +90,8 @@ async def test_a_server_is_stopped_once_whoever_stops_it(
     await profiler.start(a_capture(tmp_path))
     if somebody_stops_it:
         await asyncio.to_thread(_post, f"{server.url}/stop_profile")
-    found = await profiler.stop()
-    assert sorted(artifact.kind for artifact in found) == ["vllm_frontend_trace", "vllm_trace"]
+    artifacts = await profiler.stop()
+    assert sorted(artifact.kind for artifact in artifacts) == ["vllm_frontend_trace", "vllm_trace"]
     assert await profiler.stop() == []
     assert server.stops == 1
 
@@ -109,9 +109,11 @@ async def recorded(
     )
     given = msgspec.structs.replace(a_capture(tmp_path, replica=replica), ranks=ranks)
     await profiler.start(given)
-    found = await profiler.stop()
-    names = [Path(each.path).name.removeprefix("capture-step1_").partition(".")[0] for each in found]
-    return dict(zip(names, (each.rank for each in found), strict=True)), profiler
+    artifacts = await profiler.stop()
+    names = [
+        Path(artifact.path).name.removeprefix("capture-step1_").partition(".")[0] for artifact in artifacts
+    ]
+    return dict(zip(names, (artifact.rank for artifact in artifacts), strict=True)), profiler
 
 
 @pytest.mark.parametrize("names", [("rank0", "rank1"), ("inst9-rank-0", "inst9-rank-1")])
@@ -120,14 +122,14 @@ async def test_of_ranks_0_and_8_at_tensor_parallel_2_exactly_these_are_there(
 ) -> None:
     for replica, rank in ((0, 0), (4, 8)):
         server.files = dict.fromkeys(names, EMPTY)
-        found, _ = await recorded(server, tmp_path, replica, (0, 8), tensor_parallel_size=2)
-        assert found == {names[0]: rank}
+        ranks, _ = await recorded(server, tmp_path, replica, (0, 8), tensor_parallel_size=2)
+        assert ranks == {names[0]: rank}
 
 
 async def test_all_ranks_of_a_replica_count_from_its_first(server: OldServer, tmp_path: Path) -> None:
     server.files = {"rank0": EMPTY, "rank1": EMPTY}
-    found, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
-    assert found == {"rank0": 8, "rank1": 9}
+    ranks, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
+    assert ranks == {"rank0": 8, "rank1": 9}
 
 
 async def test_of_engines_of_one_worker_the_replica_is_the_rank(server: OldServer, tmp_path: Path) -> None:
@@ -139,16 +141,16 @@ async def test_a_file_that_says_no_rank_is_kept_whatever_ranks_are_asked_for(
     server: OldServer, tmp_path: Path
 ) -> None:
     server.files = {"host_12345": EMPTY}
-    found, _ = await recorded(server, tmp_path, 0, (0,), tensor_parallel_size=2)
-    assert found == {"host_12345": None}
+    ranks, _ = await recorded(server, tmp_path, 0, (0,), tensor_parallel_size=2)
+    assert ranks == {"host_12345": None}
 
 
 async def test_the_rank_in_a_file_is_believed_over_the_one_in_its_name(
     server: OldServer, tmp_path: Path
 ) -> None:
     server.files = {"rank0": {"distributedInfo": {"rank": 1, "world_size": 2}, **EMPTY}}
-    found, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
-    assert found == {"rank0": 9}
+    ranks, _ = await recorded(server, tmp_path, 4, None, tensor_parallel_size=2)
+    assert ranks == {"rank0": 9}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,8 @@ async def test_a_rank_that_the_engine_as_it_was_said_to_be_cannot_have_is_not_ma
     server: OldServer, tmp_path: Path, trace: dict[str, Any]
 ) -> None:
     server.files = {"rank9": trace}
-    found, profiler = await recorded(server, tmp_path, 3, None)
-    assert found == {"rank9": None}
+    ranks, profiler = await recorded(server, tmp_path, 3, None)
+    assert ranks == {"rank9": None}
     assert "tensor_parallel_size=" in profiler.ignored["ranks"]
 
 
@@ -193,7 +195,7 @@ def test_the_frontends_trace_stands_above_its_workers_on_the_rows_of_their_repli
     step = RunLayout(tmp_path).step(1)
     merged = merge_step(step.root)
     events = json.loads(gzip.decompress(step.timeline.read_bytes()))["traceEvents"]
-    placed = {each["pid"]: each for each in events if each.get("cat") == "cpu_op"}
+    placed = {event["pid"]: event for event in events if event.get("cat") == "cpu_op"}
     shown = [(row.name, placed[row.pid]) for row in merged.rows if row.pid in placed]
     assert [(row, event["name"]) for row, event in shown] == [
         ("rollout replica 0", "schedule"),

@@ -57,8 +57,8 @@ def test_an_option_that_the_engine_was_built_without_is_reported_with_the_fix(
 def test_stacks_that_nobody_asked_for_are_reported(tmp_path: Path) -> None:
     """vLLM's own default."""
     built = {**BUILT, "torch_profiler_with_stack": True}
-    found = options.unable(a_capture(tmp_path), built, OLD, "0.31.0", aimed=False)
-    assert "2.7 million events" in found["with_stack"]
+    reasons = options.unable(a_capture(tmp_path), built, OLD, "0.31.0", aimed=False)
+    assert "2.7 million events" in reasons["with_stack"]
 
 
 def test_iterations_name_the_release_whose_start_takes_them(tmp_path: Path) -> None:

@@ -44,18 +44,18 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ty
     import torch
 
     cpu = request.param == "isend_tensor_dict"
-    found = type("GroupCoordinator", (), {request.param: lambda self, tensor: torch.sin(tensor)})
+    kind = type("GroupCoordinator", (), {request.param: lambda self, tensor: torch.sin(tensor)})
     parts: dict[str, dict[str, object]] = {
         "vllm": {},
         "vllm.distributed": {},
-        "vllm.distributed.parallel_state": {"GroupCoordinator": found},
+        "vllm.distributed.parallel_state": {"GroupCoordinator": kind},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
     }
     for name, content in parts.items():
         module = ModuleType(name)
         vars(module).update(content, send=request.param)
         monkeypatch.setitem(sys.modules, name, module)
-    return found
+    return kind
 
 
 def send(group: type) -> None:

@@ -35,8 +35,8 @@ def test_a_file_that_is_seen_while_it_is_written_is_waited_for(tmp_path: Path) -
 def test_a_trace_says_on_which_host_it_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "step_000001_r_rank3.17.pt.trace.json.gz"
     path.write_bytes(WHOLE)
-    found = traces.read(path)
-    assert (found.host, found.rank) == ("node7", 3)
+    facts = traces.read(path)
+    assert (facts.host, facts.rank) == ("node7", 3)
 
 
 def a_trace(name: str, rank: int, world_size: int | None) -> traces.Trace:

@@ -1,9 +1,14 @@
-"""Drives the profiler of SGLang from stepscope: engines of this process, servers, and engines in Ray actors.
+"""Adapter for SGLang: starts and stops SGLang's profiler with a capture.
 
-`capture(engines=...)` finds this adapter by itself for an `sglang.Engine` or a TokenizerManager. A server is
-named with `SglangServer(url)`, an engine in a Ray actor with `RayRollout(actor, "sglang")`. The supported
-range of SGLang is the `engine` extra of this distribution. sglang itself is imported by nothing here unless
-its user has imported it.
+`capture(engines=...)` finds this adapter by itself for an `sglang.Engine` or a TokenizerManager. Name a
+server with `SglangServer(url)`, an engine in a Ray actor with `RayRollout(actor, "sglang")`. The supported
+range of SGLang is the `engine` extra of this distribution. Nothing here imports sglang unless its user has
+imported it.
+
+    _driving      knows an engine's facts, and calls it in this process or over HTTP
+    _capture      holds the captures of one engine
+    _engine_side  runs in SGLang's own processes
+    _files        reads what SGLang's profilers wrote
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded when asked for: what they need (asyncio, http) costs a training process 40 ms.
+    # Loaded on first use: their imports (asyncio, http) take 40 ms in a training process.
     if name not in _HOMES:
         raise AttributeError(f"module 'stepscope_sglang' has no attribute {name!r}")
     from importlib import import_module

@@ -58,8 +58,8 @@ class SglangReplica(EngineReplica):
         answer = await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, rid=name)
         return answer["output_ids"], answer
 
-    def record(self, served: TimedSpan, said: Any) -> None:
-        record_request(served, said)
+    def record(self, served: TimedSpan, output: Any) -> None:
+        record_request(served, output)
 
     def end(self) -> None:
         self.engine.shutdown()

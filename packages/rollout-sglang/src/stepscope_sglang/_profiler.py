@@ -27,14 +27,15 @@ from stepscope_sglang._driving.target import Target
 
 
 class SglangProfiler(ReplicaProfiler):
-    """Drives the profiler of an `sglang.Engine` in this process, or of its TokenizerManager, as RL frameworks
-    hold it. The schedulers record themselves; nothing of them runs here.
+    """Profiler of an `sglang.Engine` in this process, or of its TokenizerManager, as RL frameworks hold it.
+
+    The schedulers record themselves. Nothing of them runs here.
     """
 
     def __init__(self, engine: Engine | TokenizerManager, *, replica: int | None = None) -> None:
         """
         Args:
-            engine: An `sglang.Engine`, a `TokenizerManager`, or what holds one as `tokenizer_manager`.
+            engine: An `sglang.Engine`, a `TokenizerManager`, or an object with one as `tokenizer_manager`.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         super().__init__(replica)
@@ -42,7 +43,7 @@ class SglangProfiler(ReplicaProfiler):
 
     @property
     def facts(self) -> EngineFacts:
-        """Raises EngineError when the object is no engine of a known kind."""
+        """Return its facts. Raises EngineError when the object is no engine of a known kind."""
         return self._target.facts()
 
     @property
@@ -84,7 +85,7 @@ class SglangProfiler(ReplicaProfiler):
 
 
 class SglangFactory(EngineFactory):
-    """The adapter `sglang`: knows engines and TokenizerManagers by the names of their classes."""
+    """Adapter `sglang`: recognises engines and TokenizerManagers by the names of their classes."""
 
     distributions = ("sglang",)
 

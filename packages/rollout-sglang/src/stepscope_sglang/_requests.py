@@ -34,8 +34,10 @@ class TimedSpan(Protocol):
 
 
 def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
-    """Set on the span of a request where its time went: `request_facts` as attributes, and below it spans
-    `queue`, `prefill` and `decode` of role `rollout`, as the engine timed them.
+    """Record on the span around a request how the engine spent its time.
+
+    The span gets `request_facts` as attributes. Below it come spans `queue`, `prefill` and `decode` of role
+    `rollout`, as the engine timed them.
 
     Args:
         span: The turn or span that made the request and waited for it, still open.
@@ -49,30 +51,30 @@ def record_request(span: TimedSpan, answer: Mapping[str, object]) -> None:
 
 
 def request_facts(answer: Mapping[str, object]) -> dict[str, Fact]:
-    """Return where one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
+    """Return how one request spent its time, for the span around it: `turn.set(**request_facts(answer))`.
 
     Args:
-        answer: What `generate`, `async_generate` or POST /generate returned for one prompt, or its
+        answer: The answer of `generate`, `async_generate` or POST /generate to one prompt, or its
             `meta_info`.
 
     Returns:
         `request_id`, `prompt_tokens`, `cached_tokens`, `output_tokens`, `finish_reason`, `weight_version`,
         `preemptions`, `latency_s`; from an engine with `enable_metrics` also `queued_s`, `prefill_s`,
-        `decode_s` and `first_token_s`. What the answer does not say is not there.
+        `decode_s` and `first_token_s`. Facts that the answer does not have are absent.
     """
-    said = _meta_info(answer)
-    found: dict[str, Fact] = {}
+    info = _meta_info(answer)
+    facts: dict[str, Fact] = {}
     for name, ours in (("id", "request_id"), ("weight_version", "weight_version")):
-        if isinstance(said.get(name), str):
-            found[ours] = str(said[name])
+        if isinstance(info.get(name), str):
+            facts[ours] = str(info[name])
     for name, ours in _COUNTS.items():
-        value = said.get(name)
+        value = info.get(name)
         if isinstance(value, int):
-            found[ours] = value
-    reason = said.get("finish_reason")
+            facts[ours] = value
+    reason = info.get("finish_reason")
     if isinstance(reason, Mapping) and reason.get("type"):
-        found["finish_reason"] = str(reason["type"])
-    return {**found, **_times(said)}
+        facts["finish_reason"] = str(reason["type"])
+    return {**facts, **_times(info)}
 
 
 def _meta_info(answer: object) -> Mapping[str, object]:
@@ -86,19 +88,21 @@ def _meta_info(answer: object) -> Mapping[str, object]:
 @cache
 def _warn_once(kind: str) -> None:
     log.warning(
-        "stepscope: nothing is recorded of SGLang's answer to several prompts or samples (a %s): give each "
-        "answer in it to the span of its own turn",
+        "stepscope: nothing is recorded of SGLang's answer to several prompts or samples (a %s). Fix: give "
+        "each answer in it to the span of its own turn",
         kind,
     )
 
 
-def _stamps_here(said: Mapping[str, object]) -> list[int]:
-    """Return when it was queued, taken up, had its first token, and was over: in ns of this host's
-    monotonic clock. Empty where one is missing, or is not of this host's wall clock.
+def _stamps_here(info: Mapping[str, object]) -> list[int]:
+    """Return the times at which a request was queued, begun, had its first token, and was over.
+
+    They are in ns of this host's monotonic clock. There are none if one is missing, or is not of this host's
+    wall clock.
     """
     names = ("request_received_ts", "forward_entry_time", "prefill_finished_time", "request_finished_ts")
-    received, *stamps = (_number(said, name) for name in names)
-    queued_s = _number(said, "queue_time")
+    received, *stamps = (_number(info, name) for name in names)
+    queued_s = _number(info, "queue_time")
     if not received or queued_s is None or not all(stamps):
         return []
     began, *rest = (stamp or 0.0 for stamp in stamps)
@@ -108,19 +112,17 @@ def _stamps_here(said: Mapping[str, object]) -> list[int]:
     return [now_ns - round((now - stamp) * 1e9) for stamp in unix] if fits else []
 
 
-def _times(said: Mapping[str, object]) -> dict[str, float]:
-    """Return the times in s. Prefill is from the first forward pass with the request in it to its first
-    token.
-    """
+def _times(info: Mapping[str, object]) -> dict[str, float]:
+    """Return the times in s. Prefill lasts from its first forward pass to its first token."""
     stamps = [
-        _number(said, name) for name in ("forward_entry_time", "prefill_finished_time", "request_finished_ts")
+        _number(info, name) for name in ("forward_entry_time", "prefill_finished_time", "request_finished_ts")
     ]
     times = {
-        "queued_s": _number(said, "queue_time"),
+        "queued_s": _number(info, "queue_time"),
         "prefill_s": _between(stamps[0], stamps[1]),
         "decode_s": _between(stamps[1], stamps[2]),
-        "first_token_s": _number(said, "first_token_latency"),
-        "latency_s": _number(said, "e2e_latency"),
+        "first_token_s": _number(info, "first_token_latency"),
+        "latency_s": _number(info, "e2e_latency"),
     }
     return {name: round(value, 6) for name, value in times.items() if value is not None}
 
@@ -129,6 +131,6 @@ def _between(began: float | None, ended: float | None) -> float | None:
     return ended - began if began and ended and ended >= began else None
 
 
-def _number(said: Mapping[str, object], name: str) -> float | None:
-    value = said.get(name)
+def _number(info: Mapping[str, object], name: str) -> float | None:
+    value = info.get(name)
     return float(value) if isinstance(value, (int, float)) else None

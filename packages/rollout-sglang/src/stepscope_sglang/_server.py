@@ -12,19 +12,20 @@ from stepscope_sglang._driving.target import Target
 
 
 class SglangServer(ReplicaProfiler):
-    """Drives the profiler of an SGLang server, or of the several that make up one replica (prefill and decode
-    servers). The files are written by the servers, so they need a disk in common with this process.
+    """Profiler of an SGLang server, or of the several that make up one replica (prefill and decode servers).
+
+    The servers write the files, so they need a disk in common with this process.
     """
 
     def __init__(self, *urls: str, api_key: str | None = None, replica: int | None = None) -> None:
         """
         Args:
             urls: `http://host:port` of each server of the replica. Not that of a router.
-            api_key: Sent as `Authorization: Bearer`; the admin key where the server has one.
+            api_key: Key that is sent as `Authorization: Bearer`; the admin key where the server has one.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
 
         Raises:
-            ConfigError: one is no URL.
+            ConfigError: one of `urls` is not a URL.
         """
         super().__init__(replica)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -43,7 +44,7 @@ class SglangServer(ReplicaProfiler):
 
     @property
     def world_size(self) -> int | None:
-        """None until the servers were asked."""
+        """Return the sum of its servers' sizes; None until they were asked."""
         known = [engine.known for engine in self._engines]
         sizes = [facts.world_size for facts in known if facts is not None]
         return sum(sizes) if len(sizes) == len(known) else None

@@ -59,7 +59,7 @@ class Dialect(NamedTuple):
 
 
 def number(version: str) -> tuple[int, ...]:
-    """`0.5.23.post1+cpu` -> (0, 5, 23)."""
+    """Return the numbers of a version: (0, 5, 23) of `0.5.23.post1+cpu`."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
@@ -71,9 +71,9 @@ def older(version: str | None, than: str) -> bool:
 def installed() -> str | None:
     """Return the version of the sglang of this process; None where it is not installed as a distribution."""
     module = sys.modules.get("sglang")
-    said = getattr(module, "__version__", None)
-    if isinstance(said, str):
-        return said
+    version = getattr(module, "__version__", None)
+    if isinstance(version, str):
+        return version
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def dialect_of(start_profile: Callable[..., object]) -> Dialect:
     """Read the dialect from the signature of `TokenizerManager.start_profile`.
 
     Raises:
-        EngineError: neither of the two that are known.
+        EngineError: it is neither of the two that are known.
     """
     names = frozenset(inspect.signature(start_profile).parameters)
     if "req" in names:
@@ -123,5 +123,5 @@ def fields_of(kind: object) -> frozenset[str]:
 
 
 def options_of(version: str | None) -> frozenset[str]:
-    """Return the options of a server of this version by the table: it does not show its signature."""
+    """Return the options of a server of this version by `SINCE`, because it does not show its signature."""
     return frozenset(option for option, since in SINCE.items() if not older(version, since))

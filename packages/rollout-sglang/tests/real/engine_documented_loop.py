@@ -23,12 +23,12 @@ torch: {activities: [cpu]}
 
 
 def code() -> str:
-    (found,) = [
+    (example,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
         if "training_step" in block
     ]
-    return str(found)
+    return str(example)
 
 
 @pytest.fixture

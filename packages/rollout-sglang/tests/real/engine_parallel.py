@@ -46,8 +46,8 @@ def record(engine: Any, tmp_path: Path, *, requests: int, step: int = 1, **chang
         await profiler.start(wanted)
         await generate(engine, requests, 4)
         artifacts = await profiler.stop()
-        for each in artifacts:
-            assert_complete(each, wanted)
+        for artifact in artifacts:
+            assert_complete(artifact, wanted)
         return artifacts
 
     return on_its_loop(engine, scenario())
@@ -62,7 +62,10 @@ def passes(engine: Any) -> list[int]:
 @data
 def test_each_data_parallel_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=4)
-    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0, "dp": 0}, 1: {"tp": 0, "dp": 1}}
+    assert {artifact.rank: artifact.topology for artifact in artifacts} == {
+        0: {"tp": 0, "dp": 0},
+        1: {"tp": 0, "dp": 1},
+    }
 
 
 @data
@@ -76,14 +79,14 @@ def test_a_rank_without_a_request_is_named_and_not_left_armed(parallel: Any, tmp
     (artifact,) = record(parallel, tmp_path, requests=1, iterations=Iterations(count=2))
     assert artifact.ignored["files"].startswith("1 of 2 ranks left a file")
     both = record(parallel, tmp_path, requests=4, step=2)
-    assert {each.rank for each in both} == {0, 1}
+    assert {artifact.rank for artifact in both} == {0, 1}
 
 
 @data
 def test_merging_of_data_parallel_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=4, merge=True)
-    assert {each.kind for each in artifacts} == {"torch_trace"}
-    assert all("before the other dp and pp ranks" in each.ignored["merge"] for each in artifacts)
+    assert {artifact.kind for artifact in artifacts} == {"torch_trace"}
+    assert all("before the other dp and pp ranks" in artifact.ignored["merge"] for artifact in artifacts)
 
 
 @data
@@ -97,7 +100,7 @@ def test_a_later_start_is_refused_where_the_ranks_have_not_run_alike(parallel: A
 @tensor
 def test_each_tensor_parallel_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2)
-    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0}, 1: {"tp": 1}}
+    assert {artifact.rank: artifact.topology for artifact in artifacts} == {0: {"tp": 0}, 1: {"tp": 1}}
 
 
 @tensor
@@ -109,19 +112,22 @@ def test_ranks_are_those_of_the_run_and_not_of_the_replica(parallel: Any, tmp_pa
 @tensor
 def test_the_merge_of_tensor_parallel_ranks_stands_beside_their_files(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2, merge=True)
-    assert sorted(each.kind for each in artifacts) == ["merged_trace", "torch_trace", "torch_trace"]
+    assert sorted(artifact.kind for artifact in artifacts) == ["merged_trace", "torch_trace", "torch_trace"]
 
 
 @tensor
 def test_every_tensor_parallel_rank_leaves_out_the_same_passes(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=1, iterations=Iterations(start=2, count=1))
-    assert [each.truncated for each in artifacts] == [None, None]
+    assert [artifact.truncated for artifact in artifacts] == [None, None]
 
 
 @pipeline
 def test_each_pipeline_rank_leaves_a_file_and_has_a_global_rank(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2)
-    assert {each.rank: each.topology for each in artifacts} == {0: {"tp": 0, "pp": 0}, 1: {"tp": 0, "pp": 1}}
+    assert {artifact.rank: artifact.topology for artifact in artifacts} == {
+        0: {"tp": 0, "pp": 0},
+        1: {"tp": 0, "pp": 1},
+    }
 
 
 @pipeline
@@ -129,11 +135,11 @@ def test_pipeline_ranks_survive_captures_in_a_row_by_stage_and_whole(parallel: A
     """Keep sends under way at the end of a stage's profile, and between two captures."""
     for step in range(8):
         whole = record(parallel, tmp_path, requests=2, step=2 * step)
-        assert {each.rank for each in whole} == {0, 1}
+        assert {artifact.rank for artifact in whole} == {0, 1}
         staged = record(
             parallel, tmp_path, requests=2, step=2 * step + 1, by_stage=True, iterations=Iterations(count=2)
         )
-        assert {(each.rank, each.stage) for each in staged} == {
+        assert {(artifact.rank, artifact.stage) for artifact in staged} == {
             (rank, stage) for rank in (0, 1) for stage in ("prefill", "decode")
         }
 
@@ -141,5 +147,5 @@ def test_pipeline_ranks_survive_captures_in_a_row_by_stage_and_whole(parallel: A
 @pipeline
 def test_merging_of_pipeline_ranks_is_left_to_us(parallel: Any, tmp_path: Path) -> None:
     artifacts = record(parallel, tmp_path, requests=2, merge=True, iterations=Iterations(count=2))
-    assert {each.kind for each in artifacts} == {"torch_trace"}
-    assert all("before the other dp and pp ranks" in each.ignored["merge"] for each in artifacts)
+    assert {artifact.kind for artifact in artifacts} == {"torch_trace"}
+    assert all("before the other dp and pp ranks" in artifact.ignored["merge"] for artifact in artifacts)

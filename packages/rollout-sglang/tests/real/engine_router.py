@@ -74,8 +74,8 @@ async def test_every_server_behind_a_router_is_a_replica_that_is_recorded(
     manifest = cap.result.manifest()
     assert manifest is not None
     assert manifest.problems() == []
-    found = {each.name: each for part in manifest.processes for each in part.expected}
-    assert [found[f"replica {number}"].artifacts[0].rank for number in (0, 1)] == [0, 1]
+    replicas_by_name = {item.name: item for part in manifest.processes for item in part.expected}
+    assert [replicas_by_name[f"replica {number}"].artifacts[0].rank for number in (0, 1)] == [0, 1]
 
 
 async def test_the_router_itself_is_refused_by_naming_both(
@@ -96,12 +96,12 @@ async def test_a_replica_of_a_prefill_and_a_decode_server_is_one_capture_and_one
     manifest = cap.result.manifest()
     assert manifest is not None
     assert manifest.problems() == []
-    (found,) = [each for part in manifest.processes for each in part.expected if each.name == "replica 0"]
-    names = sorted(Path(artifact.path).name for artifact in found.artifacts)
+    (entry,) = [item for part in manifest.processes for item in part.expected if item.name == "replica 0"]
+    names = sorted(Path(artifact.path).name for artifact in entry.artifacts)
     assert [name.split("_")[0] for name in names] == [
         live.url.partition("://")[2].replace(":", "-") for live in sorted(servers)
     ]
-    assert {artifact.rank for artifact in found.artifacts} == {None}, "nothing says which comes first"
+    assert {artifact.rank for artifact in entry.artifacts} == {None}, "nothing says which comes first"
     layout = RunLayout(tmp_path).steps()[1]
     assert load_step(layout.root).manifest is not None
     assert merge_step(layout.root).problems == ()
@@ -116,9 +116,9 @@ async def test_a_count_is_reached_on_each_part_by_itself(
     await ask(pairing, 1, 6)
     artifacts = await replica.stop()
     assert len(artifacts) == 2
-    for each in artifacts:
-        assert_complete(each, wanted)
-        assert each.truncated is None
+    for artifact in artifacts:
+        assert_complete(artifact, wanted)
+        assert artifact.truncated is None
 
 
 async def test_a_part_that_dies_costs_its_own_file_and_is_named(servers: list[Live], tmp_path: Path) -> None:

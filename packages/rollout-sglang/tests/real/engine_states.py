@@ -230,7 +230,7 @@ def test_no_token_comes_while_sglang_writes_and_the_account_bills_that_to_the_pr
             with span("generate", role="rollout"):
                 await request()
         artifacts = replica_of(cap.result).artifacts
-        return tuple(stall for each in artifacts for stall in each.stalls if stall.doing == "writing")
+        return tuple(stall for artifact in artifacts for stall in artifact.stalls if stall.doing == "writing")
 
     stalls = on_its_loop(engine, scenario())
     assert len(stalls) == (2 if by_stage else 1)
@@ -399,9 +399,9 @@ def test_files_of_a_stop_that_missed_its_deadline_are_waited_for_and_entered(
 @pytest.mark.parametrize("count", [None, 2])
 def test_prefill_and_decode_have_files_of_their_own(engine: Any, tmp_path: Path, count: int | None) -> None:
     wanted = asked(tmp_path, by_stage=True, iterations=Iterations(count=count))
-    artifacts = {each.stage: each for each in record(engine, wanted, tokens=8)}
+    artifacts = {artifact.stage: artifact for artifact in record(engine, wanted, tokens=8)}
     assert set(artifacts) == {"prefill", "decode"}
-    assert {ended(each, wanted) for each in artifacts.values()} == {
+    assert {ended(artifact, wanted) for artifact in artifacts.values()} == {
         "stopped" if count is None else "by itself"
     }
     if NAMES_STEPS:
@@ -443,7 +443,7 @@ def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"activities": ("cuda",)}, "the engine runs on cpu"),
         ({"activities": ("xpu",)}, "can be recorded"),
@@ -458,12 +458,12 @@ def test_a_stage_that_never_came_is_not_left_armed(engine: Any, tmp_path: Path, 
     ids=str,
 )
 def test_what_would_kill_or_mislead_the_engine_is_refused(
-    engine: Any, tmp_path: Path, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    engine: Any, tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
     with monkeypatch.context() as patch:
         patch.setattr(InProcessTarget, "_call", lambda line, ask, *_: heard.append(ask))
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             record(engine, asked(tmp_path, **changes))
     assert not heard
     on_its_loop(engine, generate(engine, 1, 2))

@@ -64,9 +64,11 @@ def config_of(row: Row, save_path: Path, iterations: dict[str, int] | None = Non
 def test_a_row_of_the_table(engine: Any, tmp_path: Path, row: Row) -> None:
     replica = capture_of(engine, config_of(row, tmp_path))
     assert replica.state == "ok", replica.reason
-    merged = [each for each in replica.artifacts if each.kind == "merged_trace"]
-    traces = [each for each in replica.artifacts if each.kind == "torch_trace"]
-    assert sorted(each.stage or "" for each in traces) == (["decode", "prefill"] if row.by_stage else [""])
+    merged = [artifact for artifact in replica.artifacts if artifact.kind == "merged_trace"]
+    traces = [artifact for artifact in replica.artifacts if artifact.kind == "torch_trace"]
+    assert sorted(artifact.stage or "" for artifact in traces) == (
+        ["decode", "prefill"] if row.by_stage else [""]
+    )
     assert bool(merged) == (row.merge and not row.by_stage and MERGES)
     ignored = {"activities": row.cuda, "merge": row.merge and not merged}
     assert set(replica.ignored) == {option for option, asked in ignored.items() if asked}
@@ -81,7 +83,7 @@ def capture_of(engine: Any, config: ProfileConfig) -> Expectation:
         manifest = cap.result.manifest()
         assert manifest is not None
         (part,) = manifest.processes
-        (replica,) = [each for each in part.expected if each.name == "replica 0"]
+        (replica,) = [item for item in part.expected if item.name == "replica 0"]
         return replica
 
     return on_its_loop(engine, scenario())
@@ -115,11 +117,13 @@ def test_a_window_of_the_table(
     replica = capture_of(engine, config)
     if start == 1 and (by_stage or older(installed(), PLUGINS_SINCE)):
         assert replica.state == "failed"
-        said = "no effect on captures by stage" if by_stage else "shows that count to nobody"
-        assert said in (replica.reason or "")
+        reason = "no effect on captures by stage" if by_stage else "shows that count to nobody"
+        assert reason in (replica.reason or "")
         return
     assert replica.state == "ok", replica.reason
-    recorded = {each.stage: passes_of(each, tmp_path / "step_000007") for each in replica.artifacts}
+    recorded = {
+        artifact.stage: passes_of(artifact, tmp_path / "step_000007") for artifact in replica.artifacts
+    }
     left = 4 - (start or 0)
     assert recorded == ({"prefill": 1, "decode": count or 3} if by_stage else {None: count or left})
 

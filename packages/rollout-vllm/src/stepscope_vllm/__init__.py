@@ -1,7 +1,13 @@
-"""stepscope's side of vLLM: its profiler, started and stopped with a capture.
+"""Adapter for vLLM: starts and stops vLLM's profiler with a capture.
 
-The supported range of vLLM is the `engine` extra of this distribution. vLLM is imported by nothing here
-unless its user has imported it.
+The supported range of vLLM is the `engine` extra of this distribution. Nothing here imports vLLM unless its
+user has imported it.
+
+    _arming       prepares engines while they are built
+    _driving      knows an engine's facts, and calls it in this process or over HTTP
+    _capture      holds the captures of one engine
+    _engine_side  runs in vLLM's own processes
+    _files        reads and moves what vLLM's profilers wrote
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ __all__ = [
 ]
 
 _LAZY = {"VllmProfiler": "stepscope_vllm._profiler", "VllmServer": "stepscope_vllm._server"}
-"""These bring asyncio, which a worker that wants its extension alone does not pay for."""
+"""Loaded on first use: they import asyncio, and a worker needs the extension alone."""
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def doctor_rows() -> list[Row]:
-    """Say how the profiler of vLLM gets switched on, where vLLM is installed."""
+    """Return a row that names what switches vLLM's profiler on; none where vLLM is not installed."""
     from stepscope.doctor import Row  # import time: for `stepscope doctor` alone
 
     if find_spec("vllm") is None:

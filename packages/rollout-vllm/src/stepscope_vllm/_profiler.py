@@ -20,13 +20,13 @@ from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
 
 _desks: WeakKeyDictionary[object, Desk] = WeakKeyDictionary()
-"""Engine -> its captures: a capture that is given an engine makes a new profiler. One writer: this class."""
+"""Engine -> its captures, because each capture makes a new profiler. One writer: `VllmProfiler`."""
 
 
 class VllmProfiler(ReplicaProfiler):
-    """Drives vLLM's own profiler, in all workers of one engine of this process.
+    """Profiler of one engine of this process: drives vLLM's own profiler in all of its workers.
 
-    Calls come from any event loop or thread: the engine is called on its own.
+    It can be called from any event loop or thread. The engine is called on its own.
     """
 
     def __init__(self, engine: object, *, replica: int | None = None) -> None:
@@ -47,7 +47,7 @@ class VllmProfiler(ReplicaProfiler):
 
     @property
     def world_size(self) -> int:
-        """tp * pp * dp."""
+        """Return tp * pp * dp."""
         return self._target.layout.size
 
     @property
@@ -90,7 +90,7 @@ class VllmProfiler(ReplicaProfiler):
 
 
 class VllmFactory(EngineFactory):
-    """The adapter `vllm`: knows `AsyncLLM` and `LLM`, and finds those of this process."""
+    """Adapter `vllm`: recognises `AsyncLLM` and `LLM`, and finds those of this process."""
 
     distributions = (*_versions.DISTRIBUTIONS, "vllm-ascend")
     builder = unedited.BUILDER

@@ -1,4 +1,4 @@
-"""VllmServer: a `vllm serve` that runs somewhere, behind the contract of engine profilers."""
+"""VllmServer: a `vllm serve`, behind the contract of engine profilers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger("stepscope")
 _desks: dict[str, Desk] = {}
 """Server -> its captures, for a loop that makes a new profiler for each. One writer: `VllmServer`."""
 
-_told: set[str] = set()
-"""Servers of whose pipeline the log has something. One writer: `VllmServer.check`."""
+_warned: set[str] = set()
+"""Servers whose pipeline was warned of. One writer: `VllmServer.check`."""
 
 
 class VllmServer(ReplicaProfiler):
-    """Drives the profiler of one `vllm serve`, by its routes /start_profile and /stop_profile.
+    """Profiler of one `vllm serve`, driven by its routes /start_profile and /stop_profile.
 
     vLLM does not guard these routes with its `--api-key`: keep its port from strangers.
     """
@@ -52,15 +52,15 @@ class VllmServer(ReplicaProfiler):
         """
         Args:
             url: `http://host:port` of the server itself, not of a router (for that: `behind`).
-            profile_dir: The server's `torch_profiler_dir`, as this process sees it. None: asked of the
-                server, which only says it in development mode (VLLM_SERVER_DEV_MODE=1).
+            profile_dir: The server's `torch_profiler_dir`, as this process sees it. None: ask the server,
+                which answers in development mode only (VLLM_SERVER_DEV_MODE=1).
             replica: The replica's number; None for its position in `capture(engines=[...])`.
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, prefill_context_parallel_size:
-                As it was served with.
-            headers: Sent with every request.
+                Those that it was served with.
+            headers: Headers of every request.
 
         Raises:
-            ConfigError: `url` is none.
+            ConfigError: `url` is not a URL.
         """
         self._headers = dict(headers or {})
         self._server = Server(url, headers=self._headers)
@@ -125,9 +125,9 @@ class VllmServer(ReplicaProfiler):
         if (
             self._layout.pp > 1
             and _versions.leaves_sends_open(self._version)
-            and self._server.url not in _told
+            and self._server.url not in _warned
         ):
-            _told.add(self._server.url)
+            _warned.add(self._server.url)
             log.warning("%s: %s", self._server.url, plugin.OF_A_SERVER)
         if self._folder is None:
             self._folder = self._ask_folder()

@@ -78,9 +78,9 @@ def _left_out() -> list[str]:
     """None for versions that no recipe has: whoever runs those wants to know."""
     if find_spec("vllm") is None:
         return []
-    found = vllm.__version__.partition("+")[0]
+    release = vllm.__version__.partition("+")[0]
     tried = {version for versions in RUN_BY.values() for version in versions} | {"0.31.0"}
-    return [name for name, versions in RUN_BY.items() if found in tried and found not in versions]
+    return [name for name, versions in RUN_BY.items() if release in tried and release not in versions]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -185,9 +185,9 @@ def say(case: str, cap: Capture, replica: int = 0, **more: object) -> int:
         {"name": path.name, "path": str(path).removesuffix(".meta.json"), **json.loads(path.read_text())}
         for path in sidecars
     ]
-    found = {"case": case, "state": item.state, "reason": item.reason, "ignored": item.ignored}
-    print(json.dumps({**found, "files": files, **more}), flush=True)
-    return next((int(each["artifact"]["pid"]) for each in files), 0)
+    outcome = {"case": case, "state": item.state, "reason": item.reason, "ignored": item.ignored}
+    print(json.dumps({**outcome, "files": files, **more}), flush=True)
+    return next((int(file["artifact"]["pid"]) for file in files), 0)
 
 
 async def main(case: str, model: str, save_path: str, arguments: dict[str, Any]) -> None:

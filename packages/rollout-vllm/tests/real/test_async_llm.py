@@ -77,8 +77,8 @@ async def generate(engine: Any, tokens: int = 4) -> Any:
 
 def trace_of(artifact: Artifact, given: EngineCapture) -> dict[str, Any]:
     with gzip.open(Path(given.step_dir) / artifact.path, "rb") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
+        trace: dict[str, Any] = json.load(file)
+    return trace
 
 
 def iterations_in(trace: dict[str, Any]) -> int:
@@ -99,8 +99,8 @@ class TestConformance(EngineConformance):
         assert isinstance(profiler, VllmProfiler)
         loop = profiler._target.calls.loop()
         assert loop is not None
-        there = asyncio.run_coroutine_threadsafe(generate(profiler.engine, iterations), loop)
-        await asyncio.wrap_future(there)
+        generation = asyncio.run_coroutine_threadsafe(generate(profiler.engine, iterations), loop)
+        await asyncio.wrap_future(generation)
 
 
 def test_a_loop_of_the_users_captures_two_steps(home: Home, config: ProfileConfig, run_folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_starting_and_stopping_amid_requests_keeps_the_loop_beating_and_the_requ
         done = await asyncio.gather(*requests)
         heart.cancel()
         await asyncio.wait([heart])
-        return heart.result(), [len(each.outputs[0].token_ids) for each in done]
+        return heart.result(), [len(output.outputs[0].token_ids) for output in done]
 
     gap_s, tokens = home.run(loop())
     assert tokens == [60] * 4

@@ -83,16 +83,17 @@ def captured(user: User) -> RunLayout:
 
 
 def sidecars(layout: RunLayout, step: int) -> list[Sidecar]:
-    found = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in layout.step(step).sidecars()]
-    return sorted(found, key=lambda sidecar: sidecar.artifact.path)
+    loaded = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in layout.step(step).sidecars()]
+    return sorted(loaded, key=lambda sidecar: sidecar.artifact.path)
 
 
 def test_the_selected_step_has_the_trace_of_each_worker_and_no_other_step_is_there(
     captured: RunLayout,
 ) -> None:
     assert list(captured.steps()) == [2]
-    mine = [each.artifact for each in sidecars(captured, 2) if each.artifact.tool == "vllm"]
-    assert [(each.rank, each.world_size, each.topology) for each in mine] == [
+    artifacts = [sidecar.artifact for sidecar in sidecars(captured, 2)]
+    traces = [artifact for artifact in artifacts if artifact.tool == "vllm"]
+    assert [(trace.rank, trace.world_size, trace.topology) for trace in traces] == [
         (0, 2, {"tp": 0, "pp": 0, "dp": 0}),
         (1, 2, {"tp": 1, "pp": 0, "dp": 0}),
     ]
@@ -158,7 +159,7 @@ def test_the_next_capture_brings_home_what_came_after_its_own_process_was_gone(
             await generate(user, "next")
 
     user.run(record())
-    assert [(each.step, each.artifact.rank) for each in sidecars(captured, 20)] == [(20, 0), (20, 1)]
+    assert [(sidecar.step, sidecar.artifact.rank) for sidecar in sidecars(captured, 20)] == [(20, 0), (20, 1)]
     assert len(sidecars(captured, 21)) == 2
 
 

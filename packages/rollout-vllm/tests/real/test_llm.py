@@ -44,8 +44,8 @@ def generate(llm: LLM, tokens: int = 4, requests: int = 2) -> list[Any]:
 def trace_of(artifact: Artifact, capture_: EngineCapture) -> dict[str, Any]:
     path = Path(capture_.step_dir) / artifact.path
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
+        trace: dict[str, Any] = json.load(file)
+    return trace
 
 
 def iterations_in(trace: dict[str, Any]) -> int:
@@ -149,7 +149,7 @@ def test_what_vllm_writes_inside_the_step_is_no_ones_decode(
         generate(llm, 40, requests=1)
     (artifact,) = replica_of(cap).artifacts
     assert artifact.ended == "count"
-    (wrote_ns,) = (each.end_ns - each.start_ns for each in artifact.stalls if each.doing == "writing")
+    (wrote_ns,) = (stall.end_ns - stall.start_ns for stall in artifact.stalls if stall.doing == "writing")
     breakdown = step_report(load_step(RunLayout(run_folder).step(905).root)).breakdown
     assert wrote_ns > 0
     assert abs(breakdown.stalled_ns - wrote_ns) < 50_000_000
@@ -163,9 +163,9 @@ def test_two_steps_of_a_loop_have_their_own_files_with_what_the_engine_did(
             (output, _) = generate(llm)
             timed.set(**stepscope_vllm.request_facts(output))
         cap.result.raise_for_missing()
-        found = list((run_folder / f"step_{step:06d}" / "traces" / "rollout").rglob("*.pt.trace.json.gz"))
-        assert len(found) == 1
-        sidecar = msgspec.json.decode(sidecar_of(found[0]).read_bytes(), type=Sidecar)
+        paths = list((run_folder / f"step_{step:06d}" / "traces" / "rollout").rglob("*.pt.trace.json.gz"))
+        assert len(paths) == 1
+        sidecar = msgspec.json.decode(sidecar_of(paths[0]).read_bytes(), type=Sidecar)
         assert (sidecar.step, sidecar.artifact.rank, sidecar.artifact.world_size) == (step, 0, 1)
         assert sidecar.options["tensor_parallel_size"] == 1
         assert sidecar.versions["vllm"]

@@ -16,10 +16,10 @@ BOTH = ["vllm_frontend_trace", "vllm_trace"]
 
 
 @pytest.fixture(scope="module")
-def said(
+def outcomes(
     model: str, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """{case: what became of it}, of a process that ended well."""
+    """Return {case: outcome} of a process that ended well."""
     main = Path(__file__).with_name("owner_main.py")
     folder = tmp_path_factory.mktemp("owner")
     words = [sys.executable, str(main), model, str(folder / "run"), json.dumps(sizes)]
@@ -30,21 +30,23 @@ def said(
 
 
 @pytest.mark.parametrize("case", ["a capture", "a capture after all that"])
-def test_the_process_and_its_workers_leave_a_trace_each(said: dict[str, dict[str, Any]], case: str) -> None:
-    assert (said[case]["state"], said[case]["kinds"]) == ("ok", BOTH)
+def test_the_process_and_its_workers_leave_a_trace_each(
+    outcomes: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert (outcomes[case]["state"], outcomes[case]["kinds"]) == ("ok", BOTH)
 
 
-def test_a_stop_that_somebody_else_sent_first_is_not_sent_again(said: dict[str, dict[str, Any]]) -> None:
-    assert said["somebody stops it first"]["state"] == "ok"
+def test_a_stop_that_somebody_else_sent_first_is_not_sent_again(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes["somebody stops it first"]["state"] == "ok"
 
 
-def test_a_profiler_that_somebody_else_started_is_left_alone(said: dict[str, dict[str, Any]]) -> None:
-    found = said["somebody started it before"]
-    assert found["state"] == "failed"
-    assert "omebody else started" in found["reason"]
+def test_a_profiler_that_somebody_else_started_is_left_alone(outcomes: dict[str, dict[str, Any]]) -> None:
+    outcome = outcomes["somebody started it before"]
+    assert outcome["state"] == "failed"
+    assert "omebody else started" in outcome["reason"]
 
 
 def test_an_engine_that_is_shut_down_with_a_capture_open_lets_its_process_end(
-    said: dict[str, dict[str, Any]],
+    outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    assert said["shut down with a capture open"]["state"] in ("failed", "ok")
+    assert outcomes["shut down with a capture open"]["state"] in ("failed", "ok")

@@ -106,7 +106,7 @@ async def test_the_actor_answers_while_its_engine_writes_the_trace(actor: Any, t
     running = [actor.generate.remote(f"busy-{number}", 60) for number in range(3)]
     artifacts = await rollout.stop()
     assert len(artifacts) == 1
-    assert [await each for each in running] == [60, 60, 60]
+    assert [await answer for answer in running] == [60, 60, 60]
 
 
 def _capture(root: Path, name: str = "capture") -> EngineCapture:

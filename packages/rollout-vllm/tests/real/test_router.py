@@ -67,17 +67,17 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def backends() -> Iterator[list[Backend]]:
     with ExitStack() as stack:
-        found = [stack.enter_context(Backend()) for _ in range(2)]
-        for each in found:
-            threading.Thread(target=each.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(each.shutdown)
-        yield found
+        servers = [stack.enter_context(Backend()) for _ in range(2)]
+        for backend in servers:
+            threading.Thread(target=backend.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(backend.shutdown)
+        yield servers
 
 
 @pytest.fixture(scope="module")
 def router(backends: list[Backend], route: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     # Each stands there twice, as it does by itself with data parallelism: http://host:8000@0, http://host:8000@1
-    with route([each.url for each in backends], "--intra-node-data-parallel-size", "2") as url:
+    with route([backend.url for backend in backends], "--intra-node-data-parallel-size", "2") as url:
         yield url
 
 
@@ -90,10 +90,10 @@ def test_a_router_reports_success_for_what_one_of_its_servers_did(
     router: str, backends: list[Backend]
 ) -> None:
     """Why its URL is refused: nothing in its answer says which one."""
-    for each in backends:
-        each.posted.clear()
+    for backend in backends:
+        backend.posted.clear()
     assert post(f"{router}/start_profile") == 200
-    assert sorted(each.posted for each in backends) == [[], ["/start_profile"]]
+    assert sorted(backend.posted for backend in backends) == [[], ["/start_profile"]]
 
 
 def test_the_url_of_a_router_is_refused_with_those_of_its_servers(
@@ -101,26 +101,26 @@ def test_the_url_of_a_router_is_refused_with_those_of_its_servers(
 ) -> None:
     with pytest.raises(EngineError, match="is a router") as caught:
         VllmServer(router, tmp_path).check()
-    assert all(each.url in str(caught.value) for each in backends)
+    assert all(backend.url in str(caught.value) for backend in backends)
     assert f"VllmServer.behind({router!r}" in str(caught.value)
 
 
 def test_its_servers_are_named_once_each_and_in_an_order_that_stays(
     router: str, backends: list[Backend]
 ) -> None:
-    assert workers_of(router) == sorted(each.url for each in backends)
+    assert workers_of(router) == sorted(backend.url for backend in backends)
 
 
 def test_each_server_behind_it_is_a_replica_that_is_asked_itself(
     router: str, backends: list[Backend], tmp_path: Path
 ) -> None:
-    for each in VllmServer.behind(router, tmp_path):
-        each.check()
+    for replica in VllmServer.behind(router, tmp_path):
+        replica.check()
 
 
 def test_a_server_whose_folder_is_not_among_those_given_is_named(
     router: str, backends: list[Backend]
 ) -> None:
-    first, second = sorted(each.url for each in backends)
+    first, second = sorted(backend.url for backend in backends)
     with pytest.raises(EngineError, match=f"no folder for {second}"):
         VllmServer.behind(router, {first: "/a/folder"})

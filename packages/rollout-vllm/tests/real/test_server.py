@@ -37,8 +37,8 @@ BOUNDS = numbers(vllm.__version__) >= (0, 32)
 
 @pytest.fixture(scope="module")
 def served(serve: Serve, config: ProfileConfig) -> Iterator[Served]:
-    with serve(config, 0) as found:
-        yield found
+    with serve(config, 0) as server:
+        yield server
 
 
 class TestConformance(EngineConformance):
@@ -118,7 +118,7 @@ def test_what_a_stop_wrote_after_its_driver_had_gone_is_entered_by_the_next_capt
     words = (served.url, served.folder, run_folder, worker)
     try:
         subprocess.run([sys.executable, "-c", DRIVER, *map(str, words)], check=True, timeout=120)
-        assert [each.alive for each in waiting(layout.step(30))] == [False]
+        assert [stop.alive for stop in waiting(layout.step(30))] == [False]
     finally:
         os.kill(worker, signal.SIGCONT)
     until = time.monotonic() + 60
@@ -159,8 +159,8 @@ def _worker_of(served: Served) -> int:
 
 
 def _whole(folder: Path, prefix: str) -> bool:
-    found = [name for name in os.listdir(folder) if name.startswith(prefix) and names.is_trace(name)]
-    return bool(found) and not any(traces.unfinished(folder / name) for name in found)
+    files = [name for name in os.listdir(folder) if name.startswith(prefix) and names.is_trace(name)]
+    return bool(files) and not any(traces.unfinished(folder / name) for name in files)
 
 
 def test_a_server_whose_folder_nobody_said_asks_for_it(served: Served) -> None:

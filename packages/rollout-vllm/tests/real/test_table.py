@@ -43,7 +43,7 @@ def test_both_kinds_of_engine_take_the_same(kind: type) -> None:
 
 
 def test_our_plugin_is_among_those_that_vllm_loads() -> None:
-    (found,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="stepscope")
-    assert found.load() is plugin.load
+    (point,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="stepscope")
+    assert point.load() is plugin.load
     plugin.load()
     assert not plugin.is_missing()

@@ -26,9 +26,9 @@ from stepscope import ProfileConfig, capture
 from stepscope.files.sidecar import Sidecar
 from stepscope_vllm import VllmServer
 
-Said: TypeAlias = dict[str, dict[str, Any]]
+Outcomes: TypeAlias = dict[str, dict[str, Any]]
 """Output of `more_main.py` by subject."""
-Run: TypeAlias = Callable[..., Said]
+Run: TypeAlias = Callable[..., Outcomes]
 MAIN = Path(__file__).with_name("more_main.py")
 _LIMIT_S = 1500
 
@@ -46,7 +46,7 @@ def run(
     """`run(case, tensor_parallel_size=2)`: once for each case."""
 
     @cache
-    def running(case: str, **arguments: int) -> Said:
+    def running(case: str, **arguments: int) -> Outcomes:
         folder = tmp_path_factory.mktemp(case)
         given = json.dumps({**sizes, **arguments})
         used = expert_model if case.startswith("expert") else model
@@ -75,12 +75,12 @@ def run(
     return running
 
 
-def placed(said: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
-    return [(each["artifact"]["rank"], each["artifact"]["topology"]) for each in said["files"]]
+def placed(outcome: dict[str, Any]) -> list[tuple[int, dict[str, int]]]:
+    return [(file["artifact"]["rank"], file["artifact"]["topology"]) for file in outcome["files"]]
 
 
 @pytest.fixture(params=["pipeline", "experts", "expert_parallel", "data_parallel"])
-def two_workers(request: pytest.FixtureRequest, run: Run) -> Said:
+def two_workers(request: pytest.FixtureRequest, run: Run) -> Outcomes:
     """Of two stages of a pipeline and of two data-parallel engines, with our extension; of a mixture of
     experts, each over both workers or on one of them, without it.
     """
@@ -92,61 +92,63 @@ def two_workers(request: pytest.FixtureRequest, run: Run) -> Said:
     return run(case, tensor_parallel_size=2, **({"enable_expert_parallel": True} if "_" in case else {}))
 
 
-def test_each_worker_of_two_has_its_global_rank(two_workers: Said) -> None:
-    found = two_workers["ranks all"]
-    assert (found["state"], [rank for rank, _ in placed(found)]) == ("ok", [0, 1])
+def test_each_worker_of_two_has_its_global_rank(two_workers: Outcomes) -> None:
+    outcome = two_workers["ranks all"]
+    assert (outcome["state"], [rank for rank, _ in placed(outcome)]) == ("ok", [0, 1])
 
 
 def test_the_ranks_that_are_asked_for_are_there_and_the_others_of_the_engine_are_named(
-    two_workers: Said,
+    two_workers: Outcomes,
 ) -> None:
-    found = two_workers["ranks [0, 5]"]
-    assert [rank for rank, _ in placed(found)] == [5]
-    assert [each["options"]["left_aside"] for each in found["files"]] == ["rank 4"]
+    outcome = two_workers["ranks [0, 5]"]
+    assert [rank for rank, _ in placed(outcome)] == [5]
+    assert [file["options"]["left_aside"] for file in outcome["files"]] == ["rank 4"]
 
 
-def test_an_engine_whose_core_was_killed_between_captures_fails_the_next_at_once(two_workers: Said) -> None:
-    found = two_workers["its core was killed before the capture"]
-    assert found["state"] == "failed"
-    assert "the engine is dead" in found["reason"]
+def test_an_engine_whose_core_was_killed_between_captures_fails_the_next_at_once(
+    two_workers: Outcomes,
+) -> None:
+    outcome = two_workers["its core was killed before the capture"]
+    assert outcome["state"] == "failed"
+    assert "the engine is dead" in outcome["reason"]
 
 
 def test_a_stage_of_a_pipeline_stands_in_the_topology(run: Run) -> None:
-    found = placed(run("pipeline", pipeline_parallel_size=2)["ranks all"])
-    assert found == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 1, "dp": 0})]
+    places = placed(run("pipeline", pipeline_parallel_size=2)["ranks all"])
+    assert places == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 1, "dp": 0})]
 
 
 def test_a_grid_of_stages_and_tensor_parallel_workers_has_each_at_its_place(run: Run) -> None:
-    said = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
+    outcomes = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
     places = [{"tp": tp, "pp": pp, "dp": 0} for pp in (0, 1) for tp in (0, 1)]
-    assert placed(said["ranks all"]) == list(enumerate(places))
-    (last,) = said["ranks [0, 11]"]["files"]
+    assert placed(outcomes["ranks all"]) == list(enumerate(places))
+    (last,) = outcomes["ranks [0, 11]"]["files"]
     assert last["artifact"]["rank"] == 11
     assert last["options"]["left_aside"] == "rank 8, rank 9, rank 10"
 
 
 def test_captures_that_follow_each_other_at_once_have_all_workers_of_a_grid(run: Run) -> None:
     """The sends of its first stage are waited for in the next capture."""
-    said = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
-    found = [said[f"step {step}"] for step in range(3, 9)]
-    assert [[rank for rank, _ in placed(each)] for each in found] == [[0, 1, 2, 3]] * 6
+    outcomes = run("grid", tensor_parallel_size=2, pipeline_parallel_size=2)
+    steps = [outcomes[f"step {step}"] for step in range(3, 9)]
+    assert [[rank for rank, _ in placed(outcome)] for outcome in steps] == [[0, 1, 2, 3]] * 6
 
 
 def test_of_data_parallel_engines_each_stands_in_the_topology(run: Run) -> None:
-    found = placed(run("data_parallel", data_parallel_size=2)["ranks all"])
-    assert found == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 0, "dp": 1})]
+    places = placed(run("data_parallel", data_parallel_size=2)["ranks all"])
+    assert places == [(0, {"tp": 0, "pp": 0, "dp": 0}), (1, {"tp": 0, "pp": 0, "dp": 1})]
 
 
 def test_files_of_experts_are_found_by_the_names_that_vllm_gives_them(run: Run) -> None:
-    found = run("experts", tensor_parallel_size=2)["ranks all"]
-    assert all("_dp0_pp0_tp" in each["name"] for each in found["files"])
+    outcome = run("experts", tensor_parallel_size=2)["ranks all"]
+    assert all("_dp0_pp0_tp" in file["name"] for file in outcome["files"])
     apart = run("expert_parallel", tensor_parallel_size=2, enable_expert_parallel=True)["ranks all"]
-    assert [each["name"].partition("_ep")[2][0] for each in apart["files"]] == ["0", "1"]
+    assert [file["name"].partition("_ep")[2][0] for file in apart["files"]] == ["0", "1"]
 
 
-def read(said: dict[str, Any], kind: str) -> str:
+def read(outcome: dict[str, Any], kind: str) -> str:
     """Return the one trace of that kind, which is not compressed."""
-    (path,) = (each["path"] for each in said["files"] if each["artifact"]["kind"] == kind)
+    (path,) = (file["path"] for file in outcome["files"] if file["artifact"]["kind"] == kind)
     return Path(path).read_text()
 
 
@@ -164,8 +166,8 @@ def test_the_frontend_records_when_the_engine_was_built_to(run: Run) -> None:
 
 @pytest.mark.parametrize("mark", ['"Input Dims"', '"python_function"', '"[memory]"'])
 def test_an_option_is_of_the_capture_that_asks_for_it(run: Run, mark: str) -> None:
-    found = [mark in read(run("options")[f"step {step}"], "vllm_trace") for step in (1, 2)]
-    assert found == [False, True]
+    recorded = [mark in read(run("options")[f"step {step}"], "vllm_trace") for step in (1, 2)]
+    assert recorded == [False, True]
 
 
 def test_a_stop_that_takes_too_long_ends_at_its_deadline_and_the_files_come_later(run: Run) -> None:
@@ -177,32 +179,32 @@ def test_a_stop_that_takes_too_long_ends_at_its_deadline_and_the_files_come_late
 
 
 def test_files_of_a_stop_that_took_too_long_are_entered_by_the_next_capture(run: Run) -> None:
-    found = run("trouble")["its worker is frozen until the next capture has begun"]
-    assert (found["state"], len(found["files"])) == ("ok", 1)
+    outcome = run("trouble")["its worker is frozen until the next capture has begun"]
+    assert (outcome["state"], len(outcome["files"])) == ("ok", 1)
     assert run("trouble")["the next capture"]["state"] == "ok"
 
 
 def test_an_idle_engine_with_stacks_ends_at_the_budget(run: Run) -> None:
-    found = run("trouble")["idle with stacks and a budget"]
-    assert found["state"] == "ok"
-    assert [each["artifact"]["truncated"] for each in found["files"]] == ["open for more than 0.3 s"]
+    outcome = run("trouble")["idle with stacks and a budget"]
+    assert outcome["state"] == "ok"
+    assert [file["artifact"]["truncated"] for file in outcome["files"]] == ["open for more than 0.3 s"]
 
 
 def test_an_engine_that_sleeps_is_captured(run: Run) -> None:
-    found = run("trouble")["asleep"]
-    assert (found["asleep"], found["state"], len(found["files"])) == (True, "ok", 1)
+    outcome = run("trouble")["asleep"]
+    assert (outcome["asleep"], outcome["state"], len(outcome["files"])) == (True, "ok", 1)
 
 
 def test_the_trace_of_a_worker_on_another_host_comes_home(run: Run) -> None:
-    found = run("trouble")["its worker has a disk of its own"]
-    assert (found["state"], found["ignored"]) == ("ok", {})
-    assert [each["artifact"]["host"] for each in found["files"]] == ["other-host"]
+    outcome = run("trouble")["its worker has a disk of its own"]
+    assert (outcome["state"], outcome["ignored"]) == ("ok", {})
+    assert [file["artifact"]["host"] for file in outcome["files"]] == ["other-host"]
 
 
 def test_an_engine_whose_core_is_killed_in_a_capture_fails_it_and_its_worker_ends(run: Run) -> None:
-    found = run("trouble")["its core is killed in the capture"]
-    assert found["state"] == "failed"
-    assert "dead" in found["reason"]
+    outcome = run("trouble")["its core is killed in the capture"]
+    assert outcome["state"] == "failed"
+    assert "dead" in outcome["reason"]
     assert "its worker ends with it" in run("trouble")
 
 
@@ -219,8 +221,8 @@ def test_each_server_behind_a_router_is_a_replica_with_the_files_that_it_wrote_i
                 worker.complete(20)
             cap.result.raise_for_missing()
             sidecars = sorted((run_folder / f"step_{step:06d}").rglob("*.meta.json"))
-            found = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in sidecars]
-            assert [each.artifact.replica for each in found] == [0, 1]
-            sizes = {str(each.options["url"]): each.artifact.size_bytes or 0 for each in found}
+            loaded = [msgspec.json.decode(path.read_bytes(), type=Sidecar) for path in sidecars]
+            assert [sidecar.artifact.replica for sidecar in loaded] == [0, 1]
+            sizes = {str(sidecar.options["url"]): sidecar.artifact.size_bytes or 0 for sidecar in loaded}
             # The one that generated has the larger trace, under its own URL.
             assert max(sizes, key=sizes.__getitem__) == worker.url

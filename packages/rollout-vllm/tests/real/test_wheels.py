@@ -52,8 +52,8 @@ _ANY_LINUX = [word for name in _PLATFORMS for word in ("--platform", name)] + ["
 def sources(version: str) -> dict[str, str]:
     """Of `PARTS`; empty where a version has no such file."""
     folder = members(f"vllm=={version}", tuple(PARTS.values()), *_ANY_LINUX)
-    found = {name: folder / path for name, path in PARTS.items()}
-    return {name: path.read_text() if path.exists() else "" for name, path in found.items()}
+    paths = {name: folder / path for name, path in PARTS.items()}
+    return {name: path.read_text() if path.exists() else "" for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,25 +66,25 @@ def fetched() -> None:
 def functions(source: str, owner: str, name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for kind in ast.walk(ast.parse(source)):
         if isinstance(kind, ast.ClassDef) and kind.name == owner:
-            for each in kind.body:
-                if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) and each.name == name:
-                    yield each
+            for statement in kind.body:
+                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name == name:
+                    yield statement
 
 
 def takes(version: str) -> list[str]:
     (start,) = functions(sources(version)["async_llm"], "AsyncLLM", "start_profile")
     named = [*start.args.args, *start.args.kwonlyargs]
-    return [each.arg for each in named if each.arg != "self"]
+    return [argument.arg for argument in named if argument.arg != "self"]
 
 
 def fields(version: str) -> list[str]:
     """Of `ProfilerConfig`."""
     return [
-        each.target.id
+        statement.target.id
         for kind in ast.walk(ast.parse(sources(version)["config"]))
         if isinstance(kind, ast.ClassDef) and kind.name == "ProfilerConfig"
-        for each in kind.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        for statement in kind.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     ]
 
 
@@ -95,9 +95,9 @@ def variables(version: str) -> set[str]:
 def kinds(version: str) -> list[str]:
     if not fields(version):
         return ["torch", *(["cuda"] if built_settings.CUDA_VARIABLE in variables(version) else [])]
-    said = re.search(r"ProfilerKind = Literal\[(.*?)\]", sources(version)["config"])
-    assert said is not None
-    return re.findall(r'"(\w+)"', said[1])
+    literal = re.search(r"ProfilerKind = Literal\[(.*?)\]", sources(version)["config"])
+    assert literal is not None
+    return re.findall(r'"(\w+)"', literal[1])
 
 
 def names_each(version: str) -> bool:
@@ -184,7 +184,7 @@ def test_an_option_is_there_from_the_release_on_that_is_named_for_it(option: str
         assert (option in has) == (numbers(version) >= numbers(ADDED[option])), version
 
 
-@pytest.mark.parametrize("version", [each for each in VERSIONS if numbers(each) < (0, 13)])
+@pytest.mark.parametrize("version", [version for version in VERSIONS if numbers(version) < (0, 13)])
 def test_the_variables_that_are_set_for_old_releases_are_theirs(version: str) -> None:
     assert built_settings.FOLDER_VARIABLE in variables(version)
     if numbers(version) >= (0, 10, 2):

@@ -1,9 +1,11 @@
-"""From a capture to what SGLang is told. Pure. What would kill or corrupt an engine is refused here.
+"""Options of a capture, turned into a request to SGLang: applied, reported, or refused.
 
-Every capture is armed for the next forward pass, never started at once: `start_step` 1, which SGLang raises
-to "the next". So a profile that somebody else has running is an error instead of being replaced in silence,
-time in which the scheduler waits for work is not recorded, and `num_steps` counts right in every version
-(started at once, versions before 0.5.16 record one pass too few).
+Whatever would kill or corrupt an engine is refused here. Nothing here has effects.
+
+Every capture is armed for the next forward pass and never started at once: `start_step` is 1, which SGLang
+raises to "the next". So a profile that somebody else has running is an error and is not replaced in silence.
+Time in which the scheduler waits for work is not recorded. And `num_steps` counts right in every version:
+started at once, versions before 0.5.16 record one pass too few.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from stepscope_sglang._engine_side.states import (
 )
 
 UNBOUNDED = 1 << 30
-"""As `num_steps` of a capture by stage without a count: without a number the next forward pass kills the
-scheduler.
+"""The `num_steps` of a capture by stage without a count.
+
+Without a number the next forward pass kills the scheduler.
 """
 _OURS = {
     "output_dir": "save_path",
@@ -39,7 +42,7 @@ _OURS = {
     "profile_id": "nothing: it names the files of a capture",
     "req_type": "nothing: it tells a start from a stop",
 }
-"""Option of SGLang's -> what sets it here."""
+"""SGLang's option -> our option that sets it."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +56,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     merged: bool
     """SGLang writes one more file, of all ranks."""
     ignored: dict[str, str]
-    """{option of the capture: why not}."""
+    """{option of the capture: reason why it is left out}"""
 
 
 def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = ()) -> Plan:
     """Plan the request for an engine.
 
     Args:
-        states: What each data-parallel scheduler shows of itself; asked for where `iterations.start` is above
-            0 and by stage.
+        states: State of each data-parallel scheduler. It is used by stage, and where `iterations.start` is
+            above 0.
 
     Raises:
-        EngineError: it cannot record this at all, and why.
+        EngineError: the engine cannot record this at all, and why.
     """
     expect_first_profiler(facts, states)
     ignored: dict[str, str] = {}
@@ -87,8 +90,9 @@ def plan(capture: EngineCapture, facts: EngineFacts, states: Sequence[object] = 
 
 
 def expect_first_profiler(facts: EngineFacts, states: Sequence[object]) -> None:
-    """Raise EngineError for an engine with SGLang's second profiler. By stage it starts; its stop kills the
-    scheduler like everything else that it is told.
+    """Raise EngineError for an engine with SGLang's second profiler.
+
+    Only a start by stage works there. Every other call kills the scheduler, and so does the stop.
     """
     if facts.profile_v2 or v2_in(states):
         raise EngineError(
@@ -125,7 +129,7 @@ def _window(
 
 
 def _count(states: Sequence[object], start: int) -> int:
-    """Return the number of forward passes begun before the capture: SGLang is told an absolute number."""
+    """Return the number of forward passes begun before: SGLang takes an absolute one."""
     passes = counts_in(states)
     if not passes:
         raise EngineError(
@@ -141,7 +145,7 @@ def _count(states: Sequence[object], start: int) -> int:
 
 
 def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str]) -> dict[str, object]:
-    """`extra`, each key looked up in what the engine's own start takes."""
+    """Return the options of `extra` that are passed on. The engine's start must know each of them."""
     passed: dict[str, object] = {}
     for option, value in capture.extra.items():
         if option == "activities":
@@ -163,8 +167,9 @@ def _passed(capture: EngineCapture, facts: EngineFacts, ignored: dict[str, str])
 
 
 def _expect_usable(option: str, value: object) -> None:
-    """Raise EngineError for a value that SGLang takes and fails with: SGLang takes any value, and its
-    scheduler dies of it later, or starts at once.
+    """Raise EngineError for a value that SGLang accepts and then fails with.
+
+    SGLang accepts any value. Its scheduler dies of a wrong one later, or starts at once.
     """
     allowed: str | None = None
     if option == "start_step" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

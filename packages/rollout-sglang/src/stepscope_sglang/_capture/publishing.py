@@ -111,7 +111,7 @@ def _stage(recording: Recording, file: File, content: Content, files: list[File]
     if not recording.plan.by_stage or not file.is_trace:
         return None
     stage = file.name.stage
-    if stage is None:  # our stop came first; it was decode if its prefill is there
+    if stage is None:  # our stop came first; it was decode if a prefill trace exists
         names = [*recording.published, *(other.name for other in files)]
         has_prefill = any(name.topology == file.name.topology and name.stage == "prefill" for name in names)
         stage = "decode" if has_prefill else "prefill"

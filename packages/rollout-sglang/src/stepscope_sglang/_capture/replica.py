@@ -77,7 +77,7 @@ class ReplicaProfiler(EngineProfilerBase, ABC):
         """Prepare a start, on the event loop of the caller."""
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Do `work` on the thread, once the engine can be reached."""
+        """Submit `work` to the thread, once the engine can be reached."""
         self._thread.submit(work)
 
     # On the thread.

@@ -10,7 +10,7 @@ from stepscope.engines.artifacts import Option
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine: one TokenizerManager with its schedulers."""
+    """Facts of one engine: one TokenizerManager with its schedulers."""
 
     version: str | None
     options: frozenset[str]
@@ -60,7 +60,7 @@ def facts_of(
     profile_v2: bool = False,
     rpd: bool | None = None,
 ) -> EngineFacts:
-    """Read the facts from an engine's `ServerArgs`, as resolved."""
+    """Read the facts from an engine's resolved `ServerArgs`."""
     mode = settings.get("disaggregation_mode")
     return EngineFacts(
         version=version,

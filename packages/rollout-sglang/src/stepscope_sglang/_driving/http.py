@@ -20,7 +20,7 @@ _REPLY_S = 600.0
 """A stop is answered when the files are written; the server does nothing else meanwhile (108 s were seen)."""
 
 _NO_REASON = (b"", b"Internal Server Error")
-"""SGLang's text of a 500, in all versions that we ran."""
+"""SGLang's texts of a 500, in all versions that we ran."""
 
 
 class ServerTarget:

@@ -56,7 +56,7 @@ class InProcessTarget:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._facts: EngineFacts | None = None
         self.waited_until = 0.0
-        """On the monotonic clock: until then somebody waits for us, and uses the loop for nothing else."""
+        """Time on the monotonic clock until which a caller waits for us, and leaves the loop to us."""
 
     def facts(self) -> EngineFacts:
         if self._facts is None:
@@ -85,7 +85,7 @@ class InProcessTarget:
                 used yet. None: that is a loop of stepscope's, which stands in for synchronous code.
 
         Raises:
-            EngineError: nothing says which.
+            EngineError: no loop is known.
         """
         owner = getattr(self.manager, "event_loop", None)
         own = getattr(self._engine, "loop", None)
@@ -114,8 +114,9 @@ class InProcessTarget:
         return answer if isinstance(answer, list) else ()
 
     def when_it_runs(self, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the owning loop runs. Synchronous code runs it while it generates only, and
-        would find it taken if we ran it ourselves meanwhile.
+        """Call `then` as soon as the owning loop runs.
+
+        Synchronous code runs it only while it generates, and fails if we run it ourselves at that moment.
         """
         loop = self._loop
         if loop is None or loop.is_closed():
@@ -162,9 +163,7 @@ class InProcessTarget:
         return answer.result()
 
     def _processes(self) -> Sequence[int]:
-        """Return the pids of the engine; empty if it does not tell (before 0.5.12, and of a bare
-        TokenizerManager).
-        """
+        """Return the pids of the engine; empty before 0.5.12, and for a bare TokenizerManager."""
         tell = getattr(self._engine, "get_all_child_pids", None)
         return [] if tell is None else list(tell())
 

@@ -1,5 +1,6 @@
-"""One thread on which everything that may wait happens, in order: what a caller who gave up has left behind
-is over before the next thing begins.
+"""One thread for all work that may wait, in order.
+
+Work of a caller that gave up is over before the next work begins.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ T = TypeVar("T")
 
 
 class WorkThread:
-    """Starts with the first work. A daemon, unlike an executor's threads: an engine that never answers must
-    not keep the interpreter from ending.
+    """Thread that starts with the first work.
+
+    It is a daemon, unlike an executor's threads: an engine that never answers must not keep the interpreter
+    from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +28,7 @@ class WorkThread:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """`work` is done though nobody waits for it. The future cannot be cancelled."""
+        """Submit work, which is done even if nobody waits for it. The future cannot be cancelled."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 

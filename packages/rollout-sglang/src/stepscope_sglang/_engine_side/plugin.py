@@ -1,13 +1,13 @@
-"""Plugin in SGLang's own processes. Schedulers then show how many forward passes they have begun,
-and survive captures by stage.
+"""Plugin in SGLang's own processes: schedulers count their forward passes and survive captures by stage.
 
-SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of what is installed beside it, in each
-of its processes, and has hooks for what they change (`sglang/srt/plugins/hook_registry.py`). Two are used:
-the making of a scheduler, and its answer to a question for the internal state. Nothing is added to a forward
-pass that is not recorded. What starts and stops its profiler is timed: nothing is served meanwhile.
+SGLang (0.5.11 and later) calls the entry points `sglang.srt.plugins` of the packages beside it, in each of
+its processes. It has hooks for changes (`sglang/srt/plugins/hook_registry.py`), and two are used: the
+construction of a scheduler, and its answer to a question for the internal state. Nothing is added to a
+forward pass that is not recorded. Starts and stops of its profiler are timed, because a scheduler serves
+nothing meanwhile.
 
 By stage, SGLang stops one profile and starts the next inside of `run_batch`, which is a `record_function`
-since 0.5.14: what `stepscope.backends.torch.record_function_scopes` is for.
+since 0.5.14. `stepscope.backends.torch.record_function_scopes` makes that safe.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ _quiet = False
 
 
 def load() -> None:
-    """Called by SGLang, in the processes that have imported the scheduler alone: schedulers, and the one that
-    makes the engine. A hook imports what it is set on, which would cost the others seconds.
+    """Register the hooks. SGLang calls this in each of its processes.
+
+    It does so only where the scheduler is imported: in schedulers, and in the process that makes the engine.
+    A hook imports its target, which would cost the other processes seconds.
     """
     if switch.DISABLED or _SCHEDULER not in sys.modules:
         return
@@ -73,24 +75,26 @@ def load() -> None:
 
     from stepscope.backends.torch import record_function_scopes
 
-    record_function_scopes.watch()  # first: the hook says that it is done
+    record_function_scopes.watch()  # first: the hook reports that it is done
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", begin, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_internal_state", show, HookType.AFTER)
 
 
 def begin(*_: object, **__: object) -> None:
-    """Before a scheduler is made. The process that makes the engine makes none: what its trainer sends stays
-    in its recordings.
+    """Hide sends and time profilers, before a scheduler is made.
+
+    The process that makes the engine makes no scheduler, so its trainer's sends stay in its recordings.
     """
-    with suppress(Exception):  # of a torch that has it elsewhere: the scheduler would die of it
+    with suppress(Exception):  # another torch may have it elsewhere, and the scheduler would die
         _hide_sends()
-    with suppress(Exception):  # of an SGLang that has it elsewhere
+    with suppress(Exception):  # another SGLang may have them elsewhere
         _time_profilers()
 
 
 def _hide_sends() -> None:
-    """Leave what gloo sends out of all sessions: pipeline ranks wait for it in their next pass, which may be
-    another session's.
+    """Leave sends over gloo out of all sessions.
+
+    Pipeline ranks wait for them in their next pass, which may be in another session.
     """
     global _quiet
     from torch.distributed import ProcessGroup
@@ -120,7 +124,7 @@ def _timed(original: Callable[..., T], doing: Doing) -> Callable[..., T]:
         try:
             return original(profiler, *args, **kwargs)
         finally:
-            with suppress(Exception):  # of a version that keeps it elsewhere
+            with suppress(Exception):  # another version may keep it elsewhere
                 if recorded == (doing == "writing"):
                     _stamps.append(_stamp(profiler, doing, began_ns))
 
@@ -155,10 +159,8 @@ def _is_over_gloo(group: object, *args: Any, **kwargs: Any) -> bool:
 
 
 def show(answer: Any, scheduler: Any, *_: object) -> None:
-    """Put the scheduler's count into its answer, where SGLang has not done so itself, and that this is
-    loaded.
-    """
-    with suppress(Exception):  # of a version that keeps it elsewhere: the scheduler would die of it
+    """Add the state of this plugin to a scheduler's answer, and its count where SGLang has not done so."""
+    with suppress(Exception):  # another version may keep it elsewhere, and the scheduler would die
         answer.internal_state.update(_of_this_process())
         answer.internal_state[RECORDINGS] = list(_stamps)
         answer.internal_state[STAGES] = _stages()

@@ -69,8 +69,8 @@ def profile_v2() -> bool:
 
 def counts_in(states: Sequence[object]) -> tuple[int, ...]:
     """Return the count of each data-parallel scheduler. Empty if one does not show it."""
-    found = _shown(states, COUNT)
-    return tuple(count for count in found if isinstance(count, int)) if None not in found else ()
+    counts = _shown(states, COUNT)
+    return tuple(count for count in counts if isinstance(count, int)) if None not in counts else ()
 
 
 def stamps_in(states: Sequence[object], folder: str) -> list[Stamp]:
@@ -105,14 +105,14 @@ def v2_in(states: Sequence[object]) -> bool:
 
 def rpd_in(states: Sequence[object]) -> bool | None:
     """Return whether every scheduler has the library of RPD. None: one does not say."""
-    found = _shown(states, RPD)
-    return all(found) if found and None not in found else None
+    libraries = _shown(states, RPD)
+    return all(libraries) if libraries and None not in libraries else None
 
 
 def why_not_shown(states: Sequence[object]) -> str:
     """Return the remedy for a scheduler that does not show the state of our plugin."""
-    found = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
-    older = [version or "of an older version" for count, version in found if count is not None]
+    plugins = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
+    older = [version or "of an older version" for count, version in plugins if count is not None]
     if not older:
         return (
             "our plugin, and its schedulers have not loaded it. Fix: stepscope-rollout-sglang where the "
@@ -125,8 +125,8 @@ def why_not_shown(states: Sequence[object]) -> str:
 
 
 def _all_show(states: Sequence[object], name: str) -> bool:
-    found = _shown(states, name)
-    return bool(found) and all(found)
+    values = _shown(states, name)
+    return bool(values) and all(values)
 
 
 def _shown(states: Sequence[object], name: str) -> list[object]:

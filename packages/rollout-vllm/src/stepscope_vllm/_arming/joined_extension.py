@@ -1,4 +1,4 @@
-"""Worker extensions of others, each joined with ours in one class: vLLM takes a single name.
+"""Worker extensions of others, each joined with ours in one class, because vLLM takes a single name.
 
 `stepscope_vllm._arming.joined_extension.their:module:Class` is the class of both. It is made when a worker
 asks this module for it.
@@ -25,5 +25,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     theirs = getattr(import_module(module.replace(":", ".")), kind)
     both = theirs if issubclass(theirs, WorkerExtension) else type(kind, (WorkerExtension, theirs), {})
-    globals()[name] = both  # asked again, vLLM must find the same class
+    globals()[name] = both  # vLLM must get the same class when it asks again
     return both

@@ -1,4 +1,4 @@
-"""Options of a capture against those the engine was built with: honoured, reported, or refused."""
+"""Options of a capture, compared with those that the engine was built with: applied, reported, or refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def unable(
     aimed: bool,
     ascend: Ascend | None = None,
 ) -> dict[str, str]:
-    """Return the options of a capture that will not be honoured: {option: reason}.
+    """Return {option: reason} for the options of a capture that have no effect.
 
     Args:
         settings: What the engine was built with; empty where it is not known (a server).

@@ -1,7 +1,7 @@
 """Options of vllm-ascend's own profiler, which a capture cannot change.
 
-It makes torch_npu's profiler from constants in its code, and which they are has changed between its releases.
-So they are read: before the run in the code that is installed, after it in what a recording says of itself.
+vllm-ascend makes torch_npu's profiler from constants in its code, which differ between its releases. So they
+are read: before the run from the installed code, after it from each recording.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stepscope_vllm._driving.facts import Fact
 
 log = logging.getLogger("stepscope")
 _told = False
-"""Set once the log has it. One writer: `check`."""
+"""Set once it is logged. One writer: `check`."""
 PARTS = ("profiler/torch_npu_profiler.py", "worker/worker_v1.py", "worker/worker.py")
-"""Files that may make its profiler; the first that does counts (0.20 and later, up to 0.12, between)."""
+"""Files that may make its profiler. The first that does counts (0.20 and later, up to 0.12, between)."""
 _DEFAULTS = {
     "record_shapes": "False",
     "with_stack": "False",
@@ -54,7 +54,7 @@ class Ascend(NamedTuple):
     """It looks at VLLM_TORCH_PROFILER_DIR and at no `ProfilerConfig`."""
 
     def fixed(self) -> dict[str, str]:
-        """{option of `npu`: what it is instead}, whatever a capture asks for."""
+        """Return {option of `npu`: its value and the reason}, for options that no capture can set."""
         given = self.arguments
         if not given:
             return {"npu": f"{self.who}: {_UNKNOWN}"}
@@ -72,7 +72,7 @@ class Ascend(NamedTuple):
         return reasons
 
     def unable(self, capture: EngineCapture) -> dict[str, str]:
-        """{option: why it is not honoured}"""
+        """Return {option: reason} for the options of a capture that have no effect."""
         given, reasons = {**_DEFAULTS, **self.arguments}, self.fixed()
         if not self.arguments:
             return reasons
@@ -86,14 +86,15 @@ class Ascend(NamedTuple):
 
 
 def is_here() -> bool:
-    """Return whether the engines of this environment are vllm-ascend's, which has a profiler of its own."""
+    """Return whether the engines of this environment are vllm-ascend's, which has its own profiler."""
     return find_spec("vllm_ascend") is not None
 
 
 @cache
 def installed() -> Ascend | None:
-    """Return the one of this environment, without importing it; None where it is not installed. Read once
-    a process.
+    """Return the one of this environment; None where it is not installed.
+
+    Its code is read once in each process, and not imported.
     """
     spec = find_spec("vllm_ascend")
     if spec is None or not spec.submodule_search_locations:
@@ -106,7 +107,10 @@ def installed() -> Ascend | None:
 
 
 def of_source(package: Path, who: str) -> Ascend:
-    """Of the code in a folder `vllm_ascend`. Without arguments where the code is not as it was up to 0.30."""
+    """Read the options from the code in a folder `vllm_ascend`.
+
+    There are no arguments if the code differs from that of all releases up to 0.30.
+    """
     for part in PARTS:
         try:
             module = ast.parse((package / part).read_text(encoding="utf-8"))
@@ -121,7 +125,7 @@ def of_source(package: Path, who: str) -> Ascend:
 
 
 def of_recording(folder: Path) -> Ascend | None:
-    """Return the options of one recording, as torch_npu has noted it there; None where it has not."""
+    """Return the options of one recording, as torch_npu noted them in it; None without such a note."""
     for path in folder.glob("profiler_info*.json"):
         try:
             config = json.loads(path.read_bytes())["config"]
@@ -138,7 +142,7 @@ def of_recording(folder: Path) -> Ascend | None:
 
 
 def options_of(recording: Ascend | None) -> dict[str, Fact]:
-    """Return the options of one recording for its sidecar, in the words of `npu`."""
+    """Return the options of one recording for its sidecar, under the names of `npu`."""
     given = {} if recording is None else recording.arguments
     options: dict[str, Fact] = {}
     for name, argument in (("level", "profiler_level"), ("export", "export_type")):
@@ -150,15 +154,16 @@ def options_of(recording: Ascend | None) -> dict[str, Fact]:
 
 
 def check(settings: Mapping[str, object], environment: Mapping[str, object]) -> dict[str, str]:
-    """Return what no capture of an engine of this environment has, said in the log once a process; empty
-    where it is not vllm-ascend's.
+    """Return {option: reason} for options that no capture of an engine of this environment can have.
+
+    They are logged once in each process. The result is empty without vllm-ascend.
 
     Args:
-        settings: Of the engine's profiler.
-        environment: The same as the variables had them that it was built with.
+        settings: Settings of the engine's profiler.
+        environment: Those of them that the environment stated when the engine was built.
 
     Raises:
-        EngineError: the engine was built with a profiler that this vllm-ascend does not look at.
+        EngineError: this vllm-ascend does not read the settings that the engine was built with.
     """
     global _told
     ascend = installed()
@@ -182,7 +187,7 @@ def _refuse_unread(ascend: Ascend, settings: Mapping[str, object], environment: 
 
 
 def _arguments(module: ast.Module) -> dict[str, str]:
-    """Of `profile(experimental_config=_ExperimentalConfig(...))`, in whatever function it stands."""
+    """Return the arguments of any call `profile(experimental_config=_ExperimentalConfig(...))`."""
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
     arguments: dict[str, str] = {}
     for call in calls:
@@ -194,6 +199,6 @@ def _arguments(module: ast.Module) -> dict[str, str]:
 
 
 def _text(value: ast.expr) -> str:
-    """`torch_npu.profiler.ProfilerLevel.Level1` -> `Level1`; of a setting, all of it."""
+    """Return `Level1` of `torch_npu.profiler.ProfilerLevel.Level1`; of a setting, the whole expression."""
     text = ast.unparse(value)
     return text.rpartition(".")[2] if text.startswith("torch_npu.profiler.") and "(" not in text else text

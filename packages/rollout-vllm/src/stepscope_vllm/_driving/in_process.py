@@ -50,7 +50,7 @@ class InProcessTarget:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Of its `ProfilerConfig`; of the environment before there was one (vLLM 0.12 and older)."""
+        """Return the settings of its `ProfilerConfig`; those of the environment for vLLM 0.12 and older."""
         config = getattr(self.config, "profiler_config", None)
         return _versions.fields_of(config) if config is not None else self.environment
 

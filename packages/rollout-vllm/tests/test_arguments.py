@@ -97,10 +97,10 @@ def test_what_an_old_engine_was_built_with_is_known_after_its_environment_is_tak
 def test_vllm_ascend_0_13_is_told_by_the_environment_though_its_vllm_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ascend_profiler.Ascend("vllm-ascend 0.13.0", {"msprof_tx": "False"}, by_environment=True)
+    ascend = ascend_profiler.Ascend("vllm-ascend 0.13.0", {"msprof_tx": "False"}, by_environment=True)
     monkeypatch.setattr("stepscope_vllm._versions.installed", lambda: "0.13.0")
     assert stepscope_vllm.engine_env(a_config(tmp_path, "npu")) == {}
-    monkeypatch.setattr(ascend_profiler, "installed", lambda: found)
+    monkeypatch.setattr(ascend_profiler, "installed", lambda: ascend)
     with stepscope_vllm.engine_environment(a_config(tmp_path, "npu")):
         engine = InProcessTarget(LLM())
     assert "npu.markers" in ascend_profiler.check(engine.settings, engine.environment)

@@ -89,7 +89,7 @@ def test_a_later_start_is_counted_from_the_passes_that_were_begun(passes: tuple[
 
 
 @pytest.mark.parametrize(
-    ("passes", "changes", "said"),
+    ("passes", "changes", "message"),
     [
         (
             (),
@@ -102,9 +102,9 @@ def test_a_later_start_is_counted_from_the_passes_that_were_begun(passes: tuple[
     ],
 )
 def test_a_later_start_that_cannot_be_counted_is_refused(
-    passes: tuple[int, ...], changes: dict[str, Any], said: str
+    passes: tuple[int, ...], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=message):
         told(an_engine(), passes, iterations=Iterations(start=3), **changes)
 
 
@@ -125,7 +125,7 @@ def test_an_option_that_nobody_knows_is_an_error_that_lists_those_there_are() ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "option", "said"),
+    ("settings", "changes", "option", "message"),
     [
         ({"sleep_on_idle": False}, {"with_stack": True}, "with_stack", "22 GB in 8 s"),
         ({"device": "cpu"}, {}, "activities", "cuda: the engine runs on cpu"),
@@ -139,10 +139,10 @@ def test_an_option_that_nobody_knows_is_an_error_that_lists_those_there_are() ->
     ],
 )
 def test_what_would_go_wrong_is_left_out_with_its_reason(
-    settings: dict[str, Any], changes: dict[str, Any], option: str, said: str
+    settings: dict[str, Any], changes: dict[str, Any], option: str, message: str
 ) -> None:
     plan = told(an_engine(**settings), **changes)
-    assert said in plan.ignored[option]
+    assert message in plan.ignored[option]
     assert "merge_profiles" not in plan.request
     assert "MEM" not in str(plan.request)
 
@@ -180,16 +180,17 @@ def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"), [({}, "of an older version"), ({VERSION: "0.0.9"}, r"0\.0\.9")], ids=str
+    ("shown", "release"), [({}, "of an older version"), ({VERSION: "0.0.9"}, r"0\.0\.9")], ids=str
 )
-def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, object], said: str) -> None:
+def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, object], release: str) -> None:
     capture = msgspec.structs.replace(a_capture(Path("/p")), by_stage=True)
-    found = plan(capture, an_engine(device="cpu"), [{COUNT: 3, **shown}]).ignored["by_stage"]
+    reason = plan(capture, an_engine(device="cpu"), [{COUNT: 3, **shown}]).ignored["by_stage"]
     upgrade = (
-        rf"loaded stepscope-rollout-sglang {said}, which cannot; this one is {own_version()}\. Fix: the same"
+        rf"loaded stepscope-rollout-sglang {release}, which cannot; this one is {own_version()}\. "
+        "Fix: the same"
     )
-    assert re.search(upgrade, found)
-    assert "have not loaded it" not in found
+    assert re.search(upgrade, reason)
+    assert "have not loaded it" not in reason
 
 
 def test_no_mode_of_the_second_profiler_is_begun() -> None:
@@ -200,11 +201,11 @@ def test_no_mode_of_the_second_profiler_is_begun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has", "said"), [(None, "does not say it has"), (False, "the engine runs without")], ids=str
+    ("has", "message"), [(None, "does not say it has"), (False, "the engine runs without")], ids=str
 )
-def test_rpd_takes_its_library_where_the_engine_runs(has: bool | None, said: str) -> None:
+def test_rpd_takes_its_library_where_the_engine_runs(has: bool | None, message: str) -> None:
     facts = msgspec.structs.replace(an_engine(), rpd=has)
-    with pytest.raises(EngineError, match=rf"RPD kills an engine without rpdTracerControl: .*{said}"):
+    with pytest.raises(EngineError, match=rf"RPD kills an engine without rpdTracerControl: .*{message}"):
         told(facts, extra={"activities": "RPD"})
     has_it = msgspec.structs.replace(facts, rpd=True)
     assert told(has_it, extra={"activities": "RPD"}).request["activities"] == ["CPU", "GPU", "RPD"]

@@ -29,8 +29,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> str:
 def class_at(name: str) -> type:
     """Return the class of a dotted name as vLLM finds it."""
     module, _, kind = name.rpartition(".")
-    found: type = getattr(import_module(module), kind)
-    return found
+    joined: type = getattr(import_module(module), kind)
+    return joined
 
 
 def test_a_joined_extension_is_both(theirs: str) -> None:

@@ -79,7 +79,7 @@ def test_an_engine_writes_until_its_table_is_whole(tmp_path: Path) -> None:
     for file, at_s in ((name, 10), ("p_rank0.profiler_out.txt", 20), ("p_rank1.profiler_out.txt", 30)):
         (tmp_path / file).write_text("")
         os.utime(tmp_path / file, (at_s, at_s))
-    changed = engine_folder.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    changed = engine_folder.changed_ns(tmp_path, [path.name for path in tmp_path.iterdir()])
     assert engine_folder.whole_ns(changed, f"capture_{name}") == 20 * 10**9
 
 
@@ -88,5 +88,5 @@ def test_tables_of_older_releases_belong_to_their_rank(tmp_path: Path) -> None:
     for file, at_s in ((name, 10), ("profiler_out_1.txt", 20), ("profiler_out_0.txt", 30)):
         (tmp_path / file).write_text("")
         os.utime(tmp_path / file, (at_s, at_s))
-    changed = engine_folder.changed_ns(tmp_path, [each.name for each in tmp_path.iterdir()])
+    changed = engine_folder.changed_ns(tmp_path, [path.name for path in tmp_path.iterdir()])
     assert engine_folder.whole_ns(changed, name) == 20 * 10**9
