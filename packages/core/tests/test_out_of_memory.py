@@ -138,7 +138,7 @@ def test_a_run_keeps_a_few_snapshots_and_a_record_of_each_error(tmp_path: Path, 
         for _ in range(4):
             runs_out(cuda)
     assert [record.snapshot is not None for record in kept(config)] == [True, True, False, False]
-    assert kept(config)[3].why_none == "cuda_memory.oom_snapshots is 2, and so many are there"
+    assert kept(config)[3].why_none == "snapshot limit reached (cuda_memory.oom_snapshots = 2)"
     assert cuda.snapshots == 2, "none is taken that is not kept"
 
 

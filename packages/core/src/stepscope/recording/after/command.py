@@ -29,7 +29,7 @@ class Command:
         self._lock = threading.RLock()  # a signal handler may kill
 
     def run(self) -> str | None:
-        """Why it failed; None when it exited with 0. What it printed is appended to the log."""
+        """Reason of its failure; None if it exited with 0. Its output is appended to the log."""
         with self._lock:
             if self._killed is not None:
                 return self._killed
@@ -37,7 +37,7 @@ class Command:
         return self._outcome(process)
 
     def kill(self, reason: str) -> None:
-        """Ends it and all that it started and that has not left its session."""
+        """End the program and its children, except those that left its session."""
         with self._lock:
             if self._process is not None and self._process.returncode is not None:
                 return
@@ -46,7 +46,7 @@ class Command:
                 try:
                     os.killpg(self._process.pid, signal.SIGKILL)
                 except ProcessLookupError:
-                    return  # it ended this moment
+                    return  # it ended just now
 
     def _outcome(self, process: subprocess.Popen[bytes]) -> str | None:
         try:

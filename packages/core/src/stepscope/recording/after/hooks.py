@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def advance() -> None:
-    """One mini-batch is done: walks the profiler's schedule (`torch.schedule`). Without a capture,
+    """Walk the profiler's schedule (`torch.schedule`) at the end of a mini-batch. Without a capture,
     nothing.
     """
     session = slot.active
@@ -36,7 +36,7 @@ def advance() -> None:
 
 
 def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: int | None = None) -> None:
-    """Says that this step trains on a trajectory (async RL): the report then knows how stale it is.
+    """Record that this step trains on a trajectory (async RL): the report then knows how stale it is.
 
     Call it where the trainer takes the trajectory out of its queue, in a process that is captured. Inside
     `span(..., policy_version=)`, that is the version it is consumed under. Without a capture it does nothing.
@@ -52,13 +52,12 @@ def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: 
 
 
 def flush(timeout_s: float = 60.0) -> list[str]:
-    """Writes what is waiting to be written, deferred exports included. Call it where the process waits
-    anyway.
+    """Write all pending files, deferred exports included. Call it where the process waits anyway.
 
     Blocks for up to `timeout_s`.
 
     Returns:
-        Names of what is unfinished then.
+        Names of files that are unfinished then.
     """
     if switch.DISABLED:
         return []
@@ -67,7 +66,7 @@ def flush(timeout_s: float = 60.0) -> list[str]:
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:
-    """Calls `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
+    """Call `hook(path, sidecar)` for each file that a capture leaves, once it is whole and in place.
 
     A function, or a decorator of one. Of this process' own profiler, and of the engines that its captures
     name; a worker's files are told to hooks that are registered in the worker. Hooks run one after another on
@@ -81,7 +80,7 @@ def on_artifact(hook: ArtifactHook) -> ArtifactHook:
 
 
 def on_report(hook: ReportHook) -> ReportHook:
-    """Calls `hook(scalars)` with a step's figures after each capture that this process opened.
+    """Call `hook(scalars)` with a step's figures after each capture that this process opened.
 
     `scalars.step` and `scalars.values`: seconds by name (`stage/<role>/<stage>_seconds`...), for instance for
     the run that the training logs to. They are computed in a process of their own once all files are there.
@@ -100,7 +99,7 @@ def _pipeline() -> ModuleType:
 
 
 def redact(hook: RedactHook) -> RedactHook:
-    """Calls `hook(key, value)` for each attribute of a span before it is written, and writes what it returns.
+    """Call `hook(key, value)` for each attribute of a span before it is written, and writes what it returns.
 
     A function, or a decorator of one; the last one counts, in the process that registers it. An exception's
     text is the attribute `error`. Where it raises, `[redacted]` is written. It runs on the writing thread.

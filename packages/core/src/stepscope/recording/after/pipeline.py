@@ -78,7 +78,7 @@ _hooks, _commands = _new_hooks(), _new_commands()
 
 
 def promise(session: Session, *, alone: bool) -> None:
-    """A capture opens: says in its manifest what is to be run, and has the threads ready.
+    """Enter the work after a capture that opens into its manifest, and start the threads for it.
 
     Args:
         alone: The capture has neither workers nor engines: other ranks may have opened one of their own.
@@ -105,7 +105,9 @@ def promise(session: Session, *, alone: bool) -> None:
 
 
 def promise_in_worker(session: Session, *, apart: bool) -> None:
-    """A worker's session opens. Where it shares no folder with the owner, it mirrors its host's files."""
+    """Enter the work of a worker's session that opens: without a folder shared with the owner, it mirrors
+    its host's files.
+    """
     if apart and session.config.finish.mirror is not None:
         _expect(session, [MIRROR])
         session.when_closed = worker_done
@@ -122,18 +124,18 @@ def _promised(session: Session) -> list[str]:
 
 
 def withdraw(session: Session, reason: str) -> None:
-    """The capture is discarded: nothing is run after it."""
+    """Withdraw the work after a capture that is discarded."""
     for name in _promised(session):
         session.manifest_part.expect(Expectation(name=name, kind="after", state="skipped", reason=reason))
 
 
 def wanted(session: Session) -> bool:
-    """Return whether anything is to be done after the capture."""
+    """Return whether there is work after the capture."""
     return bool(capture_hooks or _promised(session))
 
 
 def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Begin what comes after a closed capture once its files of this process are written.
+    """Begin the work after a closed capture once its files of this process are written.
 
     Args:
         result: Passed to the hooks.
@@ -146,7 +148,7 @@ def hand_over(closed: ClosedCapture, result: object, session: Session) -> None:
 
 
 def capture_done(closed: ClosedCapture, result: object, session: Session) -> None:
-    """Queue hooks and programs: the files of this process are written, or given up."""
+    """Queue hooks and programs, once the files of this process are written or given up."""
     for hook in tuple(capture_hooks):
         _hooks.put(_Hook("on_capture", hook, partial(hook, result), session.manifest_part))
     if _promised(session) or closed.apart:
@@ -155,7 +157,7 @@ def capture_done(closed: ClosedCapture, result: object, session: Session) -> Non
 
 
 def worker_done(session: Session, discard: str | None) -> None:
-    """A worker's session is closed: once its files are written, they are mirrored."""
+    """Mirror the files of a worker's closed session once they are written."""
     if discard is not None:
         withdraw(session, discard)
         session.manifest_part.write()
@@ -169,7 +171,7 @@ def _start_chores(session: Session) -> None:
 
 
 def busy_steps(run: RunLayout) -> set[int]:
-    """Steps that files are still written to, or after whose capture something is still to be done."""
+    """Return the steps with files that are still written, or with unfinished work after their capture."""
     files = exporter.exporter().unwritten()
     written = {
         at for at, step in run.steps().items() if any(file.is_relative_to(step.root) for file in files)
@@ -178,12 +180,12 @@ def busy_steps(run: RunLayout) -> set[int]:
 
 
 def mirrors(session: Session) -> bool:
-    """Return whether this process copies the step: another rank that does knows when it may go."""
+    """Return whether this process copies the step. Otherwise another rank knows when it may be removed."""
     return session.manifest_part.state(MIRROR) not in (None, "skipped")
 
 
 def is_mirrored(session: Session, step: StepLayout) -> bool:
-    """Return whether nothing of a step would be lost with its folder; True where no mirror is wanted."""
+    """Return whether the mirror has all files of a step; True without a mirror."""
     url = session.config.finish.mirror
     try:
         return url is None or is_whole(step, url)
@@ -192,7 +194,9 @@ def is_mirrored(session: Session, step: StepLayout) -> bool:
 
 
 def artifact_done(path: Path, sidecar: Sidecar | None, manifest_part: ManifestPart) -> None:
-    """A file is in place. `sidecar` is None where an engine wrote it: it is read from beside the file."""
+    """Tell the hooks of a file in place. `sidecar` is None for an engine's file: it is read from beside the
+    file.
+    """
     for hook in tuple(artifact_hooks):
         _hooks.put(_Hook("on_artifact", hook, partial(_tell, hook, path, sidecar), manifest_part))
 
@@ -219,7 +223,7 @@ def _end_of_process(ending: Ending, deadline_s: float) -> None:
 
 
 def end(reason: str, deadline_s: float, *, patient: bool) -> None:
-    """The process ends. What is still under way then is killed (commands) or left (hooks), and recorded.
+    """End the work with the process. Commands under way are killed, hooks are left, and both are recorded.
 
     Args:
         patient: Commands get their own time; else `deadline_s` is for all.
@@ -235,9 +239,7 @@ def end(reason: str, deadline_s: float, *, patient: bool) -> None:
             for job in jobs:
                 job.hurry(left_s)
             left_s += sum(job.longest_s for job in jobs)
-            failures.warn(
-                "stepscope: waiting for what is to be done after captures (`finish`), at most %d s", left_s
-            )
+            failures.warn("stepscope: waiting for the work after captures (`finish`), at most %d s", left_s)
         _commands.drain(left_s)
     finally:  # an impatient Ctrl-C must not leave the command behind
         for late in _unfinished_commands():

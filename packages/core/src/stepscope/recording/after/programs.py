@@ -1,6 +1,6 @@
-"""Work of separate programs after one capture: the user's command, figures for curves, the mirror.
+"""Separate programs after one capture: the user's command, figures for curves, the mirror.
 
-Programs, because what they do takes long, imports much and may crash: none of it in the training's process.
+Their work takes long, imports much and may crash, so it stays out of the training's process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 COMMAND, SCALARS, MIRROR = "finish command", "scalars", "mirror"
 """Their names in the manifest."""
 POLL_S = 0.5
-"""Between two looks at the other processes' parts of the manifest."""
+"""Interval between two looks at the other processes' parts of the manifest."""
 
 
 class ClosedCapture(Protocol):
-    """A capture that is closed, as the work after it needs it."""
+    """A closed capture, as far as the work after it needs it."""
 
     @property
     def apart(self) -> list[str]:
@@ -54,7 +54,7 @@ class ClosedCapture(Protocol):
 
 
 class Chore(NamedTuple):
-    """One thing that a program of its own does after a capture."""
+    """One task of a separate program after a capture."""
 
     name: str
     """In the manifest."""
@@ -85,7 +85,9 @@ class Chores:
         self._last = self._mirror(earlier=False)
 
     def _all(self) -> list[Chore]:
-        """In this order: what the command writes is mirrored, and so is what all of them say."""
+        """Run the programs in order: the mirror comes last, so it also gets the command's files and the
+        outcomes.
+        """
         session, finish = self._session, self._session.config.finish
         writers = ",".join(finish.report_to)
         figures = of_our_own(
@@ -154,7 +156,7 @@ class Chores:
             self._result.fold()
 
     def _figures(self, reason: str | None) -> str | None:
-        """Passes the figures on, and says which writers failed."""
+        """Pass the figures on, and return the failures of writers, or else `reason`."""
         session = self._session
         try:
             scalars = read_scalars(session.layout, session.run_id)
@@ -165,7 +167,7 @@ class Chores:
         return "; ".join(failed) or reason
 
     def _mirrored(self, reason: str | None) -> str | None:
-        """Why the step's copy is not whole, from the record of what was copied."""
+        """Return the reason why the step's copy is not whole, from the record of copied files."""
         layout, host, url = self._session.layout, gethostname(), self._session.config.finish.mirror or ""
         if reason is None or not uncopied(layout, host, url):
             return None  # the time may have run out for earlier steps
@@ -174,7 +176,7 @@ class Chores:
         return reason if name is None else f"{reason}; {len(failed)} file(s) are not there, {name}: {why}"
 
     def hurry(self, seconds: float) -> None:
-        """Waits for other processes' files no longer than this."""
+        """Limit the wait for other processes' files to `seconds` from now."""
         self._files_until = min(self._files_until, time.monotonic() + seconds)
 
     def give_up(self, reason: str) -> None:

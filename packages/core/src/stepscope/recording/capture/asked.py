@@ -18,18 +18,18 @@ class Asked(NamedTuple):
     role: str
     rank: int | None
     names_workers: bool
-    """True if `workers` was passed, if only to say that there are none."""
+    """True if `workers` was passed, even an empty one."""
     on_request: bool
-    """True if somebody asked for the step while the run went on."""
+    """True if the step was requested while the run went on."""
     opened_by: OpenedBy
 
 
 class Closing(NamedTuple):
-    """A call that closes."""
+    """A call that closes a capture."""
 
     ending: Ending | None = None
-    """Why the capture ends early; None if it does not."""
+    """The cause of an early end; None if the capture ends normally."""
     deadline_s: float | None = None
     """For each worker and engine; None: `budget.fanout_seconds`."""
     discard: str | None = None
-    """Why what was recorded is unwanted; None to keep it."""
+    """The reason why the recording is unwanted; None to keep it."""

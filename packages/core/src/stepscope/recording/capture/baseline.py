@@ -1,4 +1,4 @@
-"""Durations of the steps that nobody captures: a captured one is compared with them.
+"""Durations of uncaptured steps, for comparison with a captured one.
 
 A step that is not selected costs two clock readings and an entry in memory. Entries become lines of a file
 only near a captured step, on the exporter's thread: the last `KEPT` before it when it closes, and the next
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 KEPT = 32
 """Number of steps that are kept before a captured one, and after it."""
 _WRITE_AT = (4, 16, KEPT)
-"""After how many of those behind it they are written: a killed process loses few, and few pay for it."""
+"""Numbers of steps after a capture at which they are written: a killed process loses few, few steps pay."""
 
 _loops: dict[tuple[str, str], _Loop] = {}
 """By folder and role: a process may hold several loops. One writer: this module."""
 
 
 Began: TypeAlias = tuple[int, int]
-"""A step that is not captured, under way: its start (monotonic ns), and how many captures came before."""
+"""An uncaptured step under way: its start (monotonic ns), and the number of captures before it."""
 
 
 class _Loop:
@@ -45,7 +45,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._steps: deque[UncapturedStep] = deque(maxlen=KEPT)
-        """Those that are in no file."""
+        """Steps that are in no file yet."""
         self._begun = False
         """True if a step of the loop is over, captured or not."""
         self._file: Path | None = None
@@ -68,7 +68,7 @@ class _Loop:
         self._write()
 
     def flush(self) -> None:
-        """Writes what is known of the steps after the last capture."""
+        """Write the records of the steps after the last capture."""
         if self._since < KEPT:
             self._write()
 
@@ -79,14 +79,14 @@ class _Loop:
 
 
 def begin() -> Began | None:
-    """A step begins that is not captured. None: it overlaps one that is, or all is off."""
+    """Begin an uncaptured step. None: it overlaps a captured one, or recording is switched off."""
     if switch.DISABLED or slot.active is not None:
         return None
     return time.monotonic_ns(), activation.activations
 
 
 def end(began: Began, *, step: int, save_path: str, role: str) -> None:
-    """It is over. Left out if it overlapped a capture."""
+    """End an uncaptured step. It is left out if it overlapped a capture."""
     began_ns, captures = began
     dur_ns = time.monotonic_ns() - began_ns
     if captures == activation.activations:
@@ -97,7 +97,9 @@ def end(began: Began, *, step: int, save_path: str, role: str) -> None:
 
 
 def captured(session: Session) -> None:
-    """A captured step is over. Where every rank captures for itself, rank 0 keeps what is compared with."""
+    """Note the end of a captured step. If every rank captures for itself, rank 0 keeps the uncaptured
+    steps.
+    """
     process, save_path = session.process, session.config.save_path
     if process.rank in (None, 0):
         loop = _loops.setdefault((save_path, process.role), _Loop())
@@ -105,7 +107,7 @@ def captured(session: Session) -> None:
 
 
 def flush() -> None:
-    """Write what is left in memory, before the exporter is drained for the last time."""
+    """Write the records left in memory, before the exporter is drained for the last time."""
     for loop in _loops.values():
         loop.flush()
 

@@ -102,7 +102,7 @@ def _make(
 def _asked_for(
     config: ProfileConfig, step: int, role: str, rank: int | None, *, alone: bool
 ) -> ProfileConfig | None:
-    """Return the configuration with which somebody asked for this step on demand; None when nobody did."""
+    """Return the configuration of a request for this step; None if there is none."""
     if switch.DISABLED or not config.control.requests:
         return None
     try:
@@ -113,7 +113,7 @@ def _asked_for(
 
 
 class Capture:
-    """The recording of one step. Made by `capture`; `result` says what became of it."""
+    """The recording of one step. Made by `capture`; `result` has its outcome."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Capture:
         if config.instrument:
             no_step.reached(config, step, self.selected)
         self._spent_ns = 0
-        """Time that making it took."""
+        """Time spent on making it."""
         self._role = role
         self._uncaptured: baseline.Began | None = None
         """Of a step that is not selected, between its opening and its closing."""
@@ -242,7 +242,7 @@ class Capture:
             self._life.raise_cancellation(cancelled, now=error is None)
 
     def _end_uncaptured(self, error: object) -> None:
-        """Note how long a step took that is not selected, unless an exception cut it short."""
+        """Note the duration of a step that is not selected, unless an exception cut it short."""
         began, self._uncaptured = self._uncaptured, None
         if began is not None and error is None:
             baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._role)

@@ -68,7 +68,9 @@ def _unchecked(
 
 
 def current() -> ProfileConfig:
-    """Return what `configure` set; else what STEPSCOPE_CONFIG and the environment say, resolved once."""
+    """Return the configuration that `configure` set, or else that of STEPSCOPE_CONFIG and the environment,
+    resolved once.
+    """
     global _configured
     if switch.DISABLED:
         return ProfileConfig() if _configured is None else _configured
@@ -85,7 +87,7 @@ def current() -> ProfileConfig:
 
 
 def start_up() -> None:
-    """Takes the environment's configuration while the program starts, before it imports a framework."""
+    """Read the environment's configuration while the program starts, before it imports a framework."""
     global _configured
     if _configured is None and not switch.DISABLED:
         _configured = resolve()
@@ -100,7 +102,7 @@ def instrument(config: ProfileConfig, *, lenient: bool = False) -> None:
 
 
 def check(config: ProfileConfig, *, on_ray: bool) -> None:
-    """Everything about a configuration that can be wrong on this machine, once per configuration.
+    """Check everything about a configuration that can be wrong on this machine, once per configuration.
 
     Raises:
         ConfigError: see `configure`.

@@ -32,7 +32,7 @@ class CapturedFiles:
         return [] if self._participants is None else self._participants.apart
 
     def manifest(self) -> Manifest:
-        """Return what is there at this moment, folded from the processes' parts."""
+        """Return the manifest of this moment, folded from the processes' parts."""
         return self.session.manifest_part.manifest(self.session.layout)
 
     def fold(self) -> None:
@@ -64,13 +64,13 @@ class CapturedFiles:
     def gather(self, left_s: Callable[[], float]) -> None:
         """Fetch the files of workers that are apart.
 
-        A second call, beside the first or after it, fetches what that left.
+        A second call, during the first or after it, fetches the rest.
         """
         participants = self._participants
         if participants is None or participants.fleet is None or not participants.apart:
             return
         if not self._gathering.acquire(timeout=max(0.0, left_s())):
-            return  # the other one is at it, and enters what it fetched
+            return  # the other call fetches, and enters its files
         try:
             private_loop.run(participants.gather(left_s))
             self.fold()

@@ -24,7 +24,7 @@ from stepscope.recording.capture.opening import is_for_the_user, make_session, r
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout.messages import StartRequest, StopRequest
 from stepscope.recording.fanout.participants import Participants
-from stepscope.recording.process import failures, private_loop, run
+from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import activation
 from stepscope.recording.session.claims import Claim, Taker
@@ -35,7 +35,7 @@ class Lifecycle:
     """Opens and closes one capture."""
 
     def __init__(self, asked: Asked, taker: Taker) -> None:
-        """Args: taker: What the process is claimed for."""
+        """Args: taker: The holder of the claim on the process."""
         self.state: Literal["new", "opening", "open", "closing", "closed"] = "new"
         self.asked = asked
         self.session: Session | None = None
@@ -47,16 +47,16 @@ class Lifecycle:
         self._taker = taker
         self._files: CapturedFiles | None = None
         self._manifest: Manifest | None = None
-        """As it was when the capture closed."""
+        """Manifest at the close of the capture."""
         self._index = 0
-        """Of the closing stage that comes next."""
+        """Index of the next closing stage."""
         self._interrupted: int | None = None
         """Index of the stage that was interrupted last."""
         self._lock = threading.RLock()  # a signal's handler may go on with what it interrupts
         self._task: asyncio.Task[object] | None = None
-        """Closes this."""
+        """Task that closes this."""
         self._stop: asyncio.Task[object] | None = None
-        """Tells the workers and engines to stop, or did."""
+        """Task that tells the workers and engines to stop, or did."""
         self._is_handed_over = False
 
     def _is_opening(self) -> bool:
@@ -164,7 +164,7 @@ class Lifecycle:
         """Do the last part of opening, on the thread whose work is recorded."""
         if not self._is_opening():
             return
-        run.record(session.config)
+        run.record(session.config, versions.versions)
         pipeline.promise(session, alone=self.participants is None)
         session.start_profiler()
         activation.activate(session)
@@ -333,7 +333,7 @@ class Lifecycle:
             failures.note("stopping workers and engines", failure)
 
     def conclude(self, closing: Closing) -> None:
-        """Fold the manifest, once, and do all that follows from it."""
+        """Fold the manifest, once, and act on it."""
         if self.session is None:
             return
         if closing.discard is None:

@@ -1,6 +1,6 @@
 """Captures on demand: a request in the run's folder, or a signal, makes a step selected that was not.
 
-`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that who asks
+`control.json` is looked at when a step begins (one `stat`), and by a thread in between, so that the asker
 learns within seconds that the run has heard. Only a process that opens captures listens; its workers and
 engines take part as in any other capture. Whatever a request holds, nothing raises in the training loop: the
 answer says why it was refused.
@@ -39,7 +39,7 @@ _listener: Listener | None = None
 
 
 def apply(config: ProfileConfig, request: Request, step: int) -> ProfileConfig:
-    """`config` as it is for the requested step.
+    """Return `config` for the requested step.
 
     Raises:
         ConfigError: the request names what does not exist.
@@ -87,7 +87,7 @@ class Listener:
         threading.Thread(target=self._poll, name="stepscope-requests", daemon=True).start()
 
     def wanted(self, config: ProfileConfig, step: int, *, alone: bool) -> ProfileConfig | None:
-        """The configuration with which `step` is to be captured on request; None when nobody asks for it.
+        """Return the configuration of the request for `step`; None if nobody asks for it.
 
         Args:
             alone: Whether this process decides alone when `next` is. Others that open captures of their own
@@ -107,7 +107,7 @@ class Listener:
         return None
 
     def tell_others(self, step: int, others: dict[str, str]) -> None:
-        """Workers and replicas have answered to the capture of a step that was asked for."""
+        """Note the answers of workers and replicas to the capture of a requested step."""
         with self._lock:
             answers = {
                 name: msgspec.structs.replace(answer, others=others) if step in answer.steps[-1:] else answer
@@ -116,7 +116,7 @@ class Listener:
             self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def tell_outcome(self, step: int, reason: str | None) -> None:
-        """A capture that was asked for is over; `reason`: what failed, or why it holds nothing."""
+        """Note the end of a requested capture; `reason`: the failure, or why it holds nothing."""
         if reason is None:
             return
         with self._lock:
@@ -129,7 +129,9 @@ class Listener:
             self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def write_last(self, why: str) -> None:
-        """The answers as they are if no other step begins. `_said` stays: a process may survive SIGTERM."""
+        """Return the answers for the case that no other step begins. `_said` stays: a process may survive
+        SIGTERM.
+        """
         with self._lock:
             self._look()
             answers = {
@@ -214,7 +216,7 @@ class Listener:
             _write_last(self, "its process went on in another run's folder")
 
     def _look(self) -> None:
-        """Reads `control.json` when it has changed, and answers what is new. Nothing that it holds raises."""
+        """Read `control.json` if it has changed, and answer new requests. No content of it raises."""
         seen = _stamp(self._control)
         if seen == self._seen:
             return
@@ -241,8 +243,8 @@ class Listener:
         self._said = msgspec.structs.replace(self._said, answers=answers)
 
     def _write(self) -> None:
-        """The thread's part: nothing is written where a step begins. The run's folder is made for it: who
-        asks has no other sign that there is such a run.
+        """Poll and write on the thread, because nothing is written where a step begins. The run's folder is
+        made for it: an asker has no other sign of the run.
         """
         self._said = msgspec.structs.replace(self._said, step=self._step, run_id=run.run_id())
         if self._said != self._written:
@@ -253,7 +255,7 @@ class Listener:
 def wanted(
     config: ProfileConfig, step: int, role: str, rank: int | None, alone: bool
 ) -> ProfileConfig | None:
-    """See `Listener.wanted`; of this process' listener, which is made where there is none.
+    """See `Listener.wanted`. This process' listener is made if there is none.
 
     Args:
         alone: Whether the process is known to decide alone.
@@ -265,7 +267,9 @@ def wanted(
 
 
 def listener_of(config: ProfileConfig, role: str, rank: int | None) -> Listener:
-    """This process' listener at the run in `config.save_path`; one that listened elsewhere is closed."""
+    """Return this process' listener at the run in `config.save_path`. One that listened elsewhere is
+    closed.
+    """
     global _listener
     standing = _listener
     if standing is None or not standing.listens_for(config.save_path):
@@ -294,7 +298,7 @@ def tell_outcome(step: int, reason: str | None) -> None:
 
 
 def end(why: str) -> None:
-    """The process is about to end: who asked is told what comes to nothing by it."""
+    """Answer the requests that the end of the process leaves open."""
     if _listener is not None:
         _write_last(_listener, f"{why} before such a step began")
 

@@ -11,7 +11,7 @@ from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 
 _IN_FULL = 3
-"""Problems that `shortfall` says in full."""
+"""Problems that `shortfall` lists in full."""
 
 
 def is_open_elsewhere(parts: Iterable[ProcessPart], process: ProcessInfo) -> bool:
@@ -52,7 +52,7 @@ def shortfall(manifest: Manifest, no_profiler: str | None) -> str | None:
 
 
 def summary(manifest: Manifest, folder: Path, save_path: str, apart: Sequence[str]) -> str:
-    """Return one line for the log: who took part, how many traces there are or are on their way, where.
+    """Return one line for the log: participants, traces (pending ones too), and the folder.
 
     Args:
         folder: Of the step.

@@ -1,4 +1,4 @@
-"""prepare(): before the first step, what can be wrong is found and every one-off cost is paid.
+"""prepare(): checks and one-off costs before the first step.
 
 Without it the first captured step does both: its body is not slower for it, but the run waits some seconds
 before it (torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine).
@@ -32,10 +32,10 @@ def prepare(
     config: ProfileConfig | None = None,
     role: str = "trainer",
 ) -> None:
-    """Checks this process, its workers and its engines, and starts each one's profiler once for nothing.
+    """Check this process, its workers and its engines, and start each profiler once for nothing.
 
-    Call it once, after the workers are placed. It takes what `capture` takes. When the configuration selects
-    no steps it makes ready for requests, and what is wrong is a warning and not raised; with
+    Call it once, after the workers are placed. It takes what `capture` takes. If the configuration
+    selects no steps, it prepares for requests, and problems are warnings and not raised; with
     `control.requests` false too it does nothing.
 
     Raises:
@@ -86,7 +86,7 @@ async def _prepare(
     *,
     alone: PrepareAnswer | None = None,
 ) -> None:
-    """Args: alone: What preparing this process itself has led to; None if that is still to be done."""
+    """Args: alone: The outcome of preparing this process; None if it is not prepared yet."""
     prepared.mark()
     if workers is not None and not omissions.none_meant(workers):
         omissions.workers_prepared()
@@ -104,7 +104,7 @@ async def _prepare(
 
 
 def before_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:
-    """Prepare a program that nobody edits, once: it has no line that could call `prepare`.
+    """Prepare an unedited program, once: it has no line that could call `prepare`.
 
     Trouble is logged. Without selected steps nothing is prepared, as no step may ever be asked for.
     """
@@ -154,5 +154,5 @@ def _logged() -> Iterator[None]:
 
 
 def is_due(config: ProfileConfig) -> bool:
-    """Return whether a program that nobody edits is still to be prepared."""
+    """Return whether an unedited program is still to be prepared."""
     return bool(config.steps) and not prepared.is_prepared()

@@ -1,6 +1,4 @@
-"""Before the first step: every process and engine of a run is checked, and its profiler started for
-nothing.
-"""
+"""Checks before the first step: every process and engine of a run, with one start of its profiler."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ async def make_ready(
         edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
             that nobody edits, roles come with the modules that it imports, and a busy worker is not waited
             for longer than in a capture.
-        alone: What preparing this process itself has led to; None if that is still to be done.
+        alone: The outcome of preparing this process; None if it is not prepared yet.
 
     Raises:
         ConfigError: as a capture on opening.

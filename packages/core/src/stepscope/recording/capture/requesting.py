@@ -28,7 +28,7 @@ def request_capture(
     save_path: str | os.PathLike[str] | None = None,
     next_run: bool = False,
 ) -> str:
-    """Asks a run, this one or another, to capture steps that its configuration does not select.
+    """Ask a run, this one or another, to capture steps that its configuration does not select.
 
     What `stepscope trigger` does. The run hears it when its next step begins.
 
@@ -82,13 +82,13 @@ def request_capture(
 
 
 def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[str] | None:
-    """Return the ids of the runs that listen in a folder; None for whichever comes.
+    """Return the ids of the runs that listen in a folder; None for the next one.
 
     Args:
         own: It is this process' run too, which need not listen yet.
 
     Raises:
-        CaptureError: nobody listens, and the next run is not meant.
+        CaptureError: nobody listens, and the request is not for the next run.
     """
     known = read_listening(layout)
     living = [process for process in known if not has_ended(process)]
@@ -110,5 +110,5 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[s
 
 
 def _living(standing: list[Request]) -> list[Request]:
-    """Those that have not been over for a day, whose answers somebody may still read."""
+    """Return the requests that did not end over a day ago: somebody may still read their answers."""
     return [request for request in standing if request.expires_ns > time.time_ns() - _DAY_NS]

@@ -43,7 +43,7 @@ class CaptureResult:
         return None if self._files is None else self._files.session.layout.root
 
     def manifest(self) -> Manifest | None:
-        """Return what is there at this moment, folded from the processes' parts; None for a step that was not
+        """Return the manifest of this moment, folded from the processes' parts; None for a step that was not
         captured.
         """
         return None if self._files is None else self._files.manifest()
@@ -54,7 +54,7 @@ class CaptureResult:
         return [] if manifest is None else manifest.problems()
 
     def summary(self) -> str:
-        """Return one line for the log: who took part, how many traces there are or are to come, where."""
+        """Return one line for the log: participants, traces (pending ones too), and the folder."""
         if self._files is None:
             return f"step {self.step}: not selected, nothing recorded"
         session = self._files.session
@@ -69,7 +69,7 @@ class CaptureResult:
         Deferred exports begin now. Blocks: from a coroutine, `await asyncio.to_thread(result.wait)`.
 
         Returns:
-            The manifest as it then is: what is unfinished stands in it as pending.
+            The manifest of that moment: unfinished things are pending in it.
         """
         files = self._files
         if files is None:
@@ -99,7 +99,7 @@ class CaptureResult:
 
 
 def on_capture(hook: CaptureHook) -> CaptureHook:
-    """Calls `hook(cap.result)` after each capture that this process opened, once its own files are written
+    """Call `hook(cap.result)` after each capture that this process opened, once its own files are written
     or given up.
 
     Its workers may still be writing theirs then: `result.wait()` waits for them. Otherwise as `on_artifact`.

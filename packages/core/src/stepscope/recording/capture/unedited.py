@@ -1,4 +1,4 @@
-"""Captures of steps in a loop that nobody edits. `instrument/step_boundaries.py` opens and closes them."""
+"""Captures of steps in an unedited loop. `instrument/step_boundaries.py` opens and closes them."""
 
 from __future__ import annotations
 

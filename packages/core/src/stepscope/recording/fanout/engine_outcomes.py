@@ -33,7 +33,7 @@ _LATE: Pending = "late"
 
 
 class EngineOutcomes:
-    """Every outcome of a replica, as an expectation `replica N` in the owner's part of the manifest."""
+    """Outcomes of replicas, as expectations `replica N` in the owner's part of the manifest."""
 
     def __init__(self, layout: StepLayout, manifest_part: ManifestPart) -> None:
         self._layout = layout
@@ -79,10 +79,10 @@ class EngineOutcomes:
             self._enter_late(label, artifacts)
 
     def enter_given_up(self, label: str) -> bool:
-        """Enter files of a stop that nobody waits for any more. Blocks.
+        """Enter files of an abandoned stop. Blocks.
 
         Returns:
-            Whether all have come, as far as one can tell: some are here, and no more since the last look.
+            Whether all seem to have come: some are here, and no more since the last look.
         """
         part = self._manifest_part.record
         came = [
@@ -132,8 +132,8 @@ class EngineOutcomes:
         return of_engine(label, artifacts, ignored, trouble, pending)
 
     def _not_here(self, artifacts: Sequence[Artifact]) -> str | None:
-        """Return the files that are not here, and where to look: a host may have a disk of its own at
-        that path. None when all are.
+        """Return the absent files and the place to look: a host may have a disk of its own at that path.
+        None if all are here.
         """
         absent = [artifact for artifact in artifacts if not (self._layout.root / artifact.path).exists()]
         if not absent:

@@ -55,7 +55,9 @@ class EngineGroup:
         name: str,
         over_budget: Callable[[], str | None],
     ) -> None:
-        """Args: over_budget: why no trace should be added to the run's folder; None when there is room."""
+        """Args: over_budget: Returns the reason against another trace in the run's folder; None if there is
+        room.
+        """
         self._over_budget = over_budget
         self._profilers = profilers
         self._config = config
@@ -88,7 +90,9 @@ class EngineGroup:
         await late_files.enter_what_came()  # an engine that has started is through with its last stop
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop those that started, concurrently. Cancelled, it leaves the others to a second call."""
+        """Stop the replicas that started, concurrently. If cancelled, it leaves the others to a second
+        call.
+        """
         await asyncio.gather(*(self._stop(profiler, deadline_s) for profiler in tuple(self._started)))
 
     def _say_unreachable_ranks(self) -> None:
@@ -212,8 +216,9 @@ def _why(verb: str, error: BaseException, deadline_s: float) -> str:
 
 
 def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
-    """Return why a replica takes no part; None when it does. Replica r of size n owns global ranks [r*n,
-    (r+1)*n).
+    """Return the reason why a replica takes no part; None if it does.
+
+    Replica r of size n owns global ranks [r*n, (r+1)*n).
     """
     match = config.role(ROLE)
     if match is None:
@@ -235,7 +240,7 @@ def _unselected(config: ProfileConfig, profiler: EngineProfiler) -> str | None:
 
 
 def _number(profiler: EngineProfiler) -> int:
-    """Return the replica's number: `profilers_of` has seen to it that there is one."""
+    """Return the replica's number. `profilers_of` made sure that there is one."""
     return 0 if profiler.replica is None else profiler.replica
 
 

@@ -43,7 +43,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 _sessions: dict[str, Session] = {}
 """By the capture's id, the oldest first. Writers: `keep`, `release`."""
 _given_up: deque[str] = deque(maxlen=_KEPT)
-"""Captures that were one too many. One writer: `keep`."""
+"""Captures beyond that limit. One writer: `keep`."""
 
 
 def keep(session: Session) -> None:

@@ -1,6 +1,7 @@
-"""Stops of engines that took longer than their deadline: they go on, on their caller's event loop, and what
-they bring is entered, until the next capture begins or that loop ends. What an adapter brings to its end by
-itself after that, one of the next three captures of this process enters.
+"""Stops of engines that took longer than their deadline.
+
+They go on, on their caller's event loop, until the next capture begins or that loop ends. Their files are
+entered. One of the next three captures of this process enters files that an adapter completes after that.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from stepscope.files.sidecar import Artifact
 from stepscope.recording.process import failures, fork
 
 _GRACE_S = 1.0
-"""For a stop to end that is told to."""
+"""Longest wait for a stop that was told to end."""
 
 _late: set[asyncio.Future[list[Artifact]]] = set()
-"""Writers: `add`, each as it ends, and a forked child."""
+"""Writers: `add`, each stop at its end, and a forked child."""
 
 _LOOKS = 3
 """Number of looks for the files of a stop that was given up, once for each later capture: each look reads the
@@ -34,8 +35,8 @@ def add(
     came: Callable[[asyncio.Future[list[Artifact]]], None],
     came_by_itself: Callable[[], bool] | None = None,
 ) -> None:
-    """Call `came` once it has ended. Given up, `came_by_itself` is called by `enter_what_came` until it says
-    that something has come.
+    """Call `came` once the stop has ended. If it is given up, `enter_what_came` calls `came_by_itself` until
+    that reports a file.
     """
     _late.add(stopping)
 
@@ -55,8 +56,8 @@ def expect(came_by_itself: Callable[[], bool]) -> None:
 
 
 async def give_up() -> None:
-    """Give up stops that still run, before a capture starts its engines. What an adapter brings to
-    its end by itself still comes to its folder, and `enter_what_came` enters it.
+    """Give up stops that still run, before a capture starts its engines. Files that an adapter completes by
+    itself still come to its folder, and `enter_what_came` enters them.
     """
     here = asyncio.get_running_loop()
     own = {stop for stop in tuple(_late) if stop.get_loop() is here}

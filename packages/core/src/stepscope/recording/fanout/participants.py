@@ -53,13 +53,13 @@ class Participants:
         )
 
     async def start(self, request: StartRequest, deadline_s: float) -> None:
-        """Return when every one has begun, failed, or used up its deadline."""
+        """Start all, and return once each has begun, failed, or used up its deadline."""
         manifest_part, group = self._joined()
         self._capture_id = request.capture_id
         await asyncio.gather(self._start_workers(manifest_part, request, deadline_s), group.start(deadline_s))
 
     async def stop(self, request: StopRequest, deadline_s: float) -> None:
-        """Stop those that began, those that may have, and those that answered too late."""
+        """Stop all that began, that may have begun, or that answered too late."""
         manifest_part, group = self._joined()
         await asyncio.gather(self._stop_workers(manifest_part, request, deadline_s), group.stop(deadline_s))
 

@@ -127,7 +127,7 @@ def stop_worker(request: StopRequest) -> StopAnswer:
 
 
 def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareAnswer:
-    """Pay the profiler's one-off costs, if it is to record this process. Runs in the worker."""
+    """Pay the profiler's one-off costs, if it will record this process. Runs in the worker."""
     config = request.config
     if switch.DISABLED:
         return PrepareAnswer(roles=_who(instance, request.role, request.position, request.world_size)[1])
@@ -164,7 +164,7 @@ def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step
 
 
 def drain_worker(timeout_s: float) -> list[str]:
-    """Wait for this process' files; returns what is unfinished after `timeout_s`. Blocks: not for an event
+    """Wait for this process' files and return those unfinished after `timeout_s`. Blocks: not for an event
     loop.
     """
     return exporter.exporter().drain(timeout_s)

@@ -1,1 +1,1 @@
-"""Files that leave this process besides spans."""
+"""Files that leave this process, other than spans."""

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -65,12 +66,10 @@ def _agreed(proposal: str) -> str:
         return proposal
 
 
-def record(config: ProfileConfig) -> None:
-    """Write `run.json` when this run has none yet."""
+def record(config: ProfileConfig, versions: Callable[[], dict[str, str]]) -> None:
+    """Write `run.json` when this run has none yet. `versions` returns those of the installed packages."""
     if config.save_path in _recorded:
         return
-    from stepscope.recording.process.versions import versions  # import time: once per run
-
     _recorded.add(config.save_path)
     layout = RunLayout(config.save_path)
     data = RunRecord(

@@ -27,12 +27,12 @@ def activate(session: Session) -> None:
         session.switch_off = deactivate
     slot.active = session
     session.begin()
-    if session.ended:  # its watchdog was faster
+    if session.ended:  # its watchdog ended it first
         deactivate(session)
 
 
 def deactivate(session: Session) -> None:
-    """Switch recording off, if it is this session that records."""
+    """Switch recording off, if this session records."""
     if slot.active is session:
         slot.active = None
 

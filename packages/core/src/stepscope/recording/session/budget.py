@@ -13,12 +13,12 @@ from stepscope.config import BudgetConfig, ProfileConfig
 from stepscope.files.layout import RunLayout
 
 POLL_S = 0.5
-"""Between two looks at the memory of the process (20 us each)."""
+"""Interval between two looks at the memory of the process (20 us each)."""
 MB = 1 << 20
 
 
 class Watchdog:
-    """Calls `expired(reason)` once, on a thread of its own, when the capture reaches a limit."""
+    """Watchdog of a capture: calls `expired(reason)` once, on its own thread, when a limit is reached."""
 
     def __init__(self, budget: BudgetConfig, expired: Callable[[str], None]) -> None:
         self._budget = budget
@@ -60,7 +60,7 @@ class Watchdog:
 
 
 def resident_mb() -> int | None:
-    """The memory of this process that is resident; None where the system does not say."""
+    """Return the resident memory of this process; None if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             pages = int(file.read().split()[1])
@@ -70,7 +70,7 @@ def resident_mb() -> int | None:
 
 
 def over_budget(config: ProfileConfig) -> str | None:
-    """Why no trace should be added to the run's folder now; None when there is room."""
+    """Return the reason against another trace in the run's folder; None if there is room."""
     run, budget = RunLayout(config.save_path), config.budget
     folder = run.root.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

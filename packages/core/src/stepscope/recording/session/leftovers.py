@@ -1,4 +1,4 @@
-"""Files that killed processes were still writing."""
+"""Unfinished files of killed processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _tidied: dict[str, StepLayout] = {}
 
 
 def tidy(save_path: str, step: StepLayout) -> None:
-    """Remove what killed processes were writing: once in the whole folder, then in the last step."""
+    """Remove unfinished files of killed processes: once in the whole folder, then in the last step."""
     last = _tidied.get(save_path)
     remove_abandoned(Path(save_path) if last is None else last.root)
     _tidied[save_path] = step

@@ -10,8 +10,8 @@ LIBRARY = {"torch": "torch", "cuda_memory": "torch", "npu": "torch_npu"}
 
 
 def library_loaded(tool: str) -> bool:
-    """Return whether this process has imported what `tool` records. True as well with torch, if torch_npu is
-    not installed: the backend says so.
+    """Return whether this process has imported the library that `tool` records. Also True with torch but
+    without an installed torch_npu: the backend reports that.
     """
     if tool not in LIBRARY or LIBRARY[tool] in sys.modules:
         return True

@@ -1,7 +1,7 @@
 """Record kept when CUDA runs out of memory outside a `cuda_memory` window (`cuda_memory.oom_any_step`).
 
-It is written there and then, in the thread that asked for memory: what comes next is the error, and with it
-perhaps the end of the process.
+It is written at once, in the thread that asked for memory, because the error that follows may end the
+process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
 
 MOST_RECORDS = 100
-"""Of one process: a loop that seeks its batch size by running out of memory is not written down forever."""
+"""Largest number of records of one process: a loop that searches its batch size runs out of memory many
+times.
+"""
 ITEM = "CUDA out of memory"
 """Its name in the manifest of a capture that was open."""
 
@@ -40,10 +42,10 @@ _watch: _Watch | None = None
 
 
 def watch(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:
-    """Keeps a snapshot of each shortage from now on, if the configuration asks for it. Cheap to call again.
+    """Keep a snapshot of each shortage from now on, if the configuration asks for it. Cheap to call again.
 
     Args:
-        step: The one that begins now, if this process knows.
+        step: The step that begins now, if this process knows it.
     """
     global _watch
     if config.cuda_memory.oom_any_step == "off":
@@ -74,7 +76,7 @@ class _Watch:
         oom.watch(self.keep, options, _refused)
 
     def keep(self, shortage: Shortage, snapshot: Callable[[], object], history: bool) -> None:
-        """Args: snapshot: Takes one, which is long: it is called for a snapshot that is kept."""
+        """Args: snapshot: Takes a snapshot. It is slow, so it is called only for one that is kept."""
         try:
             self._keep(shortage, snapshot, history)
         except Exception as error:
@@ -117,7 +119,7 @@ class _Watch:
     def _why_none(self, run: RunLayout) -> str | None:
         most = self.config.cuda_memory.oom_snapshots
         if len(list(run.oom.glob(f"[!.]*_{safe(self._run_id)}_*.pickle"))) >= most:
-            return f"cuda_memory.oom_snapshots is {most}, and so many are there"
+            return f"snapshot limit reached (cuda_memory.oom_snapshots = {most})"
         return budget.over_budget(self.config)
 
 

@@ -68,7 +68,7 @@ class Windows:
         self._on_artifact = on_artifact
         self._starting = False
         self._off: str | None = None
-        """Why no further window opens; None while they may."""
+        """The reason why no further window opens; None while windows may open."""
         self._warned = False
         self._opened: ClockAnchor | None = None
         self._stage: str | None = None
@@ -77,7 +77,7 @@ class Windows:
         self._lock = threading.RLock()
 
     def open(self, stage: str | None, role: str) -> bool:
-        """Starts the backend; False (and the reason in the manifest) when it does not start."""
+        """Start the backend. False if it does not start; the manifest has the reason."""
         name = self._name(stage)
         with self._lock:
             reason = self._refusal(stage, role)
@@ -103,7 +103,7 @@ class Windows:
             self._starting = True
             self._backend.start(window)
         except BackendError as error:
-            # The user's own profiler, say, which ends: the next window may do better.
+            # For example the user's own profiler, which may end: the next window is tried.
             self.running = None
             self._manifest_part.fail(name, failures.describe(error), kind="trace")
             self._warn_once(f"lacks the {name}: {failures.describe(error)}")
@@ -128,12 +128,12 @@ class Windows:
         return True
 
     def _undo_start(self, name: str, reason: str) -> None:
-        """Stops a backend that started, or may have, after a signal's handler closed this."""
+        """Stop a backend that started, or may have started, after a signal's handler closed this."""
         self.running = name
         self.close(discard=reason)
 
     def close(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """Stops the backend and hands what it recorded to the exporter. Nothing is open: nothing happens."""
+        """Stop the backend and hand its recordings to the exporter. Do nothing if no window is open."""
         with self._lock:
             if self.running is None or self._starting:  # by a signal's handler: the start sees it and stops
                 return
@@ -143,7 +143,7 @@ class Windows:
             try:
                 pending = self._backend.stop()
             except BackendError as error:
-                # An outcome: nothing was recorded, and this is why. The next window may do better.
+                # This is the outcome: nothing was recorded, for this reason. The next window is tried.
                 if discard is None:
                     self._manifest_part.fail(name, failures.describe(error), kind="trace")
                 else:
@@ -156,7 +156,7 @@ class Windows:
                 self._manifest_part.fail(name, self._off, kind="trace")
                 failures.note(f"stopping the {self._backend.name} profiler", error)
                 return
-            except BaseException:  # a Ctrl-C: who closes after it stops what still runs
+            except BaseException:  # a Ctrl-C: the next close stops the backend
                 self.running = name
                 raise
             finally:
@@ -175,7 +175,7 @@ class Windows:
                 self._submit(name, artifact, closed, truncated or artifact.truncated)
 
     def finish(self, *, truncated: str | None = None, discard: str | None = None) -> None:
-        """Closes the window, and for good: no stage that still runs opens another."""
+        """Close the window for good: no stage that still runs opens another."""
         with self._lock:
             self._off = truncated or "the capture is closed"
             self.close(truncated=truncated, discard=discard)
@@ -199,7 +199,7 @@ class Windows:
         attrs: Mapping[str, AttrValue] | None,
         **place: Unpack[scopes.Placing],
     ) -> MarkedSpan:
-        """A span to enter, once."""
+        """Return a span to enter once."""
         return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
 
     def begin(
@@ -216,7 +216,7 @@ class Windows:
         return span.__enter__()
 
     def mark(self, span: Span, is_async: bool) -> AbstractContextManager[None] | None:
-        """Opens the backend's own marker around a span; None where there is none to close."""
+        """Open the backend's marker around a span; None if there is none to close."""
         if self.running is None:
             return None
         try:
@@ -265,7 +265,7 @@ class Windows:
             failures.warn("stepscope: step %d %s", self._step, what)
 
     def _tell_late(self, name: str) -> None:
-        """Log what went wrong with a file after the capture has told of all that went wrong before."""
+        """Log a problem with a file after the capture has logged the earlier ones."""
         if not self._manifest_part.told:
             return
         for item in self._manifest_part.record.expected:
@@ -354,7 +354,7 @@ class MarkedSpan(PlacedSpan):
         self._windows = windows
         self._is_async = is_async
         self._opens = opens
-        """True if this span is a stage that gets a window of its own (discrete mode)."""
+        """True if this span is a stage with its own window (discrete mode)."""
 
     def __enter__(self) -> Self:
         if self.token is not None or self.end_ns is not None:
@@ -388,7 +388,7 @@ class MarkedSpan(PlacedSpan):
             failures.note(f"closing the span {self.role}/{self.stage}", failure)
 
     def _say_profiling(self, began_ns: int) -> None:
-        """Records that the profiler was started or stopped since `began_ns`, beside this span."""
+        """Record that the profiler was started or stopped since `began_ns`, beside this span."""
         record(self.log, PROFILING, {"window": self.stage}, began_ns, time.monotonic_ns())
 
     def _ended(self, error: BaseException | None) -> None:

@@ -16,9 +16,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     record: bool
     """The profiler (`tool`) records this process."""
     reason: str
-    """Why, or why not, as a sentence for the manifest."""
+    """The reason, as a sentence for the manifest."""
     spans: bool
-    """Spans are recorded: in every process of a captured step, whatever its role and rank."""
+    """Spans are recorded: in every process of a captured step, of any role and rank."""
 
 
 def decide(
@@ -51,7 +51,7 @@ def decide_process(
     rank: int | None,
     world_size: int | None = None,
 ) -> Decision:
-    """The decision for a process that does the work of several roles: any one that is selected is enough."""
+    """Decide for a process that does the work of several roles: one selected role is enough."""
     if not config.selects(step):
         return Decision(record=False, reason=_not_selected(config.steps, step), spans=False)
     if not roles:
@@ -75,14 +75,16 @@ def may_record(config: ProfileConfig, decision: Decision) -> bool:
 
 
 def unreachable_ranks(config: ProfileConfig, role: str, world_size: int) -> tuple[int, ...]:
-    """Ranks that the config asks for and that a role of `world_size` processes does not have, ascending."""
+    """Return the ranks that the config asks for and a role of `world_size` processes lacks, ascending."""
     match = config.role(role)
     ranks = match[1].ranks if match and match[1].profiler else ()
     return () if isinstance(ranks, str) else tuple(sorted(rank for rank in ranks if rank >= world_size))
 
 
 def missing_ranks(config: ProfileConfig, process: ProcessInfo) -> dict[str, str]:
-    """Return the ranks that the configuration asks for and nobody has, by name. Rank 0 says it for all."""
+    """Return the ranks that the configuration asks for and no process has, by name. Rank 0 reports for
+    all.
+    """
     if process.rank != 0 or process.world_size is None:
         return {}
     reason = f"no such rank: world_size is {process.world_size}"
