@@ -1,13 +1,10 @@
 """Reader of the files of `nsys export --type sqlite`.
 
-Written from the published schema ("SQLite Schema Reference" of the Nsight Systems guide, schema versions 2
-and 3), never run on a file of a real nsys. Exports omit empty tables, and columns differ between versions.
-Both are looked up by name, and missing ones are not shown.
-
-This file has more than 400 lines because all of it is one schema.
+Never run on a file of a real nsys: `nsys_schema` has the tables as published. Exports omit empty tables, and
+columns differ between versions. Both are looked up by name, and missing ones are not shown.
 
 Times are ns since the session's start, which `TARGET_INFO_SESSION_START_TIME.utcEpochNs` states. Exports
-without it cannot be aligned. A serialized id is <hardware 8><VM 8><process 24><thread 24> bits.
+without it cannot be aligned.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from stepscope.errors import RecordError
 from stepscope.timeline.readers.blocks import Notes
@@ -32,15 +29,24 @@ from stepscope.timeline.readers.contract import (
     Slice,
     Track,
 )
+from stepscope.timeline.readers.nsys_schema import (
+    DEVICES,
+    DOMAIN,
+    MARK,
+    NVTX,
+    PROCESS,
+    PUSH_POP,
+    RUNTIME,
+    START,
+    START_END,
+    THREAD_NAME,
+    Device,
+    grouped,
+    pid_of,
+    unnamed,
+)
 
 _MAGIC = b"SQLite format 3\0"
-_RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
-_NVTX = "NVTX_EVENTS"
-_START = "TARGET_INFO_SESSION_START_TIME"
-_PROCESS = ~0xFFFFFF
-"""Mask of the process in a serialized thread id, the same as in `globalPid`."""
-_MARK, _THREAD_NAME, _DOMAIN, _PUSH_POP, _START_END = 34, 39, 75, (59, 70), (60, 71)
-"""NVTX_EVENTS.eventType; 70 and 71 are ranges that were imported as text."""
 _STRINGS = 1 << 16
 """Number of texts of `StringIds` that are cached."""
 NO_TIME = "events without a time"
@@ -49,38 +55,6 @@ NEVER_ENDED = "NVTX ranges that never ended, shown as marks"
 
 
 _Key: TypeAlias = tuple[object, ...]
-
-
-class _Device(NamedTuple):
-    """Table of activity on devices."""
-
-    table: str
-    category: str
-    names: tuple[str, ...]
-    """Columns with the id of the event's name, the best one first."""
-    args: Mapping[str, str]
-    """Column of each argument. The arguments have Kineto's names if it has them."""
-
-
-_WHERE = {"device": "deviceId", "context": "contextId", "stream": "streamId", "correlation": "correlationId"}
-_DEVICES = (
-    _Device(
-        "CUPTI_ACTIVITY_KIND_KERNEL", "kernel", ("demangledName", "shortName", "mangledName"),
-        {
-            **_WHERE, **{size + axis: size + axis for size in ("grid", "block") for axis in "XYZ"},
-            "registers per thread": "registersPerThread", "shared memory": "dynamicSharedMemory",
-            "graph node": "graphNodeId",
-        },
-    ),
-    _Device(
-        "CUPTI_ACTIVITY_KIND_MEMCPY", "gpu_memcpy", (),
-        {**_WHERE, "bytes": "bytes", "kind": "copyKind", "graph node": "graphNodeId"},
-    ),
-    _Device(
-        "CUPTI_ACTIVITY_KIND_MEMSET", "gpu_memset", (),
-        {**_WHERE, "bytes": "bytes", "value": "value", "graph node": "graphNodeId"},
-    ),
-)  # fmt: skip
 
 
 class NsysReader:
@@ -137,7 +111,7 @@ class _Export:
             self._link,
             self._nvtx,
             self._runtime,
-            *(partial(self._device, device) for device in _DEVICES),
+            *(partial(self._device, device) for device in DEVICES),
         ]
         for read in reads:
             try:
@@ -146,10 +120,10 @@ class _Export:
                 self._notes.file(f"damaged: {error}; a table, or the rest of it, is left out")
 
     def _origin(self) -> Origin:
-        began = self._first(_START, "utcEpochNs")
+        began = self._first(START, "utcEpochNs")
         self._since_ns = began if isinstance(began, int) and began > 0 else 0
-        pids = sorted({_pid(process) for process in self._processes()})
-        missing = f"the export does not say when its session began ({_START}.utcEpochNs)"
+        pids = sorted({pid_of(process) for process in self._processes()})
+        missing = f"the export does not say when its session began ({START}.utcEpochNs)"
         return Origin(
             clock="realtime" if self._since_ns else "unknown",
             why=None if self._since_ns else missing,
@@ -161,10 +135,10 @@ class _Export:
     def _processes(self) -> set[int]:
         """Return the serialized ids of all processes with events."""
         processes: set[int] = set()
-        for table in (_RUNTIME, _NVTX, *(device.table for device in _DEVICES)):
+        for table in (RUNTIME, NVTX, *(device.table for device in DEVICES)):
             for column in ("globalPid", "globalTid"):
                 if self._has(table, column):
-                    query = f"SELECT DISTINCT {column} & {_PROCESS} FROM {table} WHERE {column} IS NOT NULL"
+                    query = f"SELECT DISTINCT {column} & {PROCESS} FROM {table} WHERE {column} IS NOT NULL"
                     processes |= {process for (process,) in self._database.execute(query)}
         return processes
 
@@ -191,11 +165,9 @@ class _Export:
         return self._strings[number]
 
     def _link(self) -> Iterator[Event]:
-        """Notes, on disk, which call launched what on a device first: arrows are drawn between those two."""
-        linked = [
-            device.table for device in _DEVICES if self._has(device.table, "correlationId", "globalPid")
-        ]
-        if not linked or not self._has(_RUNTIME, "correlationId", "globalTid"):
+        """Note on disk the first device event that each call launched: arrows connect the two."""
+        linked = [device.table for device in DEVICES if self._has(device.table, "correlationId", "globalPid")]
+        if not linked or not self._has(RUNTIME, "correlationId", "globalTid"):
             return
         run = self._database.execute
         for table in ("launched", "called"):
@@ -208,8 +180,8 @@ class _Export:
                 " ON CONFLICT DO UPDATE SET at = min(at, excluded.at)"
             )
         run(
-            f"INSERT INTO called SELECT process, correlation, min(start) FROM {_RUNTIME} JOIN launched"
-            f" ON process = globalTid & {_PROCESS} AND correlation = correlationId GROUP BY 1, 2"
+            f"INSERT INTO called SELECT process, correlation, min(start) FROM {RUNTIME} JOIN launched"
+            f" ON process = globalTid & {PROCESS} AND correlation = correlationId GROUP BY 1, 2"
         )
         matched = "(process, correlation) IN (SELECT process, correlation FROM called)"
         run(f"DELETE FROM launched WHERE NOT {matched}")
@@ -218,22 +190,22 @@ class _Export:
 
     def _nvtx(self) -> Iterator[Event]:
         """Yield ranges and marks: pushed ones on a track per thread, started ones on a track per process."""
-        domains = dict(self._nvtx_texts(_DOMAIN, "domainId"))
-        kinds = ", ".join(map(str, (_MARK, *_PUSH_POP, *_START_END)))
+        domains = dict(self._nvtx_texts(DOMAIN, "domainId"))
+        kinds = ", ".join(map(str, (MARK, *PUSH_POP, *START_END)))
         wanted = ("eventType", "text", "textId", "globalTid", "domainId")
         for start, end, kind, text, text_id, thread, domain in self._rows(
-            _NVTX, wanted, f"WHERE eventType IN ({kinds})"
+            NVTX, wanted, f"WHERE eventType IN ({kinds})"
         ):
-            process = None if thread is None else thread & _PROCESS
-            if kind in _START_END:
+            process = None if thread is None else thread & PROCESS
+            if kind in START_END:
                 key, label = ("ranges", process), "NVTX ranges"
             else:
                 key, label = ("nvtx", thread), f"NVTX {self._thread(thread)}"
             yield from self._declare(key, label, process, 0)
             track, name = self._tracks[key], text or self._string(text_id) or "(no text)"
             args = {"domain": domains[domain]} if domain in domains else None
-            if kind == _MARK or not end:  # 0 where the export has no NULL
-                if kind != _MARK:
+            if kind == MARK or not end:  # 0 where the export has no NULL
+                if kind != MARK:
                     self._notes.events(NEVER_ENDED)
                 yield Instant(
                     track=track, name=name, at_ns=start + self._since_ns, category="nvtx", args=args
@@ -243,13 +215,11 @@ class _Export:
 
     def _runtime(self) -> Iterator[Event]:
         wanted = ("nameId", "globalTid", "correlationId", "returnValue")
-        linked = self._at_link(_RUNTIME, "called", f"globalTid & {_PROCESS}")
-        for start, end, name_id, thread, correlation, returned, first in self._rows(
-            _RUNTIME, wanted, *linked
-        ):
+        linked = self._at_link(RUNTIME, "called", f"globalTid & {PROCESS}")
+        for start, end, name_id, thread, correlation, returned, first in self._rows(RUNTIME, wanted, *linked):
             if not self._is_sound(start, end):
                 continue
-            process, key = None if thread is None else thread & _PROCESS, ("runtime", thread)
+            process, key = None if thread is None else thread & PROCESS, ("runtime", thread)
             yield from self._declare(key, f"CUDA API {self._thread(thread)}", process, 1)
             args = {"correlation": correlation, **({"return value": returned} if returned else {})}
             name = self._string(name_id) or "(no name)"
@@ -257,7 +227,7 @@ class _Export:
             if first:
                 yield self._flow("start", key, start, process, correlation)
 
-    def _device(self, device: _Device) -> Iterator[Event]:
+    def _device(self, device: Device) -> Iterator[Event]:
         kinds = self._copy_kinds() if device.category == "gpu_memcpy" else {}
         wanted = ("globalPid", *device.names, *device.args.values())
         named = len(device.names)
@@ -276,8 +246,8 @@ class _Export:
             if "kind" in args:
                 args["kind"] = kinds.get(args["kind"], args["kind"])
             names = (self._string(number) for number in values[:named])
-            name = next(filter(None, names), None) or _unnamed(device, args)
-            yield self._slice(self._tracks[key], name, start, end, device.category, _grouped(args))
+            name = next(filter(None, names), None) or unnamed(device, args)
+            yield self._slice(self._tracks[key], name, start, end, device.category, grouped(args))
             if first:
                 yield self._flow("end", key, start, process, args["correlation"])
 
@@ -330,14 +300,14 @@ class _Export:
     def _declare(self, key: _Key, name: str, process: int | None, sort: int) -> Iterator[Track]:
         if key not in self._tracks:
             self._tracks[key] = len(self._tracks)
-            pid = None if process is None else _pid(process)
+            pid = None if process is None else pid_of(process)
             # What overlaps: kernels of one stream (launched early, or in graphs), domains of one thread.
             yield Track(track=self._tracks[key], name=name, pid=pid, sort=sort, overlapping=True)
 
     def _thread(self, thread: int | None) -> str:
         if thread is None:
             return "thread unknown"
-        name, number = self._thread_names.get(thread), thread & ~_PROCESS
+        name, number = self._thread_names.get(thread), thread & ~PROCESS
         return f"thread {number}" if name is None else f"thread {number} ({name})"
 
     @cached_property
@@ -347,12 +317,12 @@ class _Export:
             for thread, name_id in self._database.execute("SELECT globalTid, nameId FROM ThreadNames"):
                 if (name := self._string(name_id)) is not None:
                     names[thread] = name
-        return {**names, **dict(self._nvtx_texts(_THREAD_NAME, "globalTid"))}
+        return {**names, **dict(self._nvtx_texts(THREAD_NAME, "globalTid"))}
 
     def _nvtx_texts(self, kind: int, column: str) -> Iterator[tuple[int, str]]:
         """Yield the texts of NVTX events that name an object, with the number of that object."""
-        if self._has(_NVTX, "eventType", "text", "textId", column):
-            query = f"SELECT {column}, text, textId FROM {_NVTX} WHERE eventType = {kind}"
+        if self._has(NVTX, "eventType", "text", "textId", column):
+            query = f"SELECT {column}, text, textId FROM {NVTX} WHERE eventType = {kind}"
             for number, text, text_id in self._database.execute(query):
                 if name := text or self._string(text_id):
                     yield number, name
@@ -385,26 +355,8 @@ def _columns(database: sqlite3.Connection, table: str) -> frozenset[str]:
     return frozenset(row[1] for row in database.execute("SELECT * FROM pragma_table_info(?)", (table,)))
 
 
-def _pid(process: int) -> int:
-    return process >> 24 & 0xFFFFFF
-
-
 def _place(device: object, stream: object) -> int:
     """Return the place of a stream among a recording's tracks: below the threads."""
     return (
         1000 + 1000 * (device if isinstance(device, int) else 0) + (stream if isinstance(stream, int) else 0)
     )
-
-
-def _unnamed(device: _Device, args: Mapping[str, object]) -> str:
-    if device.category == "gpu_memcpy":
-        return f"Memcpy {args['kind']}" if "kind" in args else "Memcpy"
-    return "Memset" if device.category == "gpu_memset" else "(no name)"
-
-
-def _grouped(args: dict[str, Any]) -> dict[str, Any]:
-    """Convert grid and block into lists, as in Kineto."""
-    for word in ("grid", "block"):
-        if all(f"{word}{axis}" in args for axis in "XYZ"):
-            args[word] = [args.pop(f"{word}{axis}") for axis in "XYZ"]
-    return args
