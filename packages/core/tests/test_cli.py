@@ -156,7 +156,7 @@ def test_a_merge_of_a_role_that_is_not_there_keeps_the_timeline_and_names_those_
         (["report", "{}/runs/first", "--step", "3"], "holds no step 3. Captured: 2, 4"),
         (
             ["report", "{}/runs/first/step_000002", "--step", "2"],
-            "is the folder of one step: leave --step away",
+            "is the folder of one step: omit --step",
         ),
         (["ls", "{}/empty"], "does the training loop open `capture(step)`"),
     ],
@@ -307,7 +307,7 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.
 
 def test_help_names_the_exit_codes_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
-    assert "Exit codes: 0 well; 1 an error; 2" in capsys.readouterr().out
+    assert "Exit codes: 0 success; 1 an error; 2" in capsys.readouterr().out
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("stepscope 0.")
 
@@ -349,7 +349,7 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
     )
     printed = capsys.readouterr()
     assert "1 spans outside the selected time" in printed.out
-    assert "Nothing is in it" in printed.err
+    assert "The timeline is empty" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_step_in_which_nothing_says_its_number_is_refused(
 ) -> None:
     (tmp_path / "copy" / "spans").mkdir(parents=True)
     assert run(["ls", str(tmp_path / "copy")]) == 2
-    assert "whose number nothing in it says: give the run's" in capsys.readouterr().err
+    assert "of unknown number: give the run's" in capsys.readouterr().err
 
 
 def test_a_step_that_an_exception_ended_is_marked_with_it(

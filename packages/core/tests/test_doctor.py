@@ -320,7 +320,7 @@ def test_what_python_prints_beside_torchs_answer_is_not_taken_for_it(
 ) -> None:
     (tmp_path / "torch.py").write_text("print('{}')\nraise SystemExit(0)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with pytest.raises(torch_probe.ProbeError, match="answered nothing"):
+    with pytest.raises(torch_probe.ProbeError, match="printed no answer"):
         torch_probe.ask()
     monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(torch_probe.ProbeError, match="cannot be started"):
@@ -421,7 +421,7 @@ def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any
         file = None if around["config"] is None else folder / "config.yaml"
         rows = list(examine.examine(file))
         assert [row for row in rows if row.state in ("red", "amber") and not row.fix] == []
-        assert [row for row in rows if "looking at it failed" in row.found] == []
+        assert [row for row in rows if "the check failed" in row.found] == []
         assert {"python", "stepscope", "configuration", "save_path", "nsys"} <= {row.subject for row in rows}
         msgspec.json.encode(rows)
 

@@ -30,7 +30,7 @@ from stepscope.errors import ConfigError, StepscopeError
 app = typer.Typer(
     name="stepscope",
     help="See where every step of an RL post-training run goes.",
-    epilog="Exit codes: 0 well; 1 an error; 2 the command line or the configuration is wrong; "
+    epilog="Exit codes: 0 success; 1 an error; 2 the command line or the configuration is wrong; "
     "3 it worked, and something that should be there is missing, broken or left out.",
     no_args_is_help=True,
     add_completion=False,

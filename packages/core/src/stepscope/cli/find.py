@@ -42,9 +42,7 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     layout = StepLayout(path)
     parts, _ = read_parts(layout)
     if not parts:
-        raise CommandError(
-            f"{path} is the folder of a step whose number nothing in it says: give the run's: {path.parent}"
-        )
+        raise CommandError(f"{path} is the folder of a step of unknown number: give the run's: {path.parent}")
     return {parts[0].step: layout}
 
 
@@ -57,7 +55,7 @@ def find_steps(path: Path, step: int | None = None, run: str | None = None) -> l
     if is_step(path):
         if step is not None:
             raise CommandError(
-                f"{path} is the folder of one step: leave --step away, or give the run's: {path.parent}"
+                f"{path} is the folder of one step: omit --step, or give the run's: {path.parent}"
             )
         return [StepLayout(path)]
     steps = find_run(path)
@@ -120,7 +118,7 @@ def no_run(path: Path) -> str:
         return f"{path} is no run, but there are runs in it: {_some(sorted(below))}"
     return (
         f"{path} holds no captured step: looked for run.json and folders like step_000002; it holds: "
-        f"{_names(path)}. If a run was to write here: is `save_path` this folder, does the training loop "
+        f"{_names(path)}. If a run should write here: is `save_path` this folder, does the training loop "
         "open `capture(step)`, and does `steps` select any that it reaches (see `stepscope validate`)?"
     )
 

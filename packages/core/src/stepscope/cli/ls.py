@@ -98,7 +98,7 @@ def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
 
 
 def _how_to(awaited: Sequence[Waiting]) -> str:
-    advice = "A process that runs enters what comes by itself; of one that is gone nothing more comes."
+    advice = "A running process enters late files by itself. A process that has ended sends none."
     if any(item.came and not item.alive for item in awaited):
         advice += " `--pending --collect` enters the files that came."
     return advice

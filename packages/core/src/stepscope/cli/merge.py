@@ -96,7 +96,7 @@ def _check_limits(selection: Selection) -> None:
 
 def _show(merged: Merged, target: Path) -> None:
     if not merged.rows:
-        screen.say("Nothing is in it: no role or rank that was asked for, or nothing at that time.")
+        screen.say("The timeline is empty: no event has these roles, ranks and times.")
     count = f"{merged.events:,} events of {len(merged.rows)} processes"
     screen.say(f"{target}: {count}, {size(target.stat().st_size)}. Open it in https://ui.perfetto.dev")
     if merged.left_out:

@@ -15,7 +15,7 @@ from stepscope.report.html.step import render_step
 from stepscope.timeline import Timeline
 
 LINKED = 200
-"""Artifacts that a page links to; of more, their folder."""
+"""Largest number of artifacts that a page links to. Beyond it, the page links to their folder."""
 
 
 class Pages:

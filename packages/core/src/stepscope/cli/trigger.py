@@ -40,7 +40,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
     requests: list[Request]
     listening: list[Listening]
-    """Processes that listen, or did (`ended_ns`, or none such on its host), with their answers."""
+    """Processes that listen or listened (`ended_ns`, or no such process on its host), with their answers."""
 
 
 def trigger(

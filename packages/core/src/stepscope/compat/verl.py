@@ -162,7 +162,7 @@ class DistProfiler:
 
 
 def _annotated(fn: Callable[..., Any], stage: str) -> Callable[..., Any]:
-    """`fn`, timed under the role of the worker it is called on."""
+    """Return `fn`, timed under the role of the worker it is called on."""
     by_role: dict[str, Callable[..., Any]] = {}
 
     def timed(worker: object) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ Parser: TypeAlias = Callable[[object, str], object]
 
 
 class Mistakes:
-    """Errors of one value, collected to its end and raised as one."""
+    """Errors of one value, collected and raised as one."""
 
     def __init__(self) -> None:
         self._found: list[ConfigError] = []

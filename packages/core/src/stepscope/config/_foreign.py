@@ -1,4 +1,4 @@
-"""Configurations of other projects, recognised by their keys, and the ways in that each has."""
+"""Configurations of other projects, recognised by their keys, and the way to use stepscope with each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse_foreign(data: Mapping[str, object], field: str) -> None:
     """Check that the top level of `data` is not another project's configuration.
 
     Raises:
-        ConfigError: it is; names the project and its way in.
+        ConfigError: it is; names the project and the way to use stepscope with it.
     """
     project = _project_of(data)
     if project is not None:

@@ -16,7 +16,7 @@ from stepscope.errors import ConfigError
 
 PREFIX = "STEPSCOPE_"
 _FINISH = frozenset(PREFIX + name for name in ("PID", "STEP", "STEP_PATH"))
-"""Variables that `finish.command` finds in its environment, besides others that have a meaning anyway."""
+"""Variables that `finish.command` finds in its environment, in addition to settings."""
 RESERVED_VARIABLES = _FINISH | frozenset(
     PREFIX + name for name in ("CONFIG", "DISABLE", "RAISE", "RANK", "ROLE", "RUN_ID", "RUN_PID")
 )

@@ -80,7 +80,7 @@ def _row(node: Mapping[str, Any], probe: Any, timeout_s: float) -> Row:
 
 def _clock(name: str, offset: tuple[int, int] | None) -> Row:
     if offset is None:
-        fix = "run it again; if it stays, look at the node's NTP or chrony"
+        fix = "run it again; if the row stays, check the node's NTP or chrony"
         return Row(subject=name, state="amber", found="its clock was set while it was measured", fix=fix)
     offset_ms, uncertainty_ms = offset[0] / 1e6, offset[1] / 1e6
     text = f"clock {offset_ms:+.3f} ms against this one, within {uncertainty_ms:.3f} ms"

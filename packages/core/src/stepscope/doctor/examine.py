@@ -77,5 +77,5 @@ def _check(subject: str, rows: Callable[[], Row | Iterable[Row]]) -> Iterator[Ro
         outcome = rows()
         yield from (outcome,) if isinstance(outcome, Row) else outcome
     except Exception as error:
-        failure = f"looking at it failed: {type(error).__name__}: {error}"
+        failure = f"the check failed: {type(error).__name__}: {error}"
         yield Row(subject=subject, state="red", found=failure, fix="please report it, with this line")

@@ -55,7 +55,7 @@ def damaged_packages() -> Iterator[Row]:
             list(distribution.entry_points)
             if name and distribution.version:
                 continue
-            why = "it names no name or no version"
+            why = "it has no name or no version"
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         where = getattr(distribution, "_path", None)

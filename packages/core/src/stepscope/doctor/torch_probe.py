@@ -46,7 +46,7 @@ def ask() -> dict[str, Any]:
         raise ProbeError(words[-1] if words else f"it ended with {done.returncode}")
     answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]  # others print there too
     if not answers:
-        raise ProbeError("it ended well and answered nothing (is sys.stdout replaced in this environment?)")
+        raise ProbeError("it exited with 0 and printed no answer (is sys.stdout replaced here?)")
     answer: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
     return answer
 

@@ -134,15 +134,15 @@ _own_loop: asyncio.AbstractEventLoop | None = None
 
 
 def stamped(instance: object, fn: Callable[..., T], args: tuple[object, ...]) -> tuple[int, int, T]:
-    """(heard, answered, result) of `fn(instance, *args)`."""
+    """Run `fn(instance, *args)` and return (heard, answered, result)."""
     heard = time.time_ns()
     result = fn(instance, *args)
     return heard, time.time_ns(), result
 
 
 def present(instance: object) -> None:
-    """Do nothing: an answer says that the actor is alive and not busy. Worth a round trip before what must
-    not happen late.
+    """Do nothing: an answer shows that the actor is alive and not busy. Worth a round trip before a
+    call that must not happen late.
     """
 
 
@@ -164,7 +164,7 @@ def begin(instance: object, ticket: str, fn: Callable[..., object], args: tuple[
 def poll(instance: object, ticket: str) -> Reply:
     job = _jobs.get(ticket)
     if job is None:
-        return "failed", "the actor restarted while it was at work for us"
+        return "failed", "the actor restarted during the call"
     if not job.done():
         return "pending", None
     _jobs.pop(ticket, None)
@@ -180,7 +180,7 @@ def launch(instance: object, fn: Callable[..., object], args: tuple[object, ...]
 
 
 def abandon(instance: object, ticket: str, cancel: bool) -> None:
-    """Nobody asks for the ticket any more. `cancel` ends what runs for it, or what has yet to begin."""
+    """Give up a ticket. `cancel` also ends the call that runs for it, or has yet to begin."""
     with _lock:
         job = _jobs.pop(ticket, None)
         if job is None:
@@ -205,7 +205,7 @@ def _attempt(fn: Callable[..., object], *args: object) -> Reply:
     try:
         return "done", fn(*args)
     except CancelledError:
-        return "failed", "it was cancelled in the actor"
+        return "failed", "the call was cancelled in the actor"
     except Exception as error:
         ours = isinstance(error, StepscopeError)
         return "failed", str(error) if ours else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""From a file that an engine wrote to an artifact: its record, with the sidecar beside it."""
+"""Artifacts of files that an engine wrote: their records, with a sidecar beside each file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d+)')
 _BEGAN = re.compile(rb'"name":\s*"Iteration Start: PyTorch Profiler"[^{}]*?"ts":\s*([\d.]+)')
 _ENDED = re.compile(rb'"name":\s*"Record Window End"[^{}]*?"ts":\s*([\d.]+)')
 _SLACK_NS = 50_000_000
-"""By which the edge of a recording may lie outside of the call that made it: the clocks are not one."""
+"""Largest distance of a recording's edge outside the call that made it, because their clocks differ."""
 Option: TypeAlias = str | int | float | bool | None
 
 

@@ -203,7 +203,7 @@ def _listed(answer: Answer) -> list[str]:
 
 
 def _natural(url: str) -> list[str | int]:
-    """`:8000` before `:10000`."""
+    """Return a key that sorts `:8000` before `:10000`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", url)]
 
 

@@ -16,7 +16,7 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
     """Run `fn(*args)` on a daemon thread made for it (0.1 ms), like `asyncio.to_thread`.
 
     The loop's default executor is the user's: full of tools or generations that block, it would hold up a
-    capture until one of them is done. Cancelled, the thread goes on and its result is dropped.
+    capture until one of them is done. After a cancellation the thread goes on and its result is dropped.
     """
     context, result = copy_context(), Future[T]()
 

@@ -51,7 +51,7 @@ class EngineCapture(msgspec.Struct, frozen=True, kw_only=True):
     by_stage: bool = False
     merge: bool = False
     seconds: float | None = None
-    """A profiler that can ends the recording by itself after this long: who opened it may be gone by then."""
+    """A profiler that can ends the recording by itself after this long: its opener may be gone by then."""
     stop_seconds: float | None = None
     """Time that the caller of `start` and `stop` waits for each, if it sets no other (`patience_s`);
     None: to its end. What takes longer goes on behind a caller who may be using the engine again."""

@@ -39,7 +39,7 @@ _current: Recording | None = None
 
 
 def iteration() -> None:
-    """One engine iteration (forward pass) of this process is done. Costs 0.1 us while nothing is captured.
+    """Count one engine iteration (forward pass) of this process. Costs 0.1 us while nothing is captured.
 
     For a decode loop whose forward pass is not the call of one `torch.nn.Module`, and which has no profiler
     at hand because `RayRollout` made it.
@@ -82,7 +82,7 @@ class TorchRolloutProfiler(EngineProfilerBase):
         return self._world_size
 
     def iteration(self) -> None:
-        """One engine iteration is done: for decode loops that gave no `module`. Any thread."""
+        """Count one engine iteration, for decode loops that gave no `module`. Works on any thread."""
         recording = self._recording
         if recording is not None:
             recording.tick(by_hand=True)

@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def seen(self) -> int:
-        """Engine iterations since the capture began. A loop that says them knows better than its module."""
+        """Engine iterations since the capture began. A loop's own count comes before its module's."""
         return self._by_hand or self._by_module
 
     def open(self) -> None:
@@ -85,7 +85,7 @@ class Recording:
                 raise
 
     def tick(self, *, by_hand: bool) -> None:
-        """One iteration is over. Raises nothing: it runs in the user's code."""
+        """Count one iteration. Raises nothing, because it runs in the user's code."""
         with self._lock:
             if by_hand:
                 self._by_hand += 1

@@ -40,7 +40,7 @@ class Shares(msgspec.Struct):
     alone_ns: Counter[Label]
     """Of that, the time that it was billed alone."""
     active_ns: Counter[Label]
-    """The time in which it was a leaf at all, whoever was billed."""
+    """The time in which it was a leaf, billed or not."""
     together_ns: Counter[tuple[Label, ...]]
     """Time by all that were billed at once, two or more of them."""
     idle_ns: int

@@ -29,7 +29,7 @@ from stepscope.writers.otel_names import ITERATION, RUN_ID, attributes_of
 from stepscope.writers.protocol import ReportedStep
 
 MOST_SPANS = 10_000
-"""Of a step; beyond it the shortest are left out, and the root says how many."""
+"""Largest number of spans of a step. Beyond it the shortest are left out, and the root counts them."""
 BATCH = 500
 
 

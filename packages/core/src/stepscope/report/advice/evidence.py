@@ -53,4 +53,4 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that it rests on."""
     do: str
     saves_ns: int | None
-    """Of the step, at most. None: not to be said."""
+    """Of the step, at most. None: unknown."""

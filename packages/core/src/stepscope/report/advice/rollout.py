@@ -209,8 +209,8 @@ def vain_wait(evidence: Evidence) -> Advice | None:
             f"in all it waited for {duration(worst.wall_ns)}",
         ),
         do=(
-            "wake it when the work is done, or let it look more often; if somebody worked who is not "
-            "recorded, give that process to the capture"
+            "wake it when the work is done, or let it poll more often; if a process that is not recorded did "
+            "the work, give it to the capture"
         ),
         saves_ns=worst.vain_ns,
     )

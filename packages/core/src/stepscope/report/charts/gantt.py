@@ -1,4 +1,4 @@
-"""The step as a Gantt chart: who ran what when, by role and process, in as many marks as a page bears."""
+"""The step as a Gantt chart: stages of each role and process over time, in as many marks as a page shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.report.tables.stages import Stage
 from stepscope.timeline import Span, Timeline
 
 MARKS = 12_000
-"""A page with three times as many takes seconds to open."""
+"""Largest number of marks. A page with three times as many takes seconds to open."""
 FULL_ROWS = 32
 """Processes of a role that have a row with a lane for each stage; of more, each is one thin strip."""
 STRIPS = 512

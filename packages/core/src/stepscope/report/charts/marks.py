@@ -154,6 +154,6 @@ def _wall_ns(mark: Mark) -> int:
 
 
 def pick(count: int, limit: int, wanted: Iterable[int] = ()) -> list[int]:
-    """Pick every k-th of `count` rows, so that at most `limit` are drawn, and the wanted ones besides."""
+    """Pick every k-th of `count` rows, so that at most `limit` are drawn, plus the wanted ones."""
     every = max(1, -(-count // limit))
     return sorted({*range(0, count, every), *(index for index in wanted if index < count)})

@@ -28,7 +28,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     kind: IdleKind
     """`slowest rank`: for others of its role in a stage that it has a part in. `own profiler`: the engine of
     this replica served nothing while its profiler wrote. `unaccounted`: nobody did anything that was recorded
-    but wait."""
+    but wait.
+    """
     role: str | None
     stage: str | None
     wall_ns: int
@@ -42,7 +43,8 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     busy_ns: int
     """While something of its own ran: spans that do not wait, and have nothing below them elsewhere. Without
-    the time in which its engine's profiler wrote."""
+    the time in which its engine's profiler wrote.
+    """
     idle_ns: int
     causes: Table[Cause]
     """The longest first. They add up to `idle_ns`."""
@@ -59,7 +61,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Work(NamedTuple):
-    """Work that goes on, whoever does it."""
+    """Work that goes on, of any process."""
 
     waiting: bool
     later: bool
@@ -289,9 +291,9 @@ def _stalls_of_processes(timeline: Timeline) -> dict[int, list[EngineStall]]:
 
 
 def _likeliest(running: Iterable[_Work], role: str) -> _Awaited:
-    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Behind
-    all that comes what a later step consumes, save for roles that do such work themselves. Nobody waits for
-    one who waits.
+    """Weights that move, then one's own role, then the rollout, then other workers, then the owner. Work for
+    a later step comes last, except for roles that do such work themselves. No process waits for one that
+    waits.
     """
 
     def rank(work: _Work) -> tuple[bool, bool, bool, bool, bool, Label, bool, str]:

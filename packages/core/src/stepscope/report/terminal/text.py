@@ -1,4 +1,4 @@
-"""A step's report as tables for a terminal: 100 columns are enough, and nothing is said by colour alone."""
+"""A step's report as tables for a terminal: It fits 100 columns, and colour alone carries no meaning."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NOT_SELECTED = "of another role or rank"
 
 
 class Sources(NamedTuple):
-    """Traces of a step's folder, with what a merge has to know of each before it places any."""
+    """Traces of a step's folder, with the facts that a merge needs before it places any."""
 
     chrome: list[tuple[TraceFile, TraceFields]]
     recordings: list[tuple[TraceFile, Recorded]]

@@ -27,7 +27,7 @@ _REACH = 4
 _OVERLAP = 256
 """Bytes kept of an abandoned element, to find the start of the next event."""
 NO_JSON = "events that are no JSON"
-MENDED = "events mended: bad UTF-8, NaN, or escapes that JSON does not have"
+MENDED = "events repaired: bad UTF-8, NaN, or escapes that JSON does not have"
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
 _BLANK = b" \t\r\n,"
@@ -196,7 +196,7 @@ class Elements(Generic[T]):
         return _sound(_deeper(part), raw_elements) is not None
 
     def _checked(self, element: bytes) -> bytes:
-        """Return the element, mended if that makes it sound, or nothing."""
+        """Return the element, repaired if that makes it sound, or nothing."""
         if self._is_sound(element):
             return element
         mended = mend(element)
