@@ -28,6 +28,8 @@ class Raw(NamedTuple):
     name: str
     start_ns: int
     end_ns: int
+    span_id: str
+    parent_id: str
 
 
 def raw_spans(name: str) -> list[Raw]:
@@ -35,7 +37,16 @@ def raw_spans(name: str) -> list[Raw]:
     requests = [json.loads(line) for line in file.read_text().splitlines()]
     groups = [group for request in requests for group in request["resourceSpans"]]
     spans = [span for group in groups for scope in group["scopeSpans"] for span in scope["spans"]]
-    return [Raw(span["name"], int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) for span in spans]
+    return [
+        Raw(
+            span["name"],
+            int(span["startTimeUnixNano"]),
+            int(span["endTimeUnixNano"]),
+            span["spanId"],
+            span.get("parentSpanId", ""),
+        )
+        for span in spans
+    ]
 
 
 def opened_ns(name: str) -> int:
@@ -117,12 +128,16 @@ def test_no_prompt_no_answer_and_no_result_of_a_tool_is_kept(name: str, tmp_path
 # SGLang.
 
 
+SERVERS = ("sglang", "sglang_tp")
+
+
 def of_request(timeline: Timeline, trajectory: str) -> list[Span]:
     return [span for span in foreign(timeline) if span.trajectory == trajectory]
 
 
-def test_a_request_of_sglang_has_the_phases_of_its_scheduler(tmp_path: Path) -> None:
-    timeline = load_step(recorded("sglang", tmp_path))
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_request_of_sglang_has_the_phases_of_its_scheduler(name: str, tmp_path: Path) -> None:
+    timeline = load_step(recorded(name, tmp_path))
     assert {span.role for span in foreign(timeline)} == {"rollout"}
     for trajectory in ("t0", "t1"):
         spans = of_request(timeline, trajectory)
@@ -168,6 +183,20 @@ def test_the_report_counts_requests_and_phases_of_sglang_once(tmp_path: Path) ->
     assert engine.decode_ns == sum(lengths) - overlap_ns([first], [second])
 
 
+def test_ranks_that_run_the_same_request_count_once(tmp_path: Path) -> None:
+    raw = raw_spans("sglang_tp")
+    schedulers = {span.span_id: span.name for span in raw if span.name.startswith("Scheduler")}
+    assert len(schedulers) == 4
+    first = [span for span in raw if "[TP 0]" in schedulers.get(span.parent_id, "")]
+    timeline = load_step(recorded("sglang_tp", tmp_path))
+    (engine,) = step_report(timeline).engines
+    assert (engine.requests, engine.output_tokens, engine.running_most) == (2, 5, 2)
+    prefills = [span for span in first if span.name == "prefill_forward"]
+    assert overlap_ns(prefills[:1], prefills[1:]) == 0
+    assert engine.prefill_ns == sum(span.end_ns - span.start_ns for span in prefills)
+    assert [span.stage for span in foreign(timeline)].count("decode") == 2
+
+
 def attributes(**values: object) -> list[object]:
     return [
         {"key": key, "value": {"stringValue" if isinstance(value, str) else "intValue": value}}
@@ -193,23 +222,15 @@ def a_group(service: str, *spans: object, scope: str = "sglang server") -> dict[
     return {"resource": resource, "scopeSpans": [{"scope": {"name": scope}, "spans": list(spans)}]}
 
 
-def a_request(first: int, rid: str) -> list[object]:
-    """Return a request from 10 to 60 ms that two ranks worked on, as SGLang names its spans."""
+def a_request(first: int, rid: str) -> list[dict[str, Any]]:
+    """Return a request from 10 to 60 ms as SGLang names its spans."""
     latency = [{"key": "gen_ai.latency.e2e", "value": {"doubleValue": 0.05}}]
-    root = a_span(first, 10, 60, name=f" Req {rid}", attributes=[*attributes(rid=rid), *latency])
-    spans: list[object] = [root]
-    for rank in (0, 1):
-        thread = first + 1 + 10 * rank
-        labels = attributes(thread_label="Scheduler", tp_rank=rank, pp_rank=0)
-        name = f"Scheduler [TP {rank}]  [PP 0] (host:aaaaaaaa | pid:{70 + rank})"
-        spans += [
-            a_span(thread, 11, 60, first, name=name, attributes=labels),
-            a_span(thread + 1, 12, 20, thread, name="prefill_forward"),
-            a_span(thread + 2, 20, 60, thread, name="decode_forward"),
-            a_span(thread + 3, 20, 40, thread + 2, name="decode_loop", attributes=attributes(decode_ct=0)),
-            a_span(thread + 4, 40, 60, thread + 2, name="decode_loop", attributes=attributes(decode_ct=1)),
-        ]
-    return spans
+    labels = attributes(thread_label="Scheduler", tp_rank=0)
+    return [
+        a_span(first, 10, 60, name=f" Req {rid}", attributes=[*attributes(rid=rid), *latency]),
+        a_span(first + 1, 11, 60, first, name="Scheduler [TP 0] (host:aaaaaaaa | pid:70)", attributes=labels),
+        a_span(first + 2, 20, 60, first + 1, name="decode_forward"),
+    ]
 
 
 def a_step(tmp_path: Path, *groups: object, replica: int | None = None) -> Timeline:
@@ -225,13 +246,6 @@ def a_step(tmp_path: Path, *groups: object, replica: int | None = None) -> Timel
     (step / "otel").mkdir()
     (step / "otel" / "spans.jsonl").write_text(json.dumps({"resourceSpans": groups}) + "\n")
     return load_step(step)
-
-
-def test_ranks_that_run_the_same_request_count_once(tmp_path: Path) -> None:
-    timeline = a_step(tmp_path, a_group("sglang", *a_request(1, "r1")))
-    assert [span.stage for span in foreign(timeline)] == ["request", "scheduler", "prefill", "decode"]
-    (engine,) = step_report(timeline).engines
-    assert (engine.prefill_ns, engine.decode_ns, engine.running_most) == (8 * MS, 40 * MS, 1)
 
 
 def test_servers_of_two_names_on_one_host_are_two_engines(tmp_path: Path) -> None:
@@ -264,7 +278,7 @@ def test_tokens_of_calls_are_those_of_the_only_engine(tmp_path: Path) -> None:
 def test_tokens_of_calls_do_not_count_beside_requests_of_the_engine(tmp_path: Path) -> None:
     tokens = attributes(**{"gen_ai.usage.prompt_tokens": 7, "gen_ai.usage.completion_tokens": 3})
     request, *below = a_request(1, "r1")
-    request["attributes"] += tokens  # type: ignore[index]  # a dictionary, by the line above
+    request["attributes"] += tokens
     groups = [a_group("agent", a_call(), scope="agent"), a_group("sglang", request, *below)]
     engines = step_report(a_step(tmp_path, *groups, replica=0)).engines
     assert sum(engine.requests or 0 for engine in engines) == 1

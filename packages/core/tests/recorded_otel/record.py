@@ -87,13 +87,24 @@ def pydantic_ai(run: Path) -> None:
 
 def sglang(run: Path) -> None:
     """Record two requests to a real engine. The first one, which warms it up, is left out."""
+    _sglang(run, "MODEL", 1)
+
+
+def sglang_tp(run: Path) -> None:
+    """Record as `sglang`, with two tensor-parallel ranks."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    _sglang(run, "SPLIT", 2, tp_size=2, dtype="float32")
+
+
+def _sglang(run: Path, model: str, ranks: int, **changes: object) -> None:
     sys.path.insert(0, str(SGLANG_TESTS))
     import tiny_sglang
     from sglang import Engine
 
     os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     with TemporaryDirectory() as folder, _serving(_Collector) as url:
-        settings = tiny_sglang.settings(tiny_sglang.write_model(Path(folder)), served_model_name="tiny")
+        written = tiny_sglang.write_model(Path(folder), getattr(tiny_sglang, model))
+        settings = tiny_sglang.settings(written, served_model_name="tiny", **changes)
         engine = Engine(**settings, enable_trace=True, otlp_traces_endpoint=f"{url}/v1/traces")
 
         async def ask(name: str, tokens: int) -> None:
@@ -111,7 +122,7 @@ def sglang(run: Path) -> None:
         with capture(STEP, config=_config(run)) as captured:
             engine.loop.run_until_complete(ask_twice())
         captured.result.wait()
-        _Collector.wait_for(requests=3)
+        _Collector.wait_for(requests=3, ranks=ranks)
         engine.shutdown()
     of_step = _spans_after(_Collector.received, _opened_ns(run))
     (run / "otel" / "sglang.jsonl").write_text(_without_host(json.dumps({"resourceSpans": of_step})) + "\n")
@@ -193,12 +204,12 @@ class _Collector(_Handler):
         self.answer(b"", "application/x-protobuf")
 
     @classmethod
-    def wait_for(cls, requests: int) -> None:
-        """Wait until the spans of so many requests arrived, and of their work in the scheduler."""
+    def wait_for(cls, requests: int, ranks: int) -> None:
+        """Wait until the spans of so many requests arrived, and of their work in the schedulers."""
 
         def is_complete() -> bool:
             names = [span["name"].split()[0] for span in _all_spans(cls.received)]
-            return names.count("Req") == names.count("Scheduler") == requests
+            return (names.count("Req"), names.count("Scheduler")) == (requests, requests * ranks)
 
         with cls._arrived:
             assert cls._arrived.wait_for(is_complete, 60)
@@ -238,7 +249,9 @@ def main(name: str) -> None:
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = Path(folder)
         (run / "otel").mkdir()
-        {"openinference": openinference, "pydantic_ai": pydantic_ai, "sglang": sglang}[name](run)
+        {recorder.__name__: recorder for recorder in (openinference, pydantic_ai, sglang, sglang_tp)}[name](
+            run
+        )
         shutil.rmtree(HERE / name, ignore_errors=True)
         for part in ("otel", f"step_{STEP:06d}"):
             shutil.copytree(run / part, HERE / name / part)
