@@ -28,8 +28,10 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _file(source: Path, module: str) -> Path | None:
-    at = source.joinpath(*module.split("."))
-    return next((path for path in (at.with_suffix(".py"), at / "__init__.py") if path.exists()), None)
+    folders = (source, source / "skyrl-gym")  # SkyRL's wheel has a package in a folder of its own
+    places = [folder.joinpath(*module.split(".")) for folder in folders]
+    files = (path for place in places for path in (place.with_suffix(".py"), place / "__init__.py"))
+    return next((path for path in files if path.exists()), None)
 
 
 def released(preset: str, version: str) -> Path:
@@ -38,7 +40,7 @@ def released(preset: str, version: str) -> Path:
     requirement = f"{loaded.distribution}=={version}"
     if preset == "rllib":  # 70 MB of Ray, most of it no Python
         return members(requirement, [f"{str(entry.module).replace('.', '/')}.py" for entry in loaded.entries])
-    folder = wheel(requirement)
+    folder = wheel(requirement, *(("--python-version", "3.12") if preset == "skyrl" else ()))
     return next(iter(folder.glob("*.data/purelib")), folder)
 
 

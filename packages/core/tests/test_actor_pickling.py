@@ -196,6 +196,7 @@ WHEELS = [
     ("verl", "0.9.1"),
     ("openrlhf", "0.11.2"),
     ("areal", "1.0.4"),
+    ("skyrl", "0.4.0"),
     ("rllib", "2.60.0"),
 ]
 RECORDED = ["nemo-rl", "slime"]

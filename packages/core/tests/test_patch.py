@@ -216,6 +216,21 @@ def test_what_is_no_python_function_is_refused(name: str, framework: Any, path: 
         instrument(name, path, role="rollout")
 
 
+def test_a_module_below_folders_without_an_init_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "package_of_folders" / "workers" / "fsdp"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "worker.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    absent = patch.absent_part
+    assert absent("package_of_folders.workers.fsdp.worker") is None
+    assert absent("package_of_folders.workers.fsdp.none") == "package_of_folders.workers.fsdp.none"
+    assert absent("package_of_folders.workers.none.worker") == "package_of_folders.workers.none"
+    assert not any(name.startswith("package_of_folders") for name in sys.modules)
+
+
 def test_a_package_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no_such_package\.engine.*install 'no_such_package'"):
         instrument("no_such_package.engine", "LLM.generate", role="rollout")

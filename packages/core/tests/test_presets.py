@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from packages.core.tests.framework_names import DATA, arguments, definition, released
+from packages.core.tests.stale_trl import write_stale_trl
 from stepscope import ProfileConfig
 from stepscope.cli import app as main
 from stepscope.config import InstrumentConfig
@@ -33,6 +34,7 @@ WHEELS = [
     ("openrlhf", "0.10.4"),
     ("openrlhf", "0.11.2"),
     ("areal", "1.0.4"),
+    ("skyrl", "0.4.0"),
     ("rllib", "2.60.0"),
 ]
 RECORDED = ["nemo-rl", "slime"]
@@ -45,9 +47,8 @@ def paths_of(entry: InstrumentConfig) -> set[str]:
     """Return the arguments that an entry's paths begin with."""
     groups = (entry.same, entry.workers, entry.engines, entry.values)
     paths = [*entry.where, *entry.same, *(path for group in groups for path in group.values())]
-    paths += (path for text in entry.id for path in paths_in(text))
-    paths += filter(None, (entry.number, entry.policy_version, entry.index, entry.tool))
-    paths += filter(None, (entry.engine, entry.replica))
+    paths += (path for text in (*entry.id, entry.engine or "") for path in paths_in(text) if path)
+    paths += filter(None, (entry.number, entry.policy_version, entry.index, entry.tool, entry.replica))
     return {re.split(r"[-.+)]", path.removeprefix("len("))[0] for path in paths} - {"result"}
 
 
@@ -95,18 +96,7 @@ def stale_trl(
     """
     if hasattr(request, "param"):
         monkeypatch.setenv("RANK", request.param)
-    package = tmp_path / "modules" / "trl" / "trainer"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    methods = ("_calculate_rewards", "_generate_all", "_generate_and_score_completions", "compute_loss")
-    body = "".join(f"    def {name}(self): return {name!r}\n" for name in methods)
-    body += "    def _get_per_token_logps_and_entropies(self, model, compute_entropy=False): pass\n"
-    (package / "grpo_trainer.py").write_text(f"class GRPOTrainer:\n{body}")
-    info = tmp_path / "modules" / "trl-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.syspath_prepend(write_stale_trl(tmp_path / "modules"))
     monkeypatch.setenv("STEPSCOPE_RAISE", "0")
     failures.take()
     before = set(sys.modules)

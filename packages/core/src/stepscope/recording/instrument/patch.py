@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -324,7 +325,11 @@ def absent_part(module: str) -> str | None:
         if dotted in sys.modules:
             folders = getattr(sys.modules[dotted], "__path__", None)
             continue
-        part_spec = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        try:
+            part_spec = None if folders is None else PathFinder.find_spec(dotted, list(folders))
+        except KeyError:  # a folder without __init__.py: its spec wants the parent imported
+            folders = [os.path.join(folder, part) for folder in folders or ()]
+            continue
         if part_spec is None:
             return dotted
         folders = part_spec.submodule_search_locations
