@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree import ADAPTERS, CORE, PACKAGES, files, imports, project
+from tests.tree import ADAPTERS, CORE, PACKAGES, ROOT, files, imports, project
 
 
 @pytest.fixture(scope="module", params=PACKAGES, ids=lambda path: path.name)
@@ -96,3 +96,70 @@ def test_an_extra_of_the_sdk_brings_an_adapter_alone(package: Path) -> None:
 def modules(requirements: list[str]) -> set[str]:
     """Return the modules that requirements are named after."""
     return {name.replace("-", "_") for name in names(requirements)}
+
+
+MODULES = {"pyyaml": "yaml", "mlflow-skinny": "mlflow"}
+"""Requirement -> its module, where the name is another."""
+OF_THE_USERS_PROGRAM = {
+    "torch",
+    "typing_extensions",  # torch requires it; ours is for type checkers
+    "verl",
+    "omegaconf",  # verl and Hydra require it
+    "hydra",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "safetensors",  # vLLM and SGLang require it
+    "pandas",
+    "polars",
+    "pytest",  # stepscope.testing
+}
+"""Imported by the core only where a program has them already, so that no extra brings them."""
+BY_NAME = {"stringzilla"}
+"""Loaded without an import statement."""
+
+
+def test_the_core_declares_what_it_imports() -> None:
+    table = project(CORE)
+    lines = [
+        *table["dependencies"],
+        *(line for extra in table["optional-dependencies"].values() for line in extra),
+    ]
+    required = names([line for line in lines if not line.startswith("stepscope")])
+    declared = {MODULES.get(name, name.partition("-")[0]) for name in required}
+    imported = (
+        {entry.target.partition(".")[0] for entry in imports(CORE)} - sys.stdlib_module_names - {"stepscope"}
+    )
+    assert imported - OF_THE_USERS_PROGRAM == declared - BY_NAME
+    assert imported >= OF_THE_USERS_PROGRAM
+
+
+def test_the_extra_all_is_every_other_one() -> None:
+    extras = project(CORE)["optional-dependencies"]
+    assert extras["all"] == [f"stepscope[{','.join(name for name in extras if name != 'all')}]"]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_a_page_on_the_index_links_to_pages_that_exist(package: Path) -> None:
+    home = project(package)["urls"]["Homepage"]
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (package / "README.md").read_text())
+    assert links
+    assert all(link.startswith("https://") for link in links), (
+        "the index shows the page without its neighbours"
+    )
+    ours = [
+        re.sub(r"^/(?:blob|tree)/main/", "", link.removeprefix(home)) for link in links if home + "/" in link
+    ]
+    assert not [path for path in ours if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_the_index_is_told_where_the_project_is_and_who_may_use_it(package: Path) -> None:
+    table, core = project(package), project(CORE)
+    assert table["urls"] == core["urls"]
+    assert set(table["urls"]) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert table["authors"] == core["authors"]
+    assert table["classifiers"] == core["classifiers"]
+    pythons = [line.rpartition(" ")[2] for line in table["classifiers"] if ":: 3." in line]
+    assert pythons == ["3.10", "3.11", "3.12", "3.13"]
+    assert {"rl", "rlhf", "grpo", "profiler", "perfetto"} <= set(table["keywords"])
