@@ -13,12 +13,16 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_steps, is_step
 from stepscope.cli.pages import Pages
+from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, step_report
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
+
+SAMPLE = Path("outputs/sample")
+"""Folder of the sample run, unless one is named."""
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +36,8 @@ class Reports(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(
     path: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run, or of one step in it.")
-    ],
+        Path | None, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run, or of one step in it.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step of the run.")] = None,
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
@@ -56,8 +60,18 @@ def report(
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
+    sample: Annotated[
+        bool,
+        typer.Option(
+            "--sample",
+            help=f"A recorded run that comes with stepscope; unpacks it into {SAMPLE}, or the folder named.",
+        ),
+    ] = False,
 ) -> None:
     """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
+    path = sample_in(path or SAMPLE) if sample else path
+    if path is None:
+        raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
     pages = Pages() if html or (html is None and not json) else None
     reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
     if pages is not None and step is None and not is_step(path):
@@ -69,6 +83,15 @@ def report(
     failed = False if pages is None else say_pages(pages)
     complete = all(result.health.complete and not trouble(result) for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
+
+
+def sample_in(folder: Path) -> Path:
+    """Unpack the sample run into `folder`, say so, and return the folder."""
+    unpack_sample(folder)
+    screen.say(
+        f"The sample is in {folder}: a run of `stepscope demo`, recorded on CPUs, with two captured steps"
+    )
+    return folder
 
 
 def read_reports(

@@ -38,6 +38,7 @@ def run_demo(
     captured: Sequence[int] = (1, 3),
     seed: int = 0,
     engine: str = "torch",
+    iterations: int = 200,
     on_progress: Callable[[str], None] = print,
 ) -> DemoResult:
     """Train for `steps` steps, and profile those in `captured` into `save_path`.
@@ -48,6 +49,7 @@ def run_demo(
         engine: The engine that generates: `torch`, the demo's own continuous batching, or an installed
             adapter with a replica for the demo (`vllm`, `sglang`). Two of different environments:
             `vllm=/there/bin/python,sglang=/here/bin/python`, each with this Ray and this stepscope.
+        iterations: Forward passes of each replica that its profiler records.
 
     Raises:
         StepscopeError: torch or Ray is not installed.
@@ -62,7 +64,7 @@ def run_demo(
     import ray
 
     began = time.perf_counter()
-    config = profile(save_path.resolve(), [step for step in captured if step < steps])
+    config = profile(save_path.resolve(), [step for step in captured if step < steps], iterations)
     check(config, on_ray=True)  # before anything is started
     ours = not ray.is_initialized()
     try:
@@ -77,15 +79,15 @@ def run_demo(
     return DemoResult(Path(config.save_path), tuple(rewards), selected, time.perf_counter() - began)
 
 
-def profile(save_path: Path, captured: Sequence[int]) -> ProfileConfig:
-    """Return a configuration for all actors, the reference, and 200 forward passes of each replica."""
+def profile(save_path: Path, captured: Sequence[int], iterations: int) -> ProfileConfig:
+    """Return a configuration for all actors, the reference, and forward passes of each replica."""
     return ProfileConfig(
         save_path=save_path,
         steps=captured,
         roles={
             "actor": {"ranks": "all"},
             "ref": {"ranks": "all"},
-            "rollout": {"ranks": "all", "engine": {"iterations": {"count": 200}}},
+            "rollout": {"ranks": "all", "engine": {"iterations": {"count": iterations}}},
         },
         budget={"fanout_seconds": 180},  # SGLang writes 90 MB as it stops, which takes a busy machine 40 s
     )
