@@ -239,6 +239,7 @@ class EngineEnvironment(Environment):
 
 DEV = Environment(ROOT / ".venv", ("dev",))
 BENCH = Environment(ROOT / ".venv-bench", ("bench",), bare="benchmarks/peers.txt", gigabytes=4)
+RELEASE = Environment(ROOT / ".venv-release", ("release",), gigabytes=0.5)
 
 
 def engines() -> "dict[str, EngineEnvironment]":
@@ -608,7 +609,7 @@ def typed_paths() -> list[list[str]]:
     `packages/rollout-vllm` is no module name, so test files of one name in two such packages are one module
     to mypy: the tests of each package are a run of their own.
     """
-    others = ("tests", "benchmarks", "docs", "examples", "conftest.py", "dev.py")
+    others = ("tests", "tools", "benchmarks", "docs", "examples", "conftest.py", "dev.py")
     sources = [f"packages/{name}/src" for name in PACKAGES]
     tests = [f"packages/{name}/tests" for name in PACKAGES]
     everything = [*sources, *(path for path in others if (ROOT / path).exists())]
@@ -677,6 +678,12 @@ def bump(arguments: list[str]) -> bool:
     return True
 
 
+def release(arguments: list[str]) -> bool:
+    """build the sdists and wheels, check them, try each extra in a fresh environment, and say what to upload:
+    [--only EXTRAS ...] [--python PYTHON]"""
+    return run(RELEASE.ready(), "tools/release.py", *arguments)
+
+
 def one_version(texts: "dict[Path, str]") -> str:
     """Return the version that all of `texts` state, for themselves and in pins. Exit if they differ."""
     stated = {file: {match[2] for match in VERSION.finditer(text)} for file, text in texts.items()}
@@ -688,7 +695,8 @@ def one_version(texts: "dict[Path, str]") -> str:
 
 
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
-    command.__name__: command for command in (demo, test, chaos, soak, check, bench, docs, setup, bump)
+    command.__name__: command
+    for command in (demo, test, chaos, soak, check, bench, docs, setup, bump, release)
 }
 
 
@@ -698,7 +706,7 @@ def main(arguments: list[str]) -> int:
         asked = name in ("-h", "--help", "help")
         print(__doc__ if asked else f"dev.py has no command {name!r}.\n")
         for word, command in COMMANDS.items():
-            print(f"  python3 dev.py {word:6} {' '.join((command.__doc__ or '').split())}")
+            print(f"  python3 dev.py {word:7} {' '.join((command.__doc__ or '').split())}")
         return 0 if asked else 2
     # Without this a SIGTERM (CI's timeout) would leave what runs here working on behind us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,0 +1,158 @@
+"""Builds what is uploaded, checks it, and tries it in fresh environments, for `python3 dev.py release`.
+
+    release.py [--only EXTRAS ...] [--python PYTHON]
+
+It changes nothing outside of `dist/` and uploads nothing. Standard library only; build and twine are in the
+environment that dev.py makes for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+"""In the order of their upload: the others require the first."""
+TOGETHER = (("cli", "ray"), ("all",))
+"""Combinations that are tried besides each extra alone and none."""
+MOST_BYTES = 3_500_000
+"""Of a file that is uploaded."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel that was built."""
+
+    path: Path
+
+    @property
+    def metadata(self) -> Message:
+        with zipfile.ZipFile(self.path) as archive:
+            [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            return Parser().parsestr(archive.read(name).decode())
+
+    @property
+    def constraint(self) -> str:
+        """The line with which pip takes this file for every requirement of its name."""
+        return f"{self.metadata['Name']} @ {self.path.as_uri()}"
+
+
+def main(arguments: list[str]) -> int:
+    options = parsed(arguments)
+    wheels = build()
+    run(sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    large = [file.name for file in DIST.iterdir() if file.stat().st_size > MOST_BYTES]
+    if large:
+        sys.exit(f"larger than {MOST_BYTES:,} bytes: {', '.join(large)}. Fix: see what is in it")
+    asked = [tuple(words.split(",")) for words in options.only] or combinations(wheels[0])
+    failed = [extras for extras in asked if not tried(extras, wheels, options.python)]
+    if failed:
+        print(f"\nFAILED: {', '.join(map(named, failed))}. Nothing is to be uploaded.")
+        return 1
+    print(instructions(wheels))
+    return 0
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py release")
+    parser.add_argument("--only", nargs="+", default=[], help="extras to try, such as cli or cli,ray")
+    parser.add_argument("--python", default=base_python(), help="the Python of the fresh environments")
+    return parser.parse_args(arguments)
+
+
+def base_python() -> str:
+    return str(getattr(sys, "_base_executable", sys.executable))
+
+
+def build() -> list[Wheel]:
+    """Build sdists, and the wheels from those: a file that an sdist lacks is then absent everywhere."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    for name in PACKAGES:
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST)]
+        run(*command, str(ROOT / "packages" / name))
+    built = {wheel.metadata["Name"]: wheel for wheel in map(Wheel, DIST.glob("*.whl"))}
+    assert len(built) == len(PACKAGES) == len(list(DIST.glob("*.tar.gz")))
+    return [built.pop("stepscope"), *(built[name] for name in sorted(built))]
+
+
+def combinations(core: Wheel) -> list[tuple[str, ...]]:
+    """Return no extra, each extra that the wheel names, and some together."""
+    alone = [(extra,) for extra in core.metadata.get_all("Provides-Extra", [])]
+    return [(), *alone, *(extras for extras in TOGETHER if extras not in alone)]
+
+
+def tried(extras: tuple[str, ...], wheels: list[Wheel], python: str) -> bool:
+    """Install stepscope with these extras in a fresh environment, try it, and return whether it works."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stepscope-release-") as name:
+        folder = Path(name)
+        steps = (
+            [python, "-m", "venv", "--without-pip", str(folder / "venv")],
+            installation(extras, wheels, folder),
+            [str(folder / "venv/bin/python"), "-I", str(ROOT / "tools/smoke.py"), str(folder), *extras],
+        )
+        output = next((text for text in map(output_of_failure, steps) if text), "")
+    outcome, seconds = "FAILED" if output else "ok", time.monotonic() - started
+    print(f"{outcome:6}  {named(extras):28} {seconds:4.0f} s", flush=True)
+    if output:
+        print(output, flush=True)
+    return not output
+
+
+def installation(extras: tuple[str, ...], wheels: list[Wheel], folder: Path) -> list[str]:
+    """Return the command that installs the built wheels, and from the index what they require."""
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(f"{wheel.constraint}\n" for wheel in wheels))
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv/bin/python"), "install", "--quiet"]
+    return [*pip, "--disable-pip-version-check", "--constraint", str(constraints), named(extras)]
+
+
+def named(extras: tuple[str, ...]) -> str:
+    return f"stepscope[{','.join(extras)}]" if extras else "stepscope"
+
+
+def output_of_failure(command: list[str]) -> str:
+    """Run a command outside of the checkout; return its output if it fails, else nothing."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
+    text = f"$ {' '.join(command)}\n{outcome.stdout}{outcome.stderr}(exited with {outcome.returncode})"
+    return text if outcome.returncode else ""
+
+
+def run(*command: str) -> None:
+    """Run a command on this terminal; end if it fails."""
+    print("$ " + " ".join(word.replace(f"{ROOT}/", "").replace(sys.executable, "python") for word in command))
+    if subprocess.run(command, cwd=ROOT).returncode:
+        sys.exit("that failed. Nothing is to be uploaded.")
+
+
+def instructions(wheels: list[Wheel]) -> str:
+    """Return what to upload, in which order and how."""
+    version = wheels[0].metadata["Version"]
+    lines = ["", f"All of {version} works. Upload each line once the one before is on the index:", ""]
+    for wheel in wheels:
+        stem = wheel.path.name.partition("-")[0]
+        files = sorted(path for path in DIST.iterdir() if path.name.startswith(f"{stem}-"))
+        sizes = ", ".join(f"{path.stat().st_size / 1e6:.2f} MB" for path in files)
+        lines.append(f"  twine upload {' '.join(str(path.relative_to(ROOT)) for path in files)}    # {sizes}")
+    lines += ["", f"  git tag v{version} && git push origin v{version}", ""]
+    lines.append("twine asks for a token of the index, or reads TWINE_PASSWORD. To rehearse:")
+    lines.append("  twine upload --repository testpypi dist/*")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""Tries a fresh installation: what was asked for works, and what was not names the extra that brings it.
+
+    python smoke.py FOLDER EXTRA ...
+
+`tools/release.py` runs it in an environment for each combination of extras, outside of the checkout.
+Standard library and stepscope only. FOLDER is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+NEEDED = {
+    "cli": ("typer", "rich", "stringzilla"),
+    "ray": ("ray", "stepscope.fleet.ray"),
+    "vllm": ("stepscope_vllm._profiler",),
+    "sglang": ("stepscope_sglang._profiler",),
+    "npu": ("stepscope_npu._backend", "stepscope_npu._analysis"),
+    "nsys": ("nvtx",),
+    "mirror": ("fsspec",),
+    "tensorboard": ("stepscope.writers.tensorboard",),
+    "wandb": ("stepscope.writers.wandb",),
+    "mlflow": ("stepscope.writers.mlflow",),
+    "otel": ("stepscope.writers.otel",),
+}
+"""Extra -> modules that it makes importable. `all` is all of them."""
+WRITERS = ("tensorboard", "wandb", "mlflow", "otel")
+ADAPTERS = {"vllm": "stepscope.engines", "sglang": "stepscope.engines", "npu": "stepscope.backends"}
+"""Extra -> the group of entry points in which its adapter registers."""
+
+
+def main(folder: Path, extras: set[str]) -> None:
+    extras = set(NEEDED) if "all" in extras else extras
+    check_package()
+    check_modules(extras)
+    check_writers(extras, folder / "run")
+    check_adapters(extras)
+    check_capture(folder / "run")
+    if "cli" in extras:
+        check_command(folder)
+    else:
+        check_command_absent()
+    if "cli" in extras and "tensorboard" in extras:
+        check_curves(folder)
+
+
+def check_package() -> None:
+    """Make sure that the installed package is imported, and not a checkout."""
+    import stepscope
+
+    assert "site-packages" in (stepscope.__file__ or ""), stepscope.__file__
+    assert find_spec("torch") is None, "no extra may bring torch"
+
+
+def check_modules(extras: set[str]) -> None:
+    for extra in sorted(extras):
+        for module in NEEDED[extra]:
+            import_module(module)
+
+
+def check_writers(extras: set[str], run: Path) -> None:
+    """Make sure that the configuration takes installed writers and names the extra of others."""
+    from stepscope import configure
+    from stepscope.errors import ConfigError
+
+    for name in WRITERS:
+        refusal = ""
+        try:
+            configure(save_path=run, finish={"report_to": [name]})
+        except ConfigError as error:
+            refusal = str(error)
+        assert (not refusal) == (name in extras), (name, refusal)
+        assert not refusal or f"pip install 'stepscope[{name}]'" in refusal, refusal
+
+
+def check_adapters(extras: set[str]) -> None:
+    """Make sure that adapters are registered where they are installed, and nowhere else."""
+    for extra, group in ADAPTERS.items():
+        names = {point.name for point in entry_points(group=group)}
+        assert (extra in names) == (extra in extras), (extra, names)
+
+
+def check_capture(run: Path) -> None:
+    """Capture a step without torch, and read it back."""
+    import stepscope
+    from stepscope.report import step_report
+    from stepscope.timeline import load_step
+
+    stepscope.configure(save_path=run, steps=[1], roles={"*": {"profiler": "off"}})
+    with stepscope.capture(1, workers={}) as capture, stepscope.span("update_actor", role="actor"):
+        pass
+    stepscope.flush()
+    assert capture.result.path is not None
+    report = step_report(load_step(capture.result.path))
+    assert "update_actor" in str(report.breakdown), report.breakdown
+
+
+def check_command(folder: Path) -> None:
+    """Run the command: its version, what it finds out about this machine, and the report of the sample."""
+    import stepscope
+
+    assert command("--version").stdout == f"stepscope {stepscope.__version__}\n"
+    rows = json.loads(command("doctor", "--json").stdout)["rows"]
+    assert not [row for row in rows if row["state"] == "red"], rows
+    assert "decode" in command("report", "--sample", str(folder / "sample")).stdout
+    assert (folder / "sample" / "report.html").stat().st_size > 10_000
+    command("merge", str(folder / "sample" / "step_000001"))
+
+
+def check_command_absent() -> None:
+    """Make sure that the command names its extra where that is not installed."""
+    outcome = command("--version", code=2)
+    assert "Fix: pip install 'stepscope[cli]'" in outcome.stderr, outcome.stderr
+    assert not outcome.stdout
+
+
+def check_curves(folder: Path) -> None:
+    """Send the sample's figures to TensorBoard."""
+    command("publish", str(folder / "sample"), "--to", "tensorboard")
+    assert list((folder / "sample" / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def command(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the console script beside this Python."""
+    words = [str(Path(sys.executable).with_name("stepscope")), *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPSCOPE")}
+    outcome = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert outcome.returncode == code, (words, outcome.returncode, outcome.stdout[-2000:], outcome.stderr)
+    return outcome
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), set(sys.argv[2:]))
