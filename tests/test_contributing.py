@@ -1,0 +1,69 @@
+"""Files that meet a contributor: the workflow, the hooks before a commit, the forms of an issue."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import dev
+from tests.tree import CORE, PACKAGES, ROOT, project
+
+
+def read(name: str) -> Any:
+    return yaml.load((ROOT / name).read_text(), yaml.BaseLoader)  # `on` stays a word
+
+
+def commands(job: dict[str, Any]) -> str:
+    return "\n".join(step.get("run", "") for step in job["steps"])
+
+
+def test_the_workflow_tests_every_python_that_the_index_is_told_of() -> None:
+    job = read(".github/workflows/tests.yml")["jobs"]["core"]
+    classified = [line.rpartition(" ")[2] for line in project(CORE)["classifiers"] if ":: 3." in line]
+    assert job["strategy"]["matrix"]["python"] == classified
+    assert {f"packages/{package.name}" for package in PACKAGES} == set(
+        re.findall(r"packages/[\w-]+", commands(job))
+    )
+
+
+def test_what_the_workflow_runs_exists() -> None:
+    for job in read(".github/workflows/tests.yml")["jobs"].values():
+        words = commands(job)
+        assert set(re.findall(r"dev\.py (\w+)", words)) <= set(dev.COMMANDS)
+        assert all((ROOT / path).exists() for path in re.findall(r"\btests/\w+\.py", words))
+
+
+def test_the_hooks_before_a_commit_call_the_tools_of_the_environment() -> None:
+    [repository] = read(".pre-commit-config.yaml")["repos"]
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    assert repository["repo"] == "local"
+    assert all(
+        entry.startswith(f".{dev.DEV.folder.name.lstrip('.')}/bin/python -m ruff ") for entry in entries
+    )
+
+
+def test_a_report_of_a_bug_asks_what_the_doctor_says() -> None:
+    form = read(".github/ISSUE_TEMPLATE/bug.yml")
+    [doctor] = [part for part in form["body"] if part["id"] == "doctor"]
+    assert "`stepscope doctor --json`" in doctor["attributes"]["label"]
+    assert doctor["validations"]["required"] == "true"
+
+
+@pytest.mark.parametrize("name", ["bug", "idea"])
+def test_a_form_has_what_the_page_of_issues_needs(name: str) -> None:
+    form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert {"name", "description", "body"} <= set(form)
+    ids = [part["id"] for part in form["body"]]
+    assert len(ids) == len(set(ids)) > 1
+    assert {part["type"] for part in form["body"]} == {"textarea"}
+
+
+def test_every_path_in_the_page_for_contributors_exists() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"\b(?:tools|\.github)/[\w./-]+\w", page))
+    assert paths
+    assert not [path for path in paths if not Path(ROOT, path).exists()]
