@@ -116,7 +116,14 @@ def installation(extras: tuple[str, ...], wheels: list[Wheel], folder: Path) -> 
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{wheel.constraint}\n" for wheel in wheels))
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv/bin/python"), "install", "--quiet"]
-    return [*pip, "--disable-pip-version-check", "--constraint", str(constraints), named(extras)]
+    return [
+        *pip,
+        "--disable-pip-version-check",
+        "--no-compile",
+        "--constraint",
+        str(constraints),
+        named(extras),
+    ]
 
 
 def named(extras: tuple[str, ...]) -> str:
