@@ -61,9 +61,9 @@ def test_every_function_of_a_preset_is_in_the_released_package(preset: str, vers
     source = released(preset, version)
     for entry in read_preset(preset, lambda _: version).entries:
         if str(entry.module).split(".")[0] not in NOT_THEIRS:
-            found = definition(source, str(entry.module), str(entry.name))
-            assert found is not None, f"{entry.module}:{entry.name}"
-            assert paths_of(entry) <= arguments(found), f"{entry.module}:{entry.name}"
+            function = definition(source, str(entry.module), str(entry.name))
+            assert function is not None, f"{entry.module}:{entry.name}"
+            assert paths_of(entry) <= arguments(function), f"{entry.module}:{entry.name}"
 
 
 @pytest.mark.parametrize("preset", RECORDED)

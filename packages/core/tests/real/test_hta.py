@@ -58,11 +58,11 @@ def test_it_loads_the_trace_of_every_rank_with_all_operators(step: StepLayout) -
     for rank, path in files.items():
         written = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
         operators = [event for event in written if event["ph"] == "X" and event["cat"] == "cpu_op"]
-        found = analysis.t.get_trace(rank)
+        trace = analysis.t.get_trace(rank)
         names = analysis.t.symbol_table.get_sym_table()
-        seen = [names[at] for at in found["name"]]
+        seen = [names[at] for at in trace["name"]]
         assert seen.count("aten::linear") == sum(event["name"] == "aten::linear" for event in operators) >= 20
-        assert sum(names[at] == "cpu_op" for at in found["cat"]) == len(operators)
+        assert sum(names[at] == "cpu_op" for at in trace["cat"]) == len(operators)
 
 
 def test_its_analyses_that_need_no_device_run(step: StepLayout) -> None:

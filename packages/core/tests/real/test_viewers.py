@@ -80,8 +80,8 @@ def written(step: Path, folder: Path) -> bytes:
 
 
 def events_of(trace: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(trace), parse_float=Decimal)["traceEvents"]
-    return found
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(trace), parse_float=Decimal)["traceEvents"]
+    return events
 
 
 def ns(us: Any) -> int:
@@ -106,9 +106,9 @@ def arrows_of(events: list[dict[str, Any]]) -> Counter[Any]:
 
     def around(e: dict[str, Any]) -> tuple[str, int]:
         at = ns(e["ts"])
-        there = [s for s in running[e["pid"], e["tid"]] if s[0] <= at < s[0] + s[1] or s[0] == at]
+        enclosing = [s for s in running[e["pid"], e["tid"]] if s[0] <= at < s[0] + s[1] or s[0] == at]
         # Of two that are alike, the later one in the file is inside the other.
-        start, _, name = min(reversed(there), key=lambda s: (-s[0], s[1]))
+        start, _, name = min(reversed(enclosing), key=lambda s: (-s[0], s[1]))
         return name, start
 
     begun = {(e["id"], e["cat"], e["name"]): e for e in events if e["ph"] == "s"}
@@ -118,8 +118,8 @@ def arrows_of(events: list[dict[str, Any]]) -> Counter[Any]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Page]:
-    with page() as found:
-        yield found
+    with page() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -129,30 +129,30 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_trace_processor_finds_all_that_was_written(browser: Page, step: Path, tmp_path: Path) -> None:
     events = events_of(written(step, tmp_path))
-    found = TraceProcessor(browser, written(step, tmp_path))
-    assert found.query(ERRORS) == []
-    assert Counter(found.query(SLICES)) - Counter(instants(found)) == slices_of(events)
+    processor = TraceProcessor(browser, written(step, tmp_path))
+    assert processor.query(ERRORS) == []
+    assert Counter(processor.query(SLICES)) - Counter(instants(processor)) == slices_of(events)
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert sorted(found.query(PROCESSES)) == sorted(named.items())
-    assert Counter(found.query(ARROWS)) == arrows_of(events)
+    assert sorted(processor.query(PROCESSES)) == sorted(named.items())
+    assert Counter(processor.query(ARROWS)) == arrows_of(events)
     counted = Counter((ns(e["ts"]), e["args"]["bytes"]) for e in events if e["ph"] == "C")
-    assert Counter(found.query(COUNTERS)) == counted
+    assert Counter(processor.query(COUNTERS)) == counted
     requests = "SELECT ts, dur FROM slice WHERE name = 'request'"
     begun = Counter((ns(e["ts"]), 3_500_000) for e in events if e["ph"] == "b")
-    assert Counter(found.query(requests)) == begun
+    assert Counter(processor.query(requests)) == begun
 
 
-def instants(found: TraceProcessor) -> list[Any]:
-    return [row for row in found.query(SLICES) if row[3] == "Record Window End"]
+def instants(processor: TraceProcessor) -> list[Any]:
+    return [row for row in processor.query(SLICES) if row[3] == "Record Window End"]
 
 
 @pytest.mark.parametrize("name", golden.steps())
 def test_golden_steps_are_read_without_a_loss(browser: Page, tmp_path: Path, name: str) -> None:
     events = events_of(written(golden.steps()[name], tmp_path))
-    found = TraceProcessor(browser, written(golden.steps()[name], tmp_path))
-    assert found.query(ERRORS) == []
-    assert Counter(found.query(SLICES)) - Counter(instants(found)) == slices_of(events)
-    assert Counter(found.query(ARROWS)) == arrows_of(events)
+    processor = TraceProcessor(browser, written(golden.steps()[name], tmp_path))
+    assert processor.query(ERRORS) == []
+    assert Counter(processor.query(SLICES)) - Counter(instants(processor)) == slices_of(events)
+    assert Counter(processor.query(ARROWS)) == arrows_of(events)
 
 
 @pytest.mark.parametrize("days", [1, 50.95, 51.5, 60])
@@ -170,9 +170,9 @@ def test_spans_that_end_together_are_all_shown_however_far_the_traces_base_is(
     add_trace(folder, actor, [], baseTimeNanoseconds=base_ns)
     path = folder.write()
     events = events_of(written(path, tmp_path))
-    found = TraceProcessor(browser, (tmp_path / "timeline.json.gz").read_bytes())
-    assert found.query(ERRORS) == []
-    assert Counter(found.query(SLICES)) == slices_of(events)
+    processor = TraceProcessor(browser, (tmp_path / "timeline.json.gz").read_bytes())
+    assert processor.query(ERRORS) == []
+    assert Counter(processor.query(SLICES)) == slices_of(events)
 
 
 def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(
@@ -180,20 +180,20 @@ def test_catapult_warns_of_nothing_and_shows_rows_and_threads_in_their_order(
 ) -> None:
     trace = written(step, tmp_path)
     events = events_of(trace)
-    found = in_catapult(browser, gzip.decompress(trace))
-    assert found["warnings"] == []
-    rows = [row["name"] for row in found["rows"]]
+    model = in_catapult(browser, gzip.decompress(trace))
+    assert model["warnings"] == []
+    rows = [row["name"] for row in model["rows"]]
     assert rows[:4] == ["trainer", "rollout 0", "actor 0", "actor 0: GPU 1 counters"]
     assert rows[-2:] == ["actor 7", "actor 7: GPU 1 counters"]
-    names = [thread["name"] for thread in found["rows"][2]["threads"]]
+    names = [thread["name"] for thread in model["rows"][2]["threads"]]
     assert names[0] == "spans"
     assert {"GPU 0 stream 0", "GPU 1 stream 7"} <= set(names)
-    shown = [each for row in found["rows"] for thread in row["threads"] for each in thread["slices"]]
+    shown = [slice_ for row in model["rows"] for thread in row["threads"] for slice_ in thread["slices"]]
     assert Counter(name for name, _, _ in shown) == Counter(e["name"] for e in events if e["ph"] == "X")
-    assert len(found["arrows"]) == len([e for e in events if e["ph"] == "s"])
+    assert len(model["arrows"]) == len([e for e in events if e["ph"] == "s"])
     # Not which of two that touch: at their common ns it takes the earlier one for the later's arrow.
-    assert Counter(map(tuple, found["arrows"]))["cudaLaunchKernel", "gemm"] == 160
-    assert found["counters"] == 16
+    assert Counter(map(tuple, model["arrows"]))["cudaLaunchKernel", "gemm"] == 160
+    assert model["counters"] == 16
 
 
 def test_perfettos_ui_draws_it_and_throws_nothing(browser: Page, step: Path, tmp_path: Path) -> None:

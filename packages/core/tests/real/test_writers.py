@@ -76,14 +76,14 @@ def scalars(run: RunLayout, step: int = 2) -> dict[str, float]:
     return values
 
 
-def said(run: RunLayout, step: int = 2) -> Expectation:
+def outcome_of(run: RunLayout, step: int = 2) -> Expectation:
     parts = fold(read_parts(run.step(step))[0]).processes
     return next(item for part in parts for item in part.expected if item.name == "scalars")
 
 
 def test_tensorboard_draws_a_curve_over_the_captured_steps(tmp_path: Path) -> None:
     run = recorded(tmp_path, ["tensorboard"], range(2, 4))
-    assert said(run).state == "ok"
+    assert outcome_of(run).state == "ok"
     events = EventAccumulator(str(run.tensorboard(run_id(run))))
     events.Reload()
     wanted = {step: scalars(run, step) for step in (2, 3)}
@@ -111,7 +111,7 @@ def records(data: bytes) -> Iterator[bytes]:
 def test_wandb_has_a_run_of_its_own_offline_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = recorded(tmp_path, ["wandb"])
-    assert said(run).state == "ok", said(run).reason
+    assert outcome_of(run).state == "ok", outcome_of(run).reason
     (file,) = run.root.glob("wandb/offline-run-*/*.wandb")
     assert f"stepscope-{run_id(run)}" in file.name
     logged = {
@@ -134,12 +134,12 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
         training = client.create_run(client.create_experiment("training")).info.run_id
         monkeypatch.setenv("MLFLOW_RUN_ID", training)
     run = recorded(tmp_path, ["mlflow"], range(2, 4))
-    assert said(run, 3).state == "ok", said(run, 3).reason
+    assert outcome_of(run, 3).state == "ok", outcome_of(run, 3).reason
     name = "stepscope" if own else "training"
     experiment = client.get_experiment_by_name(name)
-    (found,) = client.search_runs([experiment.experiment_id])
+    (training_run,) = client.search_runs([experiment.experiment_id])
     for metric in scalars(run):
-        history = client.get_metric_history(found.info.run_id, f"stepscope/{metric}")
+        history = client.get_metric_history(training_run.info.run_id, f"stepscope/{metric}")
         assert {point.step: point.value for point in history} == {
             step: pytest.approx(scalars(run, step)[metric]) for step in (2, 3)
         }
@@ -176,9 +176,11 @@ def test_opentelemetry_is_sent_to_the_collector_of_the_environment(
     with a_collector() as (endpoint, taken):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         run = recorded(tmp_path, ["otel"])
-    assert said(run).state == "ok", said(run).reason
+    assert outcome_of(run).state == "ok", outcome_of(run).reason
     request = ExportTraceServiceRequest.FromString(taken[0])
-    names = [span.name for each in request.resource_spans for one in each.scope_spans for span in one.spans]
+    names = [
+        span.name for resource in request.resource_spans for one in resource.scope_spans for span in one.spans
+    ]
     assert sorted(names) == ["rollout", "step 2", "trajectory", "update_actor"]
 
 
@@ -193,10 +195,10 @@ def test_a_writer_that_fails_is_named_and_keeps_the_others_from_nothing(
             run = recorded(tmp_path, ["otel", "tensorboard"])
     finally:
         pipeline.report_hooks.clear()
-    assert said(run).state == "failed"
-    assert str(said(run).reason).startswith("otel: OSError: the collector did not take the spans")
+    assert outcome_of(run).state == "failed"
+    assert str(outcome_of(run).reason).startswith("otel: OSError: the collector did not take the spans")
     assert list(run.tensorboard(run_id(run)).iterdir())
-    assert [each.values for each in heard] == [scalars(run)]
+    assert [figures.values for figures in heard] == [scalars(run)]
 
 
 def test_a_run_that_is_over_is_published_by_hand(tmp_path: Path) -> None:

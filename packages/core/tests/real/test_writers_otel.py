@@ -98,10 +98,10 @@ def test_a_step_is_one_trace_with_its_spans_where_they_were(config: ProfileConfi
             2,
             timeline.run_id,
         )
-        assert {each.context.trace_id for each in spans.values()} == {root.context.trace_id}
-        for each, was in zip((begun, rollout, update), timeline.spans, strict=True):
-            assert (each.start_time, each.end_time) == (was.start_ns, was.end_ns)
-        sent.append({name: (each.context, each.start_time) for name, each in spans.items()})
+        assert {recorded.context.trace_id for recorded in spans.values()} == {root.context.trace_id}
+        for recorded, was in zip((begun, rollout, update), timeline.spans, strict=True):
+            assert (recorded.start_time, recorded.end_time) == (was.start_ns, was.end_ns)
+        sent.append({name: (recorded.context, recorded.start_time) for name, recorded in spans.items()})
     assert sent[0] == sent[1], "sent again, it is the same trace"
 
 
@@ -139,7 +139,7 @@ def test_headers_that_the_sdk_passes_on_lead_back_to_our_span(config: ProfileCon
         with attach(headers), span("environment"):
             pass
     _, timeline = a_reported_step(config)
-    by_stage = {each.stage: at for at, each in enumerate(timeline.spans)}
+    by_stage = {line.stage: at for at, line in enumerate(timeline.spans)}
     assert timeline.spans[by_stage["environment"]].parent == by_stage["turn"]
 
 

@@ -53,9 +53,9 @@ def held(files: s3fs.S3FileSystem, folder: str) -> dict[str, bytes]:
 def test_a_step_is_copied_and_none_of_it_twice(tmp_path: Path, s3: s3fs.S3FileSystem) -> None:
     step = a_step(tmp_path)
     assert copy_step(open_store(URL), step).failed == {}
-    there = held(s3, "profiles/run-17/step_000002")
-    assert there.pop(step.mirror_record(gethostname()).name)
-    assert there == contents(step.root)
+    copied = held(s3, "profiles/run-17/step_000002")
+    assert copied.pop(step.mirror_record(gethostname()).name)
+    assert copied == contents(step.root)
     assert copy_step(open_store(URL), step).sent == 0
 
 
@@ -82,9 +82,9 @@ def test_after_a_capture_the_step_is_there(tmp_path: Path, s3: s3fs.S3FileSystem
         pass
     drain()
     step = RunLayout(config.save_path).step(1)
-    said = {item.name: item for part in fold(read_parts(step)[0]).processes for item in part.expected}
-    assert said["mirror"].state == "ok", said["mirror"].reason
+    outcomes = {item.name: item for part in fold(read_parts(step)[0]).processes for item in part.expected}
+    assert outcomes["mirror"].state == "ok", outcomes["mirror"].reason
     assert uncopied(step, gethostname(), URL) == []
-    there = held(s3, "profiles/run-17/step_000001")
-    assert contents(step.root).items() <= there.items()
+    copied = held(s3, "profiles/run-17/step_000001")
+    assert contents(step.root).items() <= copied.items()
     assert s3.glob("profiles/run-17/run_*.json")
