@@ -103,7 +103,7 @@ def process_state_is_put_back() -> Iterator[None]:
 
 @contextmanager
 def state_put_back() -> Iterator[None]:
-    """Give the variables of `PROCESS_STATE` their values and contents of before."""
+    """Restore the variables of `PROCESS_STATE` to their earlier values and contents."""
     states = [
         (variables, name, variables[name], copy(variables[name]))
         for module, names in PROCESS_STATE.items()

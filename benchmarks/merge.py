@@ -144,7 +144,7 @@ def timed(merger: Callable[[Path], None], step: Path) -> float:
 
 
 def peak_mb(name: str, step: Path) -> float:
-    """Peak memory of one merger above what a process has that has imported it, in a process of its own."""
+    """Peak memory of one merger, in its own process, without the memory that importing it takes."""
     done = subprocess.run(
         [sys.executable, __file__, "--once", name, str(step)], capture_output=True, text=True, check=True
     )

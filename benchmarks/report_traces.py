@@ -181,7 +181,7 @@ def rounding(path: Path) -> dict[str, int]:
 
 
 def peak_mb(name: str, path: Path) -> float:
-    """Peak memory of one reader above what a process has that has imported it."""
+    """Peak memory of one reader, without the memory that importing it takes."""
     command = [sys.executable, __file__, "--once", name, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

@@ -87,7 +87,7 @@ def _fetch(url: str, names: Sequence[str], folder: Path) -> None:
 
 
 class Ranges(io.RawIOBase):
-    """A file behind HTTP, of which what is read is fetched."""
+    """A file behind HTTP. Only the parts that are read are fetched."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -65,7 +65,7 @@ PUBLIC = (
         )
     }
 )
-"""Modules that an adapter may import, besides `stepscope` itself and those in `stepscope.files`."""
+"""Modules that an adapter may import, in addition to `stepscope` itself and those in `stepscope.files`."""
 
 OWN_IMPORTS = [entry for entry in imports(CORE) if entry.target.split(".")[0] == "stepscope"]
 

@@ -202,7 +202,7 @@ def test_however_the_text_is_cut_into_blocks_the_elements_are_the_same(
 
 
 class Looked:
-    """Counts the bytes that the brackets, the JSON decoder and the mending of `json_array` look at."""
+    """Count the bytes that the brackets, the JSON decoder and the repair of `json_array` look at."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0

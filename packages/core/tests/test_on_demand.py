@@ -394,7 +394,7 @@ def test_a_hostile_or_half_written_file_is_refused_whole(content: bytes, config:
         read_requests(control)
     train(config, range(2))
     assert steps_of(config) == []
-    request = ask(config)  # and mended by the next one who asks
+    request = ask(config)  # and fixed by the next one who asks
     train(config, range(2, 4))
     assert answer(request).state == "captured"
 
