@@ -38,6 +38,7 @@ ENGINES = {
     "lightning",
     "hydra",
     "mkdocs",
+    "loguru",
 }
 """And what else has an environment of its own for its tests."""
 OPTIONAL = {"torch", "ray", "numpy", *ENGINES}
