@@ -2,8 +2,8 @@
 
 ms of CPU time of the process per step, of one thread, so that other work on the machine does not count. A
 round trains all three for some steps, from the same weights and seed, in turning order. The quickest step of
-each training counts, because other work on the machine only makes steps longer. Ratios are those of the medians
-over the rounds, with the interval of resampled rounds.
+each training counts, because other work on the machine only makes steps longer. Ratios are those of the
+medians over the rounds, with the interval of resampled rounds.
 """
 
 from __future__ import annotations
