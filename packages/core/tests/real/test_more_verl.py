@@ -34,9 +34,16 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="session")
 def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training with RayPPOTrainer and two replicas, whose steps verl's configuration selects."""
+    """Return a training with RayPPOTrainer and two replicas."""
     faulthandler.cancel_dump_traceback_later()
-    return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2, by_verl=True)
+    return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2)
+
+
+@pytest.fixture(scope="session")
+def selected(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return a training whose steps verl's own configuration selects."""
+    faulthandler.cancel_dump_traceback_later()
+    return captured_training(tmp_path_factory.mktemp("selected"), by_verl=True)
 
 
 @pytest.fixture(params=CAPTURED)
@@ -76,3 +83,13 @@ def test_every_trajectory_of_the_legacy_step_stands_in_the_long_tail(legacy_step
 @pytest.mark.parametrize("replica", [0, 1])
 def test_each_replica_has_its_engine_trace(legacy_step: Step, replica: int) -> None:
     assert list(Path(legacy_step.folder).glob(f"traces/rollout/replica{replica}/*.json.gz"))
+
+
+def test_verls_profiler_configuration_selects_whole_steps(selected: Training) -> None:
+    assert sorted(selected.metrics) == [1, 2, 3, 4]
+    assert sorted(selected.steps) == list(CAPTURED)
+    for step in selected.steps.values():
+        assert (step.report["health"]["state"], step.report["health"]["missing"]) == ("ok", [])
+        assert step.unaccounted < 0.05
+        assert step.calls["actor", "update_actor"] == 1
+        assert ("actor_rollout_ref", "actor_update") not in step.calls  # verl's annotation of the same call
