@@ -124,7 +124,8 @@ def _spans_differ(step: StepLayout, part: ProcessPart) -> Iterator[str]:
     for path in sorted(step.spans.glob("*.jsonl")) if step.spans.is_dir() else []:
         lines = decoder.decode_lines(path.read_bytes())
         if (
-            isinstance(lines[0], Header)
+            lines  # a process that is killed before its header leaves an empty file
+            and isinstance(lines[0], Header)
             and lines[0].process == part.process
             and lines[0].run_id == part.run_id
         ):
