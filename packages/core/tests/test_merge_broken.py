@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepscope.timeline.readers import json_array
 from stepscope.timeline.readers.blocks import BLOCK, Notes
 from stepscope.timeline.readers.chrome import ChromeTrace
-from stepscope.timeline.readers.json_array import MENDED, NO_JSON, Elements, raw_elements
+from stepscope.timeline.readers.json_array import NO_JSON, REPAIRED, Elements, raw_elements
 
 CUT = "cut off: its list of events does not end"
 HEAD = '{"baseTimeNanoseconds": 7, "traceEvents": ['
@@ -63,12 +63,12 @@ BROKEN: dict[str, tuple[bytes, list[str], dict[str, int | None]]] = {
     "half an event": (GOOD[: GOOD.index("k3")].encode(), first(3), {CUT: None, NO_JSON: 1}),
     "no end": (GOOD[: GOOD.index('], "traceName')].encode(), first(5), {CUT: None}),
     "comma at the end": ((HEAD + event(0) + ",]}").encode(), first(1), {}),
-    "bad UTF-8": (good(b"k2", b"k\xff\xfe"), third("k\ufffd\ufffd"), {MENDED: 1}),
-    "NaN": (good(b"[2]", b"[NaN, -Infinity, nan]"), first(5), {MENDED: 1}),
+    "bad UTF-8": (good(b"k2", b"k\xff\xfe"), third("k\ufffd\ufffd"), {REPAIRED: 1}),
+    "NaN": (good(b"[2]", b"[NaN, -Infinity, nan]"), first(5), {REPAIRED: 1}),
     "NaN in a name": (good(b"k2", b"NaN"), third("NaN"), {}),
-    "line break in a name": (good(b"k2", b"a\nb"), third("a\nb"), {MENDED: 1}),
-    "Windows path": (good(b"k2", rb"C:\\d\ew"), third("C:\\d\\ew"), {MENDED: 1}),
-    "half a surrogate": (good(b"k2", rb"\ud800x"), third("\ufffdx"), {MENDED: 1}),
+    "line break in a name": (good(b"k2", b"a\nb"), third("a\nb"), {REPAIRED: 1}),
+    "Windows path": (good(b"k2", rb"C:\\d\ew"), third("C:\\d\\ew"), {REPAIRED: 1}),
+    "half a surrogate": (good(b"k2", rb"\ud800x"), third("\ufffdx"), {REPAIRED: 1}),
     "a pair of surrogates": (good(b"k2", rb"\ud83d\ude00"), third("😀"), {}),
     "a quote missing": (good(b'"k2"', b'"k2'), WITHOUT, {NO_JSON: 1}),
     "a brace missing": (good(b"[2]}}", b"[2]}"), WITHOUT, {NO_JSON: 1}),

@@ -16,7 +16,7 @@ from stepscope.files.sidecar import Artifact, Sidecar
 from stepscope.testing.steps import OPENED_NS, FakeProcess, StepFolder
 from stepscope.timeline import Merged, merge_step
 from stepscope.timeline.merge.rewrite import NOT_THEN
-from stepscope.timeline.readers.json_array import MENDED
+from stepscope.timeline.readers.json_array import REPAIRED
 
 MS = 1_000_000
 AT_US = OPENED_NS // 1000
@@ -78,7 +78,7 @@ def test_bad_utf8_and_nan_cost_the_character_and_the_value(tmp_path: Path) -> No
     trace(folder, actor, text.encode().replace(b"NAME", b"a\xffb").replace(b'"x": 7', b'"x": NaN'))
     result, (first, second) = merged(folder)
     assert (first["name"], second["name"]) == ("a\ufffdb", "k")
-    assert problems(result)[MENDED] == 1
+    assert problems(result)[REPAIRED] == 1
 
 
 @pytest.mark.parametrize("ts", ["NaN", "-Infinity", "null", '"soon"', "1e400", "-5", "0", "12345678"])

@@ -50,7 +50,7 @@ def test_only_a_captured_step_keeps_the_numbers(tmp_path: Path) -> None:
     assert not RunLayout(tmp_path).step(3).root.exists()
 
 
-def test_two_calls_of_one_step_add_up(tmp_path: Path) -> None:
+def test_two_calls_of_one_step_make_one_file(tmp_path: Path) -> None:
     RunLayout(tmp_path).step(2).root.mkdir()
     assert logged(tmp_path, {"loss": 0.5, "kl": 1}, {"kl": 2}) == {"loss": 0.5, "kl": 2.0}
 
@@ -84,8 +84,13 @@ def test_the_numbers_are_figures_of_the_step(tmp_path: Path) -> None:
     assert scalars["trainer/val-core/acc-1"] == 1.0
 
 
-def test_a_broken_file_is_as_none(tmp_path: Path) -> None:
+def test_a_broken_file_is_named_and_its_numbers_are_left_out(tmp_path: Path) -> None:
     written = rl_step(tmp_path, ranks=1)
     path = written.write()
-    written.layout.metrics(written.run_id).write_text("{")
-    assert step_report(load_step(path)).metrics == {}
+    broken = written.layout.metrics(written.run_id)
+    broken.write_text("{")
+    timeline = load_step(path)
+    assert step_report(timeline).metrics == {}
+    (problem,) = timeline.problems
+    assert problem.file == broken.name
+    assert "no numbers of the trainer" in problem.what

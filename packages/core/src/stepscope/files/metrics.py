@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import StepLayout
 from stepscope.files.storage.atomic import write_atomic
@@ -21,10 +20,15 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_metrics(step: StepLayout, run_id: str) -> dict[str, float]:
-    """Return the numbers that a run's trainer logged of the step. Empty if there is no readable file."""
+    """Return the numbers that a run's trainer logged of the step. Empty without such a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecordError: It holds something else.
+    """
     try:
         return read_record(step.metrics(run_id), StepMetrics).values
-    except (OSError, RecordError):
+    except FileNotFoundError:
         return {}
 
 

@@ -61,8 +61,9 @@ def flush(timeout_s: float = 60.0) -> list[str]:
     """
     if switch.DISABLED:
         return []
-    unfinished: list[str] = _pipeline().exporter.exporter().drain(timeout_s)
-    return unfinished
+    from stepscope.recording.output import exporter  # import time: loaded already where anything waits
+
+    return exporter.exporter().drain(timeout_s)
 
 
 def on_artifact(hook: ArtifactHook) -> ArtifactHook:
@@ -99,7 +100,7 @@ def _pipeline() -> ModuleType:
 
 
 def redact(hook: RedactHook) -> RedactHook:
-    """Call `hook(key, value)` for each attribute of a span before it is written, and writes what it returns.
+    """Call `hook(key, value)` for each attribute of a span before it is written, and write its result.
 
     A function, or a decorator of one; the last one counts, in the process that registers it. An exception's
     text is the attribute `error`. Where it raises, `[redacted]` is written. It runs on the writing thread.

@@ -17,7 +17,7 @@ from stepscope.recording.process import failures, run
 
 
 class MetricsLog:
-    """The log of one training loop. Numbers of one step add up over its calls."""
+    """The log of one training loop. Several calls for one step add to one file."""
 
     def __init__(self, save_path: str | os.PathLike[str]) -> None:
         """Make a log of the run in the folder `save_path`."""

@@ -118,7 +118,9 @@ def before_first_step(config: ProfileConfig, workers: object, engines: object, r
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
-    _readiness().private_loop.run(work)
+    from stepscope.recording.process import private_loop  # import time: asyncio
+
+    private_loop.run(work)
 
 
 async def abefore_first_step(config: ProfileConfig, workers: object, engines: object, role: str) -> None:

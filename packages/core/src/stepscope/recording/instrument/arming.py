@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from stepscope.config import ProfileConfig
-from stepscope.recording.instrument.patch import parent_of
+from stepscope.recording.instrument.patch import parent_of, when_imported
 from stepscope.recording.process import failures
 
 if TYPE_CHECKING:
@@ -27,25 +27,19 @@ def watch(config: ProfileConfig, adapters: Set[str]) -> None:
     match = config.role("rollout")
     _config = config if adapters and match is not None and match[1].engine.profiler else None
     fresh = adapters - _watched if _config is not None else set()
-    if not fresh:
-        return
-    import wrapt  # import time: 54 ms, and few programs come here
-
     for adapter in sorted(fresh):
         _watched.add(adapter)
-        wrapt.register_post_import_hook(partial(_library_imported, adapter), adapter)
+        when_imported(adapter, partial(_library_imported, adapter))
 
 
 def _library_imported(adapter: str, library: ModuleType) -> None:
-    import wrapt  # import time, as above
-
     from stepscope.engines.protocol import installed, load_engine  # import time: 15 ms
 
     try:
         factory = load_engine(adapter) if adapter in installed() else None
         if factory is not None and factory.builder:
             module, _, name = factory.builder.partition(":")
-            wrapt.register_post_import_hook(partial(_patch, factory, name), module)
+            when_imported(module, partial(_patch, factory, name))
     except Exception as error:  # the import is the user's, and succeeds
         failures.note(f"arming engines of {adapter!r}", error)
 

@@ -76,10 +76,8 @@ def integrate(presets: Iterable[Preset]) -> None:
     for preset in presets:
         if preset.integration is not None and preset.integration not in _integrations and not switch.DISABLED:
             _integrations.add(preset.integration)
-            import wrapt  # import time, as in `patch`
-
             package = preset.distribution.replace("-", "_")
-            wrapt.register_post_import_hook(partial(_import_integration, preset.integration), package)
+            patch.when_imported(package, partial(_import_integration, preset.integration))
 
 
 def _import_integration(name: str, framework: ModuleType) -> None:
@@ -121,6 +119,11 @@ def timed() -> dict[str, tuple[str, ...]]:
 def uncovered_trainers() -> dict[str, str]:
     """Return the trainers of this process that no preset covers: {name: reason}."""
     return uncovered.uncovered()
+
+
+def missed() -> dict[str, str]:
+    """Return the functions that presets name and this process lacks: {place: reason}."""
+    return dict(patch.missed)
 
 
 def failed() -> dict[str, str]:

@@ -202,7 +202,7 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
 
     Args:
         early: `sys.path` is not complete yet (a program that starts, a Ray worker): a package that is not
-            found may come.
+            found may come later.
 
     Raises:
         ConfigError: as `instrument`.
@@ -225,10 +225,15 @@ def place(handle: Instrument, *, early: bool = False) -> Instrument:
             check_importable(module, early=early)
         _instruments[module, name] = handle
     if loaded is None:
-        import wrapt  # import time, as above
-
-        wrapt.register_post_import_hook(handle._imported, module)
+        when_imported(module, handle._imported)
     return handle
+
+
+def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
+    """Call `hook(module)` once `module` is imported; now, if it is."""
+    import wrapt  # import time, as above
+
+    wrapt.register_post_import_hook(hook, module)
 
 
 def same(one: Instrument, other: Instrument) -> bool:

@@ -296,7 +296,7 @@ class Session:
     def _say_instrumented(self) -> None:
         listed, part = sys.modules.get("stepscope.recording.instrument.configured"), self.manifest_part
         if listed is not None and self.config.instrument:
-            part.update(instrumented=listed.timed(), missed=dict(listed.patch.missed))
+            part.update(instrumented=listed.timed(), missed=listed.missed())
             for target, reason in listed.failed().items():
                 part.lack(f"instrument {target}", reason, kind="selection")
             for trainer, reason in listed.uncovered_trainers().items():

@@ -1,4 +1,4 @@
-"""A step's report as tables for a terminal: It fits 100 columns, and colour alone carries no meaning."""
+"""A step's report as tables for a terminal, 100 columns wide. Colour alone carries no meaning."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _REACH = 4
 _OVERLAP = 256
 """Bytes kept of an abandoned element, to find the start of the next event."""
 NO_JSON = "events that are no JSON"
-MENDED = "events repaired: bad UTF-8, NaN, or escapes that JSON does not have"
+REPAIRED = "events repaired: bad UTF-8, NaN, or escapes that JSON does not have"
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
 _BLANK = b" \t\r\n,"
@@ -202,7 +202,7 @@ class Elements(Generic[T]):
         mended = mend(element)
         if not self._is_sound(mended):
             return b""
-        self._notes.events(MENDED)
+        self._notes.events(REPAIRED)
         return mended
 
 

@@ -94,6 +94,7 @@ def _assemble(
     strays = [source for source in sources if source.step != step]
     problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
     sources = [source for source in sources if source.step == step]
+    metrics = _metrics(layout, run_id, problems)
     aligned = _align(sources, layout, earlier_files)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
@@ -117,9 +118,19 @@ def _assemble(
         problems=tuple(problems),
         stalls=stalls_of(parts, processes),
         replicas=replicas_of(parts),
-        metrics=read_metrics(layout, run_id),
+        metrics=metrics,
         uncaptured=uncaptured_near(layout, sources[0].info, run_id, sources[0].opened.wall_ns),
     )
+
+
+def _metrics(layout: StepLayout, run_id: str, problems: list[FileProblem]) -> dict[str, float]:
+    """Return the numbers that the trainer logged. A damaged file becomes a problem."""
+    try:
+        return read_metrics(layout, run_id)
+    except (OSError, RecordError) as error:
+        file = layout.metrics(run_id).name
+        problems.append(FileProblem(file=file, what=f"no numbers of the trainer: {error}"))
+        return {}
 
 
 def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...]) -> list[Aligned]:
