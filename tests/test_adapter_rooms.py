@@ -18,7 +18,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "stepscope_sglang": {
         "_capture": {"_driving", "_engine_side", "_files"},
-        "_files": {"_driving"},
+        "_files": set(),
         "_driving": {"_engine_side"},
         "_engine_side": set(),
     },

@@ -94,7 +94,7 @@ def test_a_later_start_is_counted_from_the_passes_that_were_begun(passes: tuple[
         (
             (),
             {},
-            r"shows that count to nobody.*0\.5\.11.*Fix: stepscope-rollout-sglang where the engine runs",
+            r"shows that count to nobody.*0\.5\.11.*Fix: install stepscope-rollout-sglang where",
         ),
         ((40, 7), {}, r"have begun \[40, 7\] passes"),
         ((40,), {"extra": {"start_step": 50}}, "say the same"),
@@ -166,8 +166,8 @@ def test_stages_that_end_in_a_scope_take_the_plugin(version: str, can: bool) -> 
     ("version", "fix"),
     [
         ("0.5.8", "Fix: sglang 0.5.11 or later"),
-        ("0.5.12", "Fix: stepscope-rollout-sglang where the engine runs"),
-        ("0.5.23", "Fix: stepscope-rollout-sglang where the engine runs"),
+        ("0.5.12", "Fix: install stepscope-rollout-sglang where the engine runs"),
+        ("0.5.23", "Fix: install stepscope-rollout-sglang where the engine runs"),
     ],
 )
 def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
@@ -180,14 +180,14 @@ def test_stages_of_a_pipeline_take_the_plugin(version: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "release"), [({}, "of an older version"), ({VERSION: "0.0.9"}, r"0\.0\.9")], ids=str
+    ("shown", "release"), [({}, "without a version"), ({VERSION: "0.0.9"}, r"0\.0\.9")], ids=str
 )
 def test_an_older_plugin_is_to_be_upgraded_and_not_installed(shown: dict[str, object], release: str) -> None:
     capture = msgspec.structs.replace(a_capture(Path("/p")), by_stage=True)
     reason = plan(capture, an_engine(device="cpu"), [{COUNT: 3, **shown}]).ignored["by_stage"]
     upgrade = (
-        rf"loaded stepscope-rollout-sglang {release}, which cannot; this one is {own_version()}\. "
-        "Fix: the same"
+        rf"loaded stepscope-rollout-sglang {release}, which is too old for it; this process has "
+        rf"{own_version()}\. Fix: install the same"
     )
     assert re.search(upgrade, reason)
     assert "have not loaded it" not in reason

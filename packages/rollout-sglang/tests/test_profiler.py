@@ -283,7 +283,7 @@ async def test_a_pipeline_without_the_plugin_is_recorded_and_the_log_says_once_w
         assert len(await recorded(manager, asked(tmp_path, step=step), 4)) == 2
     (record,) = caplog.records
     assert "schedulers of this pipeline" in record.getMessage()
-    assert "Fix: stepscope-rollout-sglang where the engine runs" in record.getMessage()
+    assert "Fix: install stepscope-rollout-sglang where the engine runs" in record.getMessage()
 
 
 class Busy(FakeManager):

@@ -13,8 +13,8 @@ import pytest
 
 from stepscope.errors import EngineError
 from stepscope_vllm import WorkerExtension
+from stepscope_vllm._driving import remote_disks
 from stepscope_vllm._engine_side import extension
-from stepscope_vllm._files import remote_disks
 
 
 class Workers:

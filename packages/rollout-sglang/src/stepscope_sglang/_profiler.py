@@ -18,10 +18,10 @@ from stepscope.engines import (
     EngineProfiler,
     patience_s,
 )
+from stepscope.engines.own_thread import is_ours
 from stepscope_sglang._capture.checks import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
 from stepscope_sglang._driving.facts import EngineFacts
-from stepscope_sglang._driving.foreign_loop import is_ours
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
 from stepscope_sglang._driving.target import Target
 
@@ -67,7 +67,7 @@ class SglangProfiler(ReplicaProfiler):
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
         return [(self._target, None)]
 
-    def _prepare(self) -> None:  # only some kinds have to
+    def _prepare(self) -> None:
         ours = is_ours(threading.current_thread())
         self._target.find_loop(None if ours else asyncio.get_running_loop())
 

@@ -59,13 +59,19 @@ class Dialect(NamedTuple):
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (0, 5, 23) of `0.5.23.post1+cpu`."""
+    """Return the numbers of a version: (0, 5, 23) of `0.5.23.post1+cpu`; empty if it has none (`main`)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def older(version: str | None, than: str) -> bool:
     """Return whether `version` is below `than`; an unknown version is not."""
-    return version is not None and number(version) < number(than)
+    return version is not None and bool(number(version)) and number(version) < number(than)
+
+
+def may_crash_soon(version: str | None) -> bool:
+    """Return whether a version is one of `MANY_CAPTURES`."""
+    first, last = map(number, MANY_CAPTURES)
+    return version is not None and first <= number(version) <= last
 
 
 def installed() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import msgspec
 
 from stepscope.engines import EngineCapture
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
+from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
@@ -140,7 +140,7 @@ class VllmServer(ReplicaProfiler):
 
     async def start(self, capture: EngineCapture) -> None:
         if self._dialect is None or self._folder is None:
-            await asyncio.to_thread(self.check)
+            await own_thread(self.check)
         if self._dialect is None or self._folder is None:
             raise EngineError("the server was not checked")
         ignored = options.unable(capture, {}, self._dialect, self._version, aimed=False)

@@ -1,9 +1,11 @@
-"""Blocking calls made from coroutines, each on a thread of its own."""
+"""Blocking calls on daemon threads: one thread for each call, or one for all calls of an owner."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -30,3 +32,53 @@ async def own_thread(fn: Callable[..., T], *args: Any) -> T:
 
     threading.Thread(target=work, name=f"stepscope-{getattr(fn, '__name__', 'call')}", daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+class WorkThread:
+    """Thread for all work of its owner that may wait, in order. It starts with the first work.
+
+    Work of a caller that gave up is over before the next work begins. The thread ends with its
+    owner. It is a daemon, unlike an executor's: an engine that never answers must not keep the interpreter
+    from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Args: name: Of the thread; `is_ours` knows names that begin with `stepscope-`."""
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Submit work, which is done even if nobody waits for it. The future cannot be cancelled."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
+                weakref.finalize(self, self._queue.put, None).atexit = False
+        self._queue.put(run)
+        return future
+
+
+def is_ours(thread: threading.Thread) -> bool:
+    """Return whether a thread is one of stepscope's."""
+    return thread.name.startswith("stepscope-")
+
+
+def _work(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
+        del work  # it may hold the owner, which would keep this thread alive

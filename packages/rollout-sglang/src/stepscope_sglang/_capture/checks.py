@@ -29,11 +29,9 @@ def check_facts(facts: EngineFacts) -> None:
             f"with attention data-parallel sglang {facts.version} never answers a start. "
             f"Fix: sglang {since} or later"
         )
-    first, last = _versions.MANY_CAPTURES
-    version = facts.version
-    if version is not None and _versions.number(first) <= _versions.number(version) <= _versions.number(last):
+    if _versions.may_crash_soon(facts.version):
         warn(
-            f"sglang {version} may crash after a few captures (0.5.14 at the fifth, 0.5.16 before the "
+            f"sglang {facts.version} may crash after a few captures (0.5.14 at the fifth, 0.5.16 before the "
             "fourteenth). Fix: sglang 0.5.18 or later"
         )
     if not facts.sleep_on_idle:

@@ -134,7 +134,7 @@ def _count(states: Sequence[object], start: int) -> int:
     if not passes:
         raise EngineError(
             f"iterations.start is {start}: SGLang counts passes from when it started and shows that count to "
-            f"nobody. From {_versions.PLUGINS_SINCE} on that takes {why_not_shown(states)}; or start: 0"
+            f"nobody before {_versions.PLUGINS_SINCE}. {why_not_shown(states)}; or start: 0"
         )
     if len(set(passes)) > 1:
         raise EngineError(

@@ -11,10 +11,10 @@ from stepscope.files.manifest.records import IDLE, LATE
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._capture import outcome
 from stepscope_sglang._capture.options import UNBOUNDED
+from stepscope_sglang._capture.ranks import rank_of
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._files.capture_folder import File
 from stepscope_sglang._files.names import Stage, TraceName
-from stepscope_sglang._files.ranks import rank_of
 from stepscope_sglang._files.traces import Content
 
 

@@ -15,11 +15,11 @@ from stepscope.engines import (
     EngineProfilerBase,
     refuse_second_start,
 )
+from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 from stepscope_sglang._capture.session import Session
 from stepscope_sglang._driving.target import Target
-from stepscope_sglang._driving.work_thread import WorkThread
 
 T = TypeVar("T")
 

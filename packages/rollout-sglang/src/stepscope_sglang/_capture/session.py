@@ -23,7 +23,7 @@ from stepscope_sglang._capture import late_files, opening, outcome
 from stepscope_sglang._capture.publishing import publish_files, publish_late
 from stepscope_sglang._capture.recording import Recording
 from stepscope_sglang._capture.waiting import are_complete, are_of_all_ranks, wait_until
-from stepscope_sglang._driving.target import EngineDiedError, RefusedError, Target
+from stepscope_sglang._driving.target import AlreadyRecordingError, EngineDiedError, RefusedError, Target
 from stepscope_sglang._files.capture_folder import CaptureFolder, File
 
 _PATIENCE_S = (5.0, 30.0)
@@ -95,13 +95,10 @@ class Session:
             opening.note_late_start(recording, self._target)
 
     def _start(self, request: Mapping[str, object]) -> None:
-        owed = late_files.owed_by(self.engine)
         try:
             self._target.start(request)
-        except RefusedError as error:
-            if "already in progress" not in str(error):
-                raise
-            unstopped = [session for session in owed if session.unstopped]
+        except AlreadyRecordingError as error:
+            unstopped = [session for session in late_files.owed_by(self.engine) if session.unstopped]
             if not unstopped:
                 raise EngineError(
                     f"{str(error).rstrip('.')}. If it is running, and not for us, somebody started it by "

@@ -23,14 +23,17 @@ def risk_of_whole_captures(facts: EngineFacts, states: Sequence[object]) -> str:
     return (
         f"schedulers of this pipeline of sglang {facts.version} may die in torch's profiler after some "
         "captures (of 0.5.23 seen at the 16th and the 21st in a row, under load). "
-        f"To prevent that takes {_what_pipelines_take(facts, states)}"
+        f"{_what_pipelines_take(facts, states)}"
     )
 
 
 def _what_pipelines_take(facts: EngineFacts, states: Sequence[object]) -> str:
     since = _versions.PLUGINS_SINCE
     if _versions.older(facts.version, since):
-        return f"our plugin, which sglang {facts.version} does not load. Fix: sglang {since} or later"
+        return (
+            f"Our plugin prevents that, and sglang {facts.version} does not load it. "
+            f"Fix: sglang {since} or later"
+        )
     return why_not_shown(states)
 
 
@@ -52,13 +55,13 @@ def why_no_stages(facts: EngineFacts, states: Sequence[object]) -> str | None:
     if lacks_plugin(facts, states):
         return (
             "one stage's profile is stopped and the next one started while a pipeline rank's sends are under "
-            "way, and torch then writes into freed memory: the scheduler dies at the next capture. To "
-            f"prevent that takes {_what_pipelines_take(facts, states)}"
+            "way, and torch then writes into freed memory: the scheduler dies at the next "
+            f"capture. {_what_pipelines_take(facts, states)}"
         )
     if not _versions.older(facts.version, _versions.SCOPED_BATCHES_SINCE) and not scopes_end_in(states):
         return (
             f"sglang {facts.version} stops the profile of one stage and starts the next inside of a "
             "record_function, and torch then writes into freed memory: the scheduler dies, some captures "
-            f"later. To prevent that takes {why_not_shown(states)}"
+            f"later. {why_not_shown(states)}"
         )
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -35,8 +34,3 @@ def run_for_a_moment(loop: asyncio.AbstractEventLoop, answer: Future[object]) ->
     except RuntimeError:  # somebody else began to run it, or closed it
         return False
     return True
-
-
-def is_ours(thread: threading.Thread) -> bool:
-    """Return whether the thread's event loop is one of stepscope's own."""
-    return thread.name.startswith("stepscope")

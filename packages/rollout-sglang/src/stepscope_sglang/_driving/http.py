@@ -11,7 +11,7 @@ from stepscope.engines.http import Answer, Server, workers_of
 from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._driving.target import RefusedError
+from stepscope_sglang._driving.target import ALREADY_RECORDING, refusal
 from stepscope_sglang._engine_side.states import rpd_in, v2_in
 
 _ASK_S = 10.0
@@ -59,7 +59,7 @@ class ServerTarget:
 
     def start(self, request: Mapping[str, object]) -> None:
         answer = self._server.request_now("POST", "/start_profile", request, timeout_s=_REPLY_S)
-        self._expect_done("/start_profile", answer, "profiling is already in progress")
+        self._expect_done("/start_profile", answer, f"profiling is {ALREADY_RECORDING}")
 
     def stop(self) -> None:
         answer = self._server.request_now("POST", "/stop_profile", timeout_s=_REPLY_S)
@@ -105,8 +105,10 @@ class ServerTarget:
             usual: The reason for which SGLang usually refuses this, for a 500 that gives none.
         """
         if answer.status == 500:
-            guess = f": {usual}, or it failed (its log says which)" if answer.body in _NO_REASON else ""
-            raise RefusedError(f"{self._server.url}{path} answered 500 {answer.text}{guess}")
+            unsaid = answer.body in _NO_REASON
+            guess = f": {usual}, or it failed (its log says which)" if unsaid else ""
+            message = f"{self._server.url}{path} answered 500 {answer.text}{guess}"
+            raise refusal(message, usual if unsaid else answer.text)
         self._expect_ok(path, answer)
 
     def _expect_ok(self, path: str, answer: Answer) -> None:

@@ -21,7 +21,7 @@ from stepscope.errors import EngineError
 from stepscope_sglang import _versions
 from stepscope_sglang._driving import foreign_loop, settings
 from stepscope_sglang._driving.facts import EngineFacts, facts_of
-from stepscope_sglang._driving.target import EngineDiedError, RefusedError
+from stepscope_sglang._driving.target import EngineDiedError, refusal
 from stepscope_sglang._engine_side.states import RPD_LIBRARY, profile_v2
 
 _LOOK_S = 0.5
@@ -145,7 +145,7 @@ class InProcessTarget:
         except RuntimeError as error:
             if isinstance(error, EngineError):
                 raise
-            raise RefusedError(str(error)) from error
+            raise refusal(str(error), str(error)) from error
 
     def _wait(self, loop: asyncio.AbstractEventLoop, answer: Future[object], patience_s: float) -> object:
         schedulers = self._processes()

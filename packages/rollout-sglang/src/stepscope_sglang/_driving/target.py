@@ -18,6 +18,20 @@ class RefusedError(EngineError):
     """The engine understood the request and refused it."""
 
 
+class AlreadyRecordingError(RefusedError):
+    """The engine refused a start because its profiler runs."""
+
+
+ALREADY_RECORDING = "already in progress"
+"""SGLang's own words, in its refusals of a start while its profiler runs."""
+
+
+def refusal(message: str, reason: str) -> RefusedError:
+    """Return the error with `message` for a request that SGLang refused for `reason`, in its own words."""
+    kind = AlreadyRecordingError if ALREADY_RECORDING in reason else RefusedError
+    return kind(message)
+
+
 class Target(Protocol):
     """Recorded engine: one of this process, or one behind HTTP.
 

@@ -1,1 +1,1 @@
-"""Code that runs in SGLang's own processes."""
+"""Code that runs in SGLang's own processes, and the state that it shows."""

@@ -29,7 +29,7 @@ SENDS_QUIET = "stepscope_sends_quiet"
 """In the internal state: what one pipeline rank sends to the next opens no scope."""
 
 VERSION = "stepscope_version"
-"""In the internal state: of this package, there."""
+"""In the internal state: the version of this package in the scheduler's environment."""
 
 PROFILE_V2 = "stepscope_profile_v2"
 """In the internal state: SGLang runs its second profiler there, whose stop kills the scheduler."""
@@ -110,17 +110,18 @@ def rpd_in(states: Sequence[object]) -> bool | None:
 
 
 def why_not_shown(states: Sequence[object]) -> str:
-    """Return the remedy for a scheduler that does not show the state of our plugin."""
+    """Return two sentences on schedulers that do not show the state of our plugin: the cause and the fix."""
     plugins = zip(_shown(states, COUNT), _shown(states, VERSION), strict=True)
-    older = [version or "of an older version" for count, version in plugins if count is not None]
+    older = [version or "without a version" for count, version in plugins if count is not None]
     if not older:
         return (
-            "our plugin, and its schedulers have not loaded it. Fix: stepscope-rollout-sglang where the "
-            "engine runs (`stepscope` in SGLANG_PLUGINS, where that is set)"
+            "Our plugin is needed, and these schedulers have not loaded it. Fix: install "
+            "stepscope-rollout-sglang where the engine runs (with `stepscope` in SGLANG_PLUGINS, if that is "
+            "set)"
         )
     return (
-        f"our plugin, and its schedulers have loaded stepscope-rollout-sglang {older[0]}, which cannot; this "
-        f"one is {own_version()}. Fix: the same version where the engine runs"
+        f"These schedulers have loaded stepscope-rollout-sglang {older[0]}, which is too old for it; this "
+        f"process has {own_version()}. Fix: install the same version where the engine runs"
     )
 
 

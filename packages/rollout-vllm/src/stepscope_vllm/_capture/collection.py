@@ -46,8 +46,8 @@ def files_of(recording: Recording, started: Started, late: Recording | None) -> 
         return named
     if started.named and not any(map(names.is_recording, present)):
         return named
-    # Files that came while the profiler was starting are the last ones of the recording before, if that has
-    # none: a worker does one thing after another. Otherwise they are ours: a worker has already ended.
+    # A worker does one thing after another. So files that came during the start belong to the recording
+    # before, if it has none. Otherwise they are ours.
     between = recording.files_at_start - recording.files_before if late is not None else set()
     if late is not None and between:
         adopt(late, between, started.folder)

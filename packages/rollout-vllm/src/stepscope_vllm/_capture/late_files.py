@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import re
 import socket
 import threading
@@ -23,6 +23,7 @@ from stepscope_vllm._capture.recording import Recording
 from stepscope_vllm._driving.target import Target
 from stepscope_vllm._files import engine_folder, names, traces
 
+log = logging.getLogger("stepscope")
 _entering = threading.Lock()
 """Servers of one process look side by side; a part of a manifest is read, changed and written."""
 
@@ -35,11 +36,18 @@ def bring_home(target: Target, capture: EngineCapture, folder: Path) -> None:
         folder: The folder that the engine writes to.
     """
     for late, files in _late(capture, folder):
-        with _entering, contextlib.suppress(OSError, StepscopeError):  # otherwise they stay where they are
-            adopt(Recording(target=target, capture=late, ignored={}), files, folder)
-            layout, replica = StepLayout(Path(late.step_dir)), f"replica {late.replica}"
-            stops = [stop for stop in waiting(layout) if (stop.run_id, stop.name) == (late.run_id, replica)]
-            take_in(layout, [stop for stop in stops if stop.alive is False])
+        try:
+            with _entering:
+                adopt(Recording(target=target, capture=late, ignored={}), files, folder)
+                _enter(late)
+        except (OSError, StepscopeError) as error:
+            log.warning("stepscope: could not publish late files of step %d: %s", late.step, error)
+
+
+def _enter(late: EngineCapture) -> None:
+    layout, replica = StepLayout(Path(late.step_dir)), f"replica {late.replica}"
+    stops = [stop for stop in waiting(layout) if (stop.run_id, stop.name) == (late.run_id, replica)]
+    take_in(layout, [stop for stop in stops if stop.alive is False])
 
 
 def _late(capture: EngineCapture, folder: Path) -> Iterator[tuple[EngineCapture, set[str]]]:

@@ -114,7 +114,7 @@ class Outcome:
         """Return the times at which the engine served nothing because of a trace.
 
         Args:
-            changed_ns: Time at which it was complete where the engine wrote it, by the file's name; unix ns.
+            changed_ns: `engine_folder.changed_ns` of the recording's files; unix ns.
         """
         stamped = [
             Stall(start_ns=start_ns, end_ns=end_ns, doing=doing, source="stamps")

@@ -88,7 +88,7 @@ class Session:
         async with self._desk.turn:
             if self._recording.started is None:
                 return
-            with contextlib.suppress(EngineError):  # the engine is dead, and nobody asks any more
+            with contextlib.suppress(EngineError):  # its caller is gone, and the next start says why it fails
                 await self._stop_target()
             await asyncio.to_thread(collection.remove, self._recording)
 

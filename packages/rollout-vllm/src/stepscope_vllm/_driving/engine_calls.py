@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from stepscope.engines.own_thread import WorkThread
 from stepscope.errors import EngineError
 from stepscope_vllm._driving import work_loop
 
@@ -27,7 +27,7 @@ class EngineCalls:
         self.asynchronous = hasattr(engine, "output_handler")
         # An LLM is always called on the same thread: where its worker lives in this process, a torch.profiler
         # that is stopped on another thread than it was started on ends the process.
-        self._thread = ThreadPoolExecutor(1, "stepscope-vllm-llm")
+        self._thread = WorkThread("stepscope-vllm-llm")
         self._home: asyncio.AbstractEventLoop | None = None
 
     def bind(self, caller: asyncio.AbstractEventLoop) -> None:
@@ -90,7 +90,7 @@ class EngineCalls:
     async def run(self, function: Callable[[], Any]) -> Any:
         """Run a function where the engine is to be called; await its result for an AsyncLLM."""
         if not self.asynchronous:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+            return await asyncio.wrap_future(self._thread.submit(function))
         if self._home is None:
             raise EngineError("the engine's event loop is not known")
 

@@ -12,12 +12,11 @@ from stepscope.engines import EngineCapture
 from stepscope.engines.artifacts import Option
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
-from stepscope_vllm._driving import ascend_profiler, built_settings, facts
+from stepscope_vllm._driving import ascend_profiler, built_settings, facts, remote_disks
 from stepscope_vllm._driving.engine_calls import TAKEN, EngineCalls
 from stepscope_vllm._driving.frontend import FrontendProfiler
 from stepscope_vllm._driving.target import Started
 from stepscope_vllm._engine_side import extension
-from stepscope_vllm._files import remote_disks
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
 

@@ -13,11 +13,14 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from stepscope.engines import own_thread
+
 T = TypeVar("T")
 
 _loop: asyncio.AbstractEventLoop | None = None
 """Writers: `_running`, and a forked child."""
 _lock = threading.Lock()
+"""Held while the loop is made. One writer: a forked child."""
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -34,7 +37,7 @@ async def result_of(future: Future[T]) -> T:
 
 def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether nobody but stepscope runs on this loop."""
-    return loop is _loop or threading.current_thread().name.startswith("stepscope-")
+    return loop is _loop or own_thread.is_ours(threading.current_thread())
 
 
 def _running() -> asyncio.AbstractEventLoop:
@@ -52,8 +55,8 @@ def _seen(future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    global _loop
-    _loop = None
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()  # the parent may have held the lock
 
 
 os.register_at_fork(after_in_child=_after_fork)

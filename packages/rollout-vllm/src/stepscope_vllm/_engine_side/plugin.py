@@ -27,9 +27,8 @@ MISSING = (
     "our plugin: stepscope-rollout-vllm installed beside it, `stepscope` in VLLM_PLUGINS where that is set"
 )
 OF_A_SERVER = (
-    f"{_ENDS}. It does not where stepscope-rollout-vllm is installed in the server's environment (vLLM loads "
-    "its plugin; `stepscope` must stand in VLLM_PLUGINS where that is set). Where it is not, have the server "
-    "answer a request between two captures"
+    f"{_ENDS}. Fix: install stepscope-rollout-vllm in the server's environment (with `stepscope` in "
+    "VLLM_PLUGINS, if that is set), or send a request between two captures"
 )
 
 

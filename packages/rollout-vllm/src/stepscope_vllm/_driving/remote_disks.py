@@ -16,7 +16,7 @@ Call = Callable[..., Awaitable[Any]]
 """`EngineCalls.call`."""
 
 
-async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, Any] | None]) -> dict[str, str]:
+async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Copy the traces that workers of other hosts wrote to disks that this process does not see.
 
     A worker with our extension returns the files of its last capture in pieces, through the engine's own
@@ -31,10 +31,10 @@ async def bring_home(call: Call, folder: Path, reports: Iterable[Mapping[str, An
     """
     absent: dict[str, str] = {}
     for worker in reports:
-        for name in (worker or {}).get("wrote", ()):
+        for name in worker.get("wrote", ()):
             if await asyncio.to_thread(os.path.exists, name):
                 continue
-            host = (worker or {})["host"]
+            host = worker["host"]
             try:
                 if Path(name).parent != folder:
                     raise EngineError(f"it is not in {folder}")
