@@ -41,9 +41,7 @@ def test_the_hooks_before_a_commit_call_the_tools_of_the_environment() -> None:
     [repository] = read(".pre-commit-config.yaml")["repos"]
     entries = [hook["entry"] for hook in repository["hooks"]]
     assert repository["repo"] == "local"
-    assert all(
-        entry.startswith(f".{dev.DEV.folder.name.lstrip('.')}/bin/python -m ruff ") for entry in entries
-    )
+    assert all(entry.startswith(f"{dev.DEV.folder.name}/bin/python -m ruff ") for entry in entries)
 
 
 def test_a_report_of_a_bug_asks_what_the_doctor_says() -> None:
@@ -64,6 +62,6 @@ def test_a_form_has_what_the_page_of_issues_needs(name: str) -> None:
 
 def test_every_path_in_the_page_for_contributors_exists() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    paths = set(re.findall(r"\b(?:tools|\.github)/[\w./-]+\w", page))
-    assert paths
+    paths = set(re.findall(r"`((?:packages|tests|tools|docs|\.github|\.ci)/[^`\s<*]+)`", page))
+    assert len(paths) > 3
     assert not [path for path in paths if not Path(ROOT, path).exists()]

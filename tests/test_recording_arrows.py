@@ -6,6 +6,7 @@ Imports for types count, and so do those inside functions.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
@@ -82,4 +83,4 @@ def imports_inside_functions() -> Iterator[str]:
 def test_imports_inside_functions_are_few_and_there_for_import_time() -> None:
     late = sorted(set(imports_inside_functions()))
     assert len(late) <= 15, "\n".join(late)
-    assert not [line for line in late if "import time" not in line]
+    assert not [line for line in late if not re.search("#.*import time", line)]

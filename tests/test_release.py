@@ -25,7 +25,8 @@ def wheel_of(package: Path, folder: Path) -> release.Wheel:
     extras = [f"Provides-Extra: {name}" for name in table["optional-dependencies"]]
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        lines = [f"Name: {table['name']}", f"Version: {table['version']}", *extras, "", ""]
+        home = f"Project-URL: Homepage, {table['urls']['Homepage']}"
+        lines = [f"Name: {table['name']}", f"Version: {table['version']}", home, *extras, "", ""]
         archive.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines))
     return release.Wheel(path)
 
@@ -63,6 +64,10 @@ def test_a_combination_that_fails_is_named_with_its_output(
 def test_the_core_is_uploaded_before_what_requires_it(wheels: list[release.Wheel]) -> None:
     lines = [line for line in release.instructions(wheels).splitlines() if "twine upload stepscope" in line]
     assert len(lines) == 4
+    assert (
+        f"{project(CORE)['urls']['Homepage']}. Make sure that it is the project's."
+        in release.instructions(wheels)
+    )
     assert lines[0].split()[2] == f"stepscope-{project(CORE)['version']}-py3-none-any.whl"
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
 """In the order of their upload: the others require the first."""
-TOGETHER = (("cli", "ray"), ("all",))
+TOGETHER = (("cli", "ray"),)
 """Combinations that are tried besides each extra alone and none."""
 MOST_BYTES = 3_500_000
 """Of a file that is uploaded."""
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     if failed:
         print(f"\nFAILED: {', '.join(map(named, failed))}. Nothing is to be uploaded.")
         return 1
-    print(instructions(wheels))
+    print("\nOnly these were tried." if options.only else instructions(wheels))
     return 0
 
 
@@ -90,7 +90,7 @@ def build() -> list[Wheel]:
 def combinations(core: Wheel) -> list[tuple[str, ...]]:
     """Return no extra, each extra that the wheel names, and some together."""
     alone = [(extra,) for extra in core.metadata.get_all("Provides-Extra", [])]
-    return [(), *alone, *(extras for extras in TOGETHER if extras not in alone)]
+    return [(), *alone, *TOGETHER]
 
 
 def tried(extras: tuple[str, ...], wheels: list[Wheel], python: str) -> bool:
@@ -156,6 +156,10 @@ def instructions(wheels: list[Wheel]) -> str:
         sizes = ", ".join(f"{path.stat().st_size / 1e6:.2f} MB" for path in files)
         lines.append(f"  twine upload {' '.join(str(path.relative_to(ROOT)) for path in files)}    # {sizes}")
     lines += ["", f"  git tag v{version} && git push origin v{version}", ""]
+    [home] = [url for url in wheels[0].metadata.get_all("Project-URL", []) if url.startswith("Homepage")]
+    lines.append(
+        f"The packages send their readers to {home.partition(', ')[2]}. Make sure that it is the project's."
+    )
     lines.append("twine asks for a token of the index, or reads TWINE_PASSWORD. To rehearse:")
     lines.append("  twine upload --repository testpypi dist/*")
     return "\n".join(lines)

@@ -32,6 +32,8 @@ NEEDED = {
 }
 """Extra -> modules that it makes importable. `all` is all of them."""
 WRITERS = ("tensorboard", "wandb", "mlflow", "otel")
+BESIDES = {"otel": ("wandb", "mlflow")}
+"""Writer -> further extras whose packages bring what it imports."""
 ADAPTERS = {"vllm": "stepscope.engines", "sglang": "stepscope.engines", "npu": "stepscope.backends"}
 """Extra -> the group of entry points in which its adapter registers."""
 
@@ -77,7 +79,8 @@ def check_writers(extras: set[str], run: Path) -> None:
         except ConfigError as error:
             refusal = str(error)
         assert not (refusal and name in extras), refusal
-        assert refusal or extras, f"{name} is said to work, and nothing is installed"  # wandb brings otel's
+        brought = extras & {name, *BESIDES.get(name, ())}
+        assert refusal or brought, f"{name} is said to work, and nothing brings it"
         assert not refusal or f"pip install 'stepscope[{name}]'" in refusal, refusal
 
 
