@@ -231,7 +231,7 @@ def test_all_engines_of_a_list_are_registered(framework: Callable[..., Any], row
     trainer = framework({}, {"name": "Trainer.launch", "engine": "result"})
     trainer.launch()
     trainer.step()
-    assert list(rows(0)) == ["replica 0", "replica 1"]  # of which torch records one at a time
+    assert set(rows(0)) == {"replica 0", "replica 1"}  # torch records the one that starts first
 
 
 @pytest.mark.parametrize(
