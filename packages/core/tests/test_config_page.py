@@ -1,4 +1,7 @@
-"""docs/configuration.md says what the code does: every field, its default, and examples that load."""
+"""docs/configuration.md says what the code does: every field, its default, and examples that load.
+
+Keys of an `instrument` entry are in docs/frameworks.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import yaml
 
 from stepscope.config import RESERVED_VARIABLES, ProfileConfig
 
-PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "configuration.md").read_text()
 ROWS = dict(re.findall(r"^\| `([a-z0-9_.<>]+)` \| `([^`]*)` \|", PAGE, re.MULTILINE))
 """{field: default as written} of the tables."""
 
@@ -43,13 +47,30 @@ def _plain(field: msgspec.structs.FieldInfo) -> object:
 
 
 FIELDS = dict(leaves(ProfileConfig)) | {"steps": []}
+KEYS = {name.removeprefix("instrument.") for name in FIELDS if name.startswith("instrument.")}
+"""Keys of an entry of `instrument`."""
+COUNTS = {name.rpartition(".")[2]: default for name, default in FIELDS.items() if ".schedule." in name}
+"""{key of a schedule: its default}."""
 
 
 def test_the_page_lists_every_field_and_no_other() -> None:
-    assert set(ROWS) == set(FIELDS)
+    rows = {name for name in FIELDS if not name.startswith("instrument.") and ".schedule." not in name}
+    assert set(ROWS) == rows
 
 
-@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_keys_of_an_entry_are_in_the_page_on_frameworks() -> None:
+    page = (DOCS / "frameworks.md").read_text()
+    assert {"kind", "where", "engines"} <= KEYS
+    assert {key for key in KEYS if f"`{key}`" not in page and f"{key}: " not in page} == set()
+
+
+def test_the_page_says_the_defaults_of_a_schedule() -> None:
+    assert {key for key in COUNTS if f"`{key}`" not in PAGE} == set()
+    assert "`active` and `repeat` are 1 by default, the others 0." in " ".join(PAGE.split())
+    assert COUNTS == {"skip_first": 0, "wait": 0, "warmup": 0, "active": 1, "repeat": 1}
+
+
+@pytest.mark.parametrize("field", sorted(ROWS))
 def test_v9_defaults_on_the_page_are_those_of_the_code(field: str) -> None:
     written = yaml.safe_load(ROWS[field])
     if field == "roles":
