@@ -16,7 +16,7 @@ from stepscope.cli.find import find_numbered
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
 from stepscope.files.manifest.parts import fold, read_parts
-from stepscope.files.manifest.records import Manifest, ProcessPart, State
+from stepscope.files.manifest.records import Manifest, ProcessPart, Recorded, State
 from stepscope.files.out_of_memory import OutOfMemory, read_out_of_memory
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.report.formatting import count, duration, middle, moment, size
@@ -45,6 +45,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """Things that are missing, partial, failed or unreadable, with the reason."""
     error: str | None = None
     """The cause of an early end: an exception of the user's, SIGTERM, the end of the process."""
+    recorder: Recorded | None = None
+    """The event upon which the flight recorder wrote the step. None: it was captured."""
     warnings: tuple[str, ...] = ()
     """A line for each thing that was probably meant to take part and did not."""
     notes: tuple[str, ...] = ()
@@ -144,6 +146,7 @@ def _row(
         bytes=size_bytes,
         problems=(*broken, *(() if manifest is None else manifest.problems())),
         error=next((part.error for part in parts if part.error is not None), None),
+        recorder=None if manifest is None else manifest.recorder,
         warnings=() if manifest is None else tuple(manifest.warnings()),
         notes=() if manifest is None else tuple(manifest.notes()),
         pending=() if manifest is None else tuple(manifest.awaited()),
@@ -199,11 +202,18 @@ def _shortage(shortage: OutOfMemory) -> tuple[str, ...]:
     )
 
 
+def _state(row: StepRow) -> str:
+    state = row.state or "-"
+    if row.recorder is not None:
+        return f"{state}, on {row.recorder.trigger}"  # of the flight recorder
+    return state if row.error is None else f"{state}, ended early"
+
+
 def _cells(row: StepRow) -> tuple[str, ...]:
     return (
         str(row.step),
         row.run_id or "-",
-        (row.state or "-") + ("" if row.error is None else ", ended early"),
+        _state(row),
         "-" if row.opened_ns is None else moment(row.opened_ns),
         duration(row.wall_ns),
         duration(row.uncaptured_ns),

@@ -54,6 +54,10 @@ def trigger(
     ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8.")] = None,
     tool: Annotated[str | None, typer.Option(help="Instead of the configured one.")] = None,
     seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Write the last N steps instead, from the flight recorder."),
+    ] = None,
     expires: Annotated[float, typer.Option(metavar="S", help="Forget it if no step began by then.")] = 3600,
     next_run: Annotated[
         bool, typer.Option("--next-run", help="Ask also if nobody listens: the next run here hears it.")
@@ -92,6 +96,7 @@ def trigger(
             seconds=seconds,
             expires_s=expires,
             save_path=run,
+            last=last,
         )
         code, request = _ask(layout, ask, wait, next_run=next_run)
     answered = _status(layout)
@@ -195,7 +200,12 @@ def _render(status: Status) -> Sequence[RenderableType]:
     if not status.requests:
         return [Text("no requests"), *_who(status.listening)]
     requests = [
-        (request.id, request.steps, _different(request), moment(request.expires_ns))
+        (
+            request.id,
+            request.steps if request.last is None else f"last {request.last}",
+            _different(request),
+            moment(request.expires_ns),
+        )
         for request in status.requests
     ]
     parts: list[RenderableType] = [

@@ -78,7 +78,7 @@ class DistProfiler:
 
     def check_this_step(self) -> bool:
         """Return whether this process is being captured."""
-        return slot.active is not None
+        return slot.session() is not None
 
     def is_discrete_mode(self) -> bool:
         """Return whether each stage has a trace of its own."""
@@ -90,7 +90,7 @@ class DistProfiler:
         During a run: what goes wrong is logged, and stands in the manifest where there is one.
         """
         global _capture
-        if self._profile is None or _capture is not None or slot.active is not None:
+        if self._profile is None or _capture is not None or slot.session() is not None:
             return
         step = kwargs.get("profile_step", kwargs.get("global_step"))
         if (

@@ -23,8 +23,10 @@ from stepscope.config._sections import (
     ExportConfig,
     FinishConfig,
     NsysConfig,
+    RecorderConfig,
     ScheduleConfig,
     TorchConfig,
+    Trigger,
 )
 from stepscope.config._settings import Settings
 from stepscope.config._sources import RESERVED_VARIABLES
@@ -47,11 +49,13 @@ __all__ = [
     "NpuConfig",
     "NsysConfig",
     "ProfileConfig",
+    "RecorderConfig",
     "RoleConfig",
     "ScheduleConfig",
     "Settings",
     "StepRange",
     "TorchConfig",
+    "Trigger",
     "check_finish",
     "check_program",
     "check_recorder",

@@ -135,6 +135,8 @@ def take(kind: object, value: object, field: str) -> object:
 
 def convert(kind: object, value: object, field: str, *, from_text: bool = False) -> object:
     """`value` as type `kind`, which holds no section. `from_text` reads "1" as a number, "true" as true."""
+    if value is False and "off" in get_args(kind):
+        value = "off"  # as YAML reads the word
     try:
         taken: object = msgspec.convert(value, kind, strict=not from_text)
     except msgspec.ValidationError:

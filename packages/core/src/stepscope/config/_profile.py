@@ -23,6 +23,7 @@ from stepscope.config._sections import (
     ExportConfig,
     FinishConfig,
     NsysConfig,
+    RecorderConfig,
     TorchConfig,
 )
 from stepscope.config._sources import environment_layer, file_layer, overlay
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from stepscope.config._settings import Settings
 
 Mode: TypeAlias = Literal["continuous", "discrete"]
+Record: TypeAlias = Literal["off", "spans"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -98,6 +100,10 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     """The profiler that runs in each selected process: a name among the entry points `stepscope.backends`."""
     mode: Mode = "continuous"
     """`continuous`: one trace per process for the whole capture. `discrete`: one per stage."""
+    record: Record = "off"
+    """`spans`: every process keeps the spans of the last steps in memory, and a trigger of `recorder` writes
+    them as steps. Without a trigger, one line per step is written."""
+    recorder: RecorderConfig = msgspec.field(default_factory=RecorderConfig)
     roles: dict[str, RoleConfig] = msgspec.field(default_factory=lambda: dict(_DEFAULT_ROLES))
     """Role names or globs, first match wins; a role that none matches is not profiled."""
     redact: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,8 @@ NsysTrace: TypeAlias = Literal[
     "cuda", "nvtx", "osrt", "cublas", "cudnn", "ucx", "mpi", "nccl", "python-gil", "opengl", "vulkan"
 ]
 """As `nsys profile --trace` names them."""
+Trigger: TypeAlias = Literal["slow", "exception", "hang", "signal"]
+"""Events upon which the flight recorder writes steps."""
 
 
 def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
@@ -32,6 +34,12 @@ def _parse_activities(value: object, field: str) -> tuple[Activity, ...]:
     if len(set(taken)) < len(taken):
         raise ConfigError(field, value, "each activity once", f"write {list(dict.fromkeys(taken))}")
     return taken
+
+
+def _parse_triggers(value: object, field: str) -> tuple[Trigger, ...]:
+    listed = items_of(value)
+    taken: tuple[Trigger, ...] = convert(tuple[Trigger, ...], value if listed is None else listed, field)  # type: ignore[assignment]  # by kind
+    return tuple(dict.fromkeys(taken))
 
 
 class ScheduleConfig(Section, frozen=True, kw_only=True):
@@ -143,6 +151,30 @@ class ControlConfig(Section, frozen=True, kw_only=True):
     """Listen for them: look at `control.json` in `save_path` when a step begins."""
     poll_seconds: Seconds = 2
     """Time between two looks of a thread, which answers requests before the next step begins."""
+
+
+class RecorderConfig(Section, frozen=True, kw_only=True):
+    """Settings of the flight recorder (`record: spans`): the steps that it keeps, and when it writes them."""
+
+    _at: ClassVar[str] = "recorder"
+    _parsers: ClassVar[Mapping[str, Parser]] = {"triggers": _parse_triggers}
+
+    keep_steps: AtLeastOne = 20
+    """Steps whose spans stay in memory."""
+    memory_mb: AtLeastOne = 64
+    """MB of spans in each process, attributes not counted; the oldest are dropped beyond it."""
+    triggers: tuple[Trigger, ...] = ("slow", "exception", "hang", "signal")
+    """Events that write steps. `signal` is SIGTERM. A request (`stepscope trigger --last`) always does."""
+    slow_factor: Annotated[float, msgspec.Meta(gt=1)] = 1.5
+    """A step is slow if it takes this many times the median of the last 50. Never one of the first 10."""
+    hang_seconds: Seconds = 600
+    """A step hangs if no span begins for so long in the process that bounds steps."""
+    last: AtLeastOne = 2
+    """Steps that a trigger writes: the one that caused it, and those before it."""
+    per_trigger: AtLeastOne = 3
+    """Times that each trigger writes in one run."""
+    then_capture: Count = 1
+    """Steps captured with the profilers after a slow one."""
 
 
 class ExportConfig(Section, frozen=True, kw_only=True):

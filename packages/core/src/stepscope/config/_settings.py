@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from stepscope.config._instrument import InstrumentConfig
 from stepscope.config._npu import NpuConfig
-from stepscope.config._profile import Mode
+from stepscope.config._profile import Mode, Record
 from stepscope.config._roles import RoleConfig
 from stepscope.config._sections import (
     BudgetConfig,
@@ -17,6 +17,7 @@ from stepscope.config._sections import (
     ExportConfig,
     FinishConfig,
     NsysConfig,
+    RecorderConfig,
     TorchConfig,
 )
 from stepscope.config._steps import StepSpec
@@ -29,6 +30,8 @@ class Settings(TypedDict, total=False):
     steps: StepSpec | Iterable[StepSpec]
     tool: str
     mode: Mode
+    record: Record
+    recorder: RecorderConfig | Mapping[str, object]
     roles: Mapping[str, RoleConfig | Mapping[str, object]]
     redact: str | Iterable[str]
     instrument: Iterable[InstrumentConfig | Mapping[str, object] | str]

@@ -84,6 +84,18 @@ class RunLayout:
     def uncaptured_files(self) -> list[Path]:
         return sorted((self.root / "uncaptured").glob("[!.]*.jsonl"))
 
+    @property
+    def orders(self) -> Path:
+        """The folder of the flight recorder's orders to write steps."""
+        return self.root / "recorder"
+
+    def order(self, run_id: str, order_id: str) -> Path:
+        return self.orders / f"{safe(run_id)}_{safe(order_id)}.json"
+
+    def step_lines(self, run_id: str) -> Path:
+        """Return the file with a line for each step of a run."""
+        return self.root / f"steps_{safe(run_id)}.jsonl"
+
     def reached(self, run_id: str) -> Path:
         """Return the mark of a step that began in a run whose loop is not edited."""
         return self.root / f".reached_{safe(run_id)}"

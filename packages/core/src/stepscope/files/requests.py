@@ -43,6 +43,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Instead of `budget.seconds`."""
+    last: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Write this many of the steps that are over, from the flight recorder; `steps` then means nothing."""
     created_ns: Int
     expires_ns: Int
     """Unix ns. A process that has not begun by then does not begin."""

@@ -6,6 +6,7 @@ with the captures and not with the run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from stepscope.errors import RecordError
 from stepscope.files.clock import Int
 from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.reading import read_file
 
@@ -40,11 +42,24 @@ def uncaptured_near(
 ) -> tuple[UncapturedStep, ...]:
     """Return the uncaptured steps nearest to the capture that `process` opened at `opened_ns`, by start.
 
-    They lie in the run's folder. A step's folder outside of it has none.
+    They lie in the run's folder. A step's folder outside of it has none. With the flight recorder, all steps
+    of the run are known.
     """
-    steps = read_uncaptured(RunLayout(step.root.absolute().parent).uncaptured(process, run_id))
+    run = RunLayout(step.root.absolute().parent)
+    recorded = {step.step: step for step in _of_recorder(read_step_lines(run.step_lines(run_id)))}
+    steps = (
+        recorded | {step.step: step for step in read_uncaptured(run.uncaptured(process, run_id))}
+    ).values()
     near = sorted(steps, key=lambda other: abs(other.start_ns - opened_ns))[:COMPARED]
     return tuple(sorted(near, key=lambda other: other.start_ns))
+
+
+def _of_recorder(lines: Sequence[StepLine]) -> Iterator[UncapturedStep]:
+    for number, line in enumerate(lines):
+        if not line.captured and line.error is None and line.dur_ns >= 0:
+            yield UncapturedStep(
+                step=line.step, start_ns=line.start_ns, dur_ns=line.dur_ns, warm_up=number == 0
+            )
 
 
 def read_uncaptured(path: Path) -> list[UncapturedStep]:

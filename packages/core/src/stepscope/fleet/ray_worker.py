@@ -168,7 +168,8 @@ class Worker:
     async def _prepare(self, request: PrepareRequest) -> WorkerOutcome:
         answer = await self._line.call(in_actor.prepare_here, request)
         outcome = self._outcome("ok" if answer.problem is None else "failed", answer.problem)
-        return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings)
+        process = None if answer.recorder is None else answer.recorder.key
+        return dataclasses.replace(outcome, roles=answer.roles, warnings=answer.warnings, process=process)
 
     async def _stop(self, request: StopRequest) -> WorkerOutcome:
         # After a timeout here it goes on in the worker: a late stop still closes.

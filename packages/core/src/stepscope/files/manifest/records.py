@@ -142,6 +142,15 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """Number of spans times the cost of one, calibrated in this process."""
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """The event upon which the flight recorder wrote a step."""
+
+    trigger: str
+    """`slow`, `exception`, `hang`, `signal` or `request`."""
+    reason: str
+    """For people."""
+
+
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """One process' part of the manifest."""
 
@@ -182,6 +191,8 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     """For people: `ExceptionType: message` of the user's exception, or the cause of the process' end."""
     instrumented: dict[str, tuple[str, ...]] = {}
     """{`module:name`: `role/stage`s} of the functions that `instrument` replaced in this process."""
+    recorder: Recorded | None = None
+    """Set if the flight recorder wrote the step, from memory. None: it was captured."""
     missed: dict[str, str] = {}
     """{place: reason} of the functions that a preset names and this process lacks. The owner logs them."""
 
@@ -211,6 +222,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The opener of the capture. If several opened it, an entry counts."""
         owners = [part.opened_by for part in self.processes if part.owner]
         return "instrument" if "instrument" in owners else "program"
+
+    @property
+    def recorder(self) -> Recorded | None:
+        """The event upon which the flight recorder wrote the step. None: it was captured."""
+        return next((part.recorder for part in self.processes if part.recorder is not None), None)
 
     def problems(self) -> list[str]:
         """Return a line for each expectation that is missing, partial or failed, with its reason."""

@@ -80,7 +80,7 @@ class _Loop:
 
 def begin() -> Began | None:
     """Begin an uncaptured step. None: it overlaps a captured one, or recording is switched off."""
-    if switch.DISABLED or slot.active is not None:
+    if switch.DISABLED or slot.session() is not None:
         return None
     return time.monotonic_ns(), activation.activations
 

@@ -12,7 +12,7 @@ from stepscope import switch
 from stepscope.config import ProfileConfig
 from stepscope.errors import CaptureError, ConfigError
 from stepscope.files.manifest.records import Ending, OpenedBy
-from stepscope.recording.capture import baseline, configure, omissions
+from stepscope.recording.capture import configure, omissions, unselected
 from stepscope.recording.capture.asked import Asked, Closing
 from stepscope.recording.capture.on_demand import wanted
 from stepscope.recording.capture.result import CaptureResult
@@ -139,7 +139,9 @@ class Capture:
         self._spent_ns = 0
         """Time spent on making it."""
         self._role = role
-        self._uncaptured: baseline.Began | None = None
+        self._rank = rank
+        self._workers = workers
+        self._unselected: unselected.UnselectedStep | None = None
         """Of a step that is not selected, between its opening and its closing."""
         self._life: Lifecycle | None = None
         """None for a step that is not selected."""
@@ -166,7 +168,7 @@ class Capture:
     def open(self) -> Self:
         """Open the capture. A no-op for a step that is not selected."""
         if self._life is None:
-            self._uncaptured = baseline.begin()
+            self._begin_unselected()
             return self
         began_ns = time.monotonic_ns() - self._spent_ns
         self._refuse_to_block_a_loop(self._life.asked)
@@ -176,7 +178,7 @@ class Capture:
     async def aopen(self) -> Self:
         """As `open`, without blocking the event loop. Cancelled, it rolls back first."""
         if self._life is None:
-            self._uncaptured = baseline.begin()
+            self._begin_unselected()
         else:
             await self._life.aopen(time.monotonic_ns() - self._spent_ns)
         return self
@@ -190,7 +192,7 @@ class Capture:
             deadline_s: For each worker and engine, instead of `budget.fanout_seconds`.
         """
         if self._life is None:
-            self._end_uncaptured(error)
+            self._end_unselected(error)
         elif not self._life.is_left_to_a_task():
             self._life.close(Closing(_raised(error), deadline_s))
 
@@ -199,7 +201,7 @@ class Capture:
         is raised afterwards; with an `error`, which goes up, at the task's next await.
         """
         if self._life is None:
-            self._end_uncaptured(error)
+            self._end_unselected(error)
             return
         cancelled = await self._life.aclose(Closing(_raised(error)))
         if cancelled is not None:
@@ -222,7 +224,7 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._life is None:
-            self._end_uncaptured(error)
+            self._end_unselected(error)
             return
         self._life.leave()  # before all else
         self._life.close(Closing(_raised(None if error is None else describe(error))))
@@ -234,18 +236,22 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._life is None:
-            self._end_uncaptured(error)
+            self._end_unselected(error)
             return
         self._life.leave()  # before all else
         cancelled = await self._life.aclose(Closing(_raised(None if error is None else describe(error))))
         if cancelled is not None and not isinstance(error, type(cancelled)):
             self._life.raise_cancellation(cancelled, now=error is None)
 
-    def _end_uncaptured(self, error: object) -> None:
-        """Note the duration of a step that is not selected, unless an exception cut it short."""
-        began, self._uncaptured = self._uncaptured, None
-        if began is not None and error is None:
-            baseline.end(began, step=self.step, save_path=self.config.save_path, role=self._role)
+    def _begin_unselected(self) -> None:
+        self._unselected = unselected.begin(
+            self.step, config=self.config, role=self._role, rank=self._rank, workers=self._workers
+        )
+
+    def _end_unselected(self, error: object) -> None:
+        step, self._unselected = self._unselected, None
+        if step is not None:
+            step.end(error, step=self.step, config=self.config, role=self._role)
 
     def _refuse_to_block_a_loop(self, asked: Asked) -> None:
         if (asked.workers is None and asked.engines is None) or not in_event_loop():

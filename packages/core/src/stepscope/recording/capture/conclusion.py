@@ -11,7 +11,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.atomic import create_once
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention
+from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention, unselected
 from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.process import failures, identity
@@ -36,6 +36,7 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
     _retain(session)
     baseline.captured(session)
+    unselected.captured(session)
     return manifest
 
 

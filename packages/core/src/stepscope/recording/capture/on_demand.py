@@ -33,6 +33,7 @@ from stepscope.files.requests import (
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.process import failures, fork, run, shutdown, sigusr1
 from stepscope.recording.process.identity import identify, is_alone
+from stepscope.recording.recorder import standing
 
 _listener: Listener | None = None
 """Of this process. One writer: `listener_of`."""
@@ -165,7 +166,7 @@ class Listener:
         self, config: ProfileConfig, request: Request, step: int, alone: bool
     ) -> ProfileConfig | None:
         answer = self._said.answers.get(request.id)
-        if answer is None or answer.state not in ("heard", "captured"):
+        if request.last is not None or answer is None or answer.state not in ("heard", "captured"):
             return None
         try:
             if not self._is_for(request, step, alone):
@@ -231,9 +232,7 @@ class Listener:
             self._requests = []
         for request in self._requests:
             if request.id not in self._said.answers:
-                late = time.time_ns() > request.expires_ns
-                heard = Answer(state="expired", reason="it had expired") if late else Answer(state="heard")
-                self._answer(request, heard)
+                self._answer(request, _first_answer(request))
         asked = {request.id for request in self._requests}
         kept = {name: answer for name, answer in self._said.answers.items() if name in asked}
         self._said = msgspec.structs.replace(self._said, answers=kept)
@@ -250,6 +249,23 @@ class Listener:
         if self._said != self._written:
             write_listening(self._layout, self._said)
             self._written = self._said
+
+
+def _first_answer(request: Request) -> Answer:
+    """Return the answer to a new request. One for steps that are over is obeyed at once."""
+    if time.time_ns() > request.expires_ns:
+        return Answer(state="expired", reason="it had expired")
+    if request.last is None:
+        return Answer(state="heard")
+    recorder = standing.standing()
+    if recorder is None:
+        return Answer(
+            state="refused", reason="this run keeps no steps. Fix: record: spans, in its configuration"
+        )
+    steps = recorder.write_last(request.last)
+    if not steps:
+        return Answer(state="refused", reason="no step is in memory that is not written yet")
+    return Answer(state="captured", steps=steps)
 
 
 def wanted(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stepscope import switch
 from stepscope.config import ProfileConfig, check_tool
-from stepscope.errors import CaptureError
+from stepscope.errors import CaptureError, ConfigError
 from stepscope.files.layout import RunLayout
 from stepscope.files.requests import Request, change_requests, has_ended, read_listening
 from stepscope.recording.capture import configure, on_demand
@@ -27,6 +27,7 @@ def request_capture(
     expires_s: float = 3600,
     save_path: str | os.PathLike[str] | None = None,
     next_run: bool = False,
+    last: int | None = None,
 ) -> str:
     """Ask a run, this one or another, to capture steps that its configuration does not select.
 
@@ -41,6 +42,7 @@ def request_capture(
         expires_s: Forgotten if no step has begun by then.
         save_path: The run's folder; None: that of this process' configuration.
         next_run: Ask also if nobody listens there: the next run in that folder hears it.
+        last: Write that many of the steps that are over instead, from the flight recorder (`record: spans`).
 
     Returns:
         The request's id; `stepscope trigger RUN --status` shows the answers to it. With STEPSCOPE_DISABLE=1
@@ -53,6 +55,8 @@ def request_capture(
     """
     if switch.DISABLED:
         return ""
+    if last is not None and (type(last) is not int or last < 1):
+        raise ConfigError("request_capture(last)", last, "a whole number >= 1, or None", "write last=5")
     settings: dict[str, object] = {"steps": [0] if steps == "next" else steps}
     if roles is not None or ranks is not None:
         settings["roles"] = {roles or "*": {} if ranks is None else {"ranks": ranks}}
@@ -73,6 +77,7 @@ def request_capture(
         ranks=None if ranks is None else chosen if isinstance(chosen, str) else list(chosen),
         tool=tool,
         seconds=seconds,
+        last=last,
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
         runs=_runs_that_listen(layout, own=save_path is None, next_run=next_run),

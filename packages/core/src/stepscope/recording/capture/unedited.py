@@ -60,7 +60,7 @@ def new_capture(
     None while another capture than `closing` records this process: the user's, or that of a worker's owner.
     """
     other = opened()
-    if other is None and slot.active is not None:
+    if other is None and slot.session() is not None:
         return None
     if other is not None and not (isinstance(closing, UneditedCapture) and closing.capture is other):
         return None

@@ -73,6 +73,8 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     role: str | None = None
     position: int | None = None
     world_size: int | None = None
+    record_only: bool = False
+    """Start the flight recorder alone: no profiler is tried."""
 
 
 class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,3 +84,5 @@ class PrepareAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why its profiler cannot work."""
     warnings: tuple[str, ...] = ()
     """A line for each thing that the configuration asks for and nobody has."""
+    recorder: ProcessInfo | None = None
+    """The process, if its flight recorder records."""

@@ -31,6 +31,7 @@ from stepscope.recording.output import exporter
 from stepscope.recording.process import sigusr1
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify
+from stepscope.recording.recorder import standing
 from stepscope.recording.session import activation, oom
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.libraries import library_loaded
@@ -64,7 +65,10 @@ def start_worker(request: StartRequest, instance: object = None) -> StartAnswer:
         if other is not None:
             refused = f"a capture of step {other.step} is open in this process"
             return StartAnswer(process=process, recorded=False, why="", refused=refused)
-        return _start(request, process, roles, claim, began_ns)
+        answer = _start(request, process, roles, claim, began_ns)
+        if instance is not None:
+            _record(request.config, process, request.run_id)
+        return answer
     except BaseException:
         claim.free()
         raise
@@ -135,18 +139,21 @@ def prepare_worker(request: PrepareRequest, instance: object = None) -> PrepareA
     sigusr1.handle(config)
     process, roles = _who(instance, request.role, request.position, request.world_size)
     _watch_memory(config, process, request.run_id, None)
+    recorder = None if instance is None else _record(config, process, request.run_id)
+    if request.record_only:
+        return PrepareAnswer(roles=roles, recorder=recorder)
     step = config.steps[0].start  # every captured step records the same ranks
     chosen = decide_process(config, step=step, roles=roles, rank=process.rank, world_size=process.world_size)
     warnings = tuple(f"{name}: {reason}" for name, reason in missing_ranks(config, process).items())
     if not library_loaded(config.tool) or not may_record(config, chosen):
-        return PrepareAnswer(roles=roles, warnings=warnings)
+        return PrepareAnswer(roles=roles, recorder=recorder, warnings=warnings)
     try:
         backend = load_backend(config.tool, config)
         backend.check()
         backend.prepare()
     except Exception as error:
-        return PrepareAnswer(roles=roles, problem=describe(error), warnings=warnings)
-    return PrepareAnswer(roles=roles, warnings=warnings)
+        return PrepareAnswer(roles=roles, recorder=recorder, problem=describe(error), warnings=warnings)
+    return PrepareAnswer(roles=roles, recorder=recorder, warnings=warnings)
 
 
 def instrument_worker(config: ProfileConfig, instance: object) -> None:
@@ -156,6 +163,14 @@ def instrument_worker(config: ProfileConfig, instance: object) -> None:
     configured.apply(config, lenient=True)
     if instance is not None:
         configured.apply_to(instance)
+
+
+def _record(config: ProfileConfig, process: ProcessInfo, run_id: str) -> ProcessInfo | None:
+    """Start the flight recorder of this worker, if it is on. Return the process then."""
+    if config.record == "off":
+        return None
+    standing.start(config, process, run_id)
+    return process
 
 
 def _watch_memory(config: ProfileConfig, process: ProcessInfo, run_id: str, step: int | None) -> None:

@@ -33,7 +33,7 @@ from stepscope.recording.spans.scopes import OFF, Place, Scope, next_turn
 from stepscope.recording.spans.wrapping import Attrs, Declared
 
 if TYPE_CHECKING:
-    from stepscope.recording.spans.log import SpanLog
+    from stepscope.recording.spans.maker import SpanMaker
 
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = dict[str, object]
@@ -181,7 +181,7 @@ class SpanCalls(Calls):
         session = slot.active
         if session is None:
             return OFF
-        return cast("SpanLog", session.log).begin(self.declared, _constants(self.timing))
+        return cast("SpanMaker", session.log).begin(self.declared, _constants(self.timing))
 
 
 class ToolCalls(Calls):

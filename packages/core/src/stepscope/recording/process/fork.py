@@ -14,6 +14,7 @@ from stepscope.recording.process import failures
 TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
     (
         "private loop",  # has no thread in the child
+        "flight recorder",
         "capture",  # switched off before anything else looks at it
         "exporter",
         "hooks and programs",

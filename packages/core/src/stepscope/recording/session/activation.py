@@ -13,6 +13,7 @@ from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
+from stepscope.recording.spans.slot import ActiveSession
 
 activations = 0
 """Number of sessions that recorded this process so far. One writer: `activate`."""
@@ -34,7 +35,15 @@ def activate(session: Session) -> None:
 def deactivate(session: Session) -> None:
     """Switch recording off, if this session records."""
     if slot.active is session:
-        slot.active = None
+        slot.active = slot.recorder
+
+
+def keep(recorder: ActiveSession | None) -> None:
+    """Have a flight recorder record whenever no session does. None: nothing does."""
+    resting = slot.session() is None
+    slot.recorder = recorder
+    if resting:
+        slot.active = recorder
 
 
 def hand_to_worker(claim: Claim, session: Session) -> None:
@@ -56,7 +65,7 @@ def _end(ending: Ending, deadline_s: float) -> None:
 
 def _forget() -> None:
     """Leave the span file, the profiler and the capture to the parent: the child is not recorded."""
-    slot.active = None
+    slot.active = slot.recorder = None
     claims.forget()
 
 

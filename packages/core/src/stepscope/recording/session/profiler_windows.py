@@ -26,7 +26,7 @@ from stepscope.recording.process import clock, failures
 from stepscope.recording.process.event_loop import in_event_loop
 from stepscope.recording.session import selection
 from stepscope.recording.spans import scopes
-from stepscope.recording.spans.log import SpanLog
+from stepscope.recording.spans.maker import SpanMaker
 from stepscope.recording.spans.span import PlacedSpan, Span, SpanSink, record
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Windows:
 
     def new(
         self,
-        log: SpanLog,
+        log: SpanMaker,
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
@@ -203,9 +203,9 @@ class Windows:
         return MarkedSpan(log, stage, role, attrs, windows=self, is_async=in_event_loop(), **place)
 
     def begin(
-        self, log: SpanLog, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
+        self, log: SpanMaker, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
     ) -> MarkedSpan:
-        """As `SpanLog.begin`."""
+        """As `SpanMaker.begin`."""
         # A window per resumption would be thousands for a token stream: the first one in the capture stands
         # for the generator, which may be older than the capture.
         opens = self.discrete and first

@@ -50,6 +50,8 @@ _HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
 class Session:
     """Made by `capture` (in the owner) or by `worker_side` (in a process that the owner's fleet reached)."""
 
+    calls_attrs = True
+
     def __init__(
         self,
         *,

@@ -18,17 +18,22 @@ def encoded(record: records.Header | records.Open | records.Span | records.End) 
     return _encode(record) + b"\n"
 
 
-def span_line(span: Span, end_ns: int | None) -> bytes:
-    """Return the line of a span: an `open` one while it runs, a `span` one when it is over."""
+def span_line(span: Span, end_ns: int | None, step: int | None = None) -> bytes:
+    """Return the line of a span: an `open` one while it runs, a `span` one when it is over.
+
+    Args:
+        step: The step of the file. None: that of the span's log.
+    """
+    step = span.log.step if step is None else step
     try:
-        return _encode(_record(span, end_ns)) + b"\n"
+        return _encode(_record(span, end_ns, step)) + b"\n"
     except Exception:
         # The values are the user's: an int beyond 64 bits, a lone surrogate, a role that is no text. The span
         # is kept, and they are written as text.
         span.attrs = {_ascii(key): _ascii(attr_value(value)) for key, value in (span.attrs or {}).items()}
         span.stage = _ascii(span.stage)
         span.role = None if span.role is None else _ascii(span.role)
-        return _encode(_record(span, end_ns)) + b"\n"
+        return _encode(_record(span, end_ns, step)) + b"\n"
 
 
 def _ascii(value: object) -> str:
@@ -36,10 +41,10 @@ def _ascii(value: object) -> str:
     return ascii(text)[1:-1][:MAX_TEXT]
 
 
-def _record(span: Span, end_ns: int | None) -> records.Open | records.Span:
+def _record(span: Span, end_ns: int | None, file_step: int | None) -> records.Open | records.Span:
     log, place = span.log, scopes.inherited(span)
     parent, link, traceparent = _above(span)
-    step = None if place.step == log.step else place.step
+    step = None if place.step == file_step else place.step
     role, stage = bounded(str(place.role or log.process.role)), bounded(str(span.stage))
     trajectory = place.trajectory if place.trajectory is None else bounded(place.trajectory)
     log.roles.add(role)

@@ -8,28 +8,23 @@ of a second.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns, thread_time_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import private
-from stepscope.files.trace_context import SpanIds
-from stepscope.files.values import AttrValue
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.failures import describe
 from stepscope.recording.spans import lines
-from stepscope.recording.spans.scopes import OFF, Scope, current
-from stepscope.recording.spans.span import Span, thread
-from stepscope.recording.spans.wrapping import INLINED, Declared
+from stepscope.recording.spans.maker import SpanMaker
+from stepscope.recording.spans.span import Span
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -38,25 +33,9 @@ if TYPE_CHECKING:
 FLUSH_S = 0.2
 FLUSH_NS = 10_000_000
 """A flush stops after this long and takes at most 5 % of the GIL. A burst of spans is written after it."""
-# Looked up once: a span that goes through `current` for each of them takes a twentieth longer.
-_current, _enter = current.get, current.set
 
 
-class SpanObserver(Protocol):
-    """Maker of a log's spans where something else records them too: the windows of a profiler."""
-
-    def new(self, log: SpanLog, stage: str, role: str | None, attrs: Mapping[str, AttrValue] | None) -> Span:
-        """As `SpanLog.new`."""
-        ...
-
-    def begin(
-        self, log: SpanLog, declared: Declared, attrs: Mapping[str, AttrValue] | None, first: bool
-    ) -> Span:
-        """As `SpanLog.begin`."""
-        ...
-
-
-class SpanLog:
+class SpanLog(SpanMaker):
     """The span file of one process for one capture, and the thread that writes it."""
 
     def __init__(
@@ -69,27 +48,20 @@ class SpanLog:
         limit: int,
         redact: tuple[str, ...] = (),
     ) -> None:
+        self._pending: deque[Span] = deque()
+        # deque.append is atomic and never blocks.
+        super().__init__(
+            process=process, run_id=run_id, step=step, opened=self._pending.append, redact=redact
+        )
         self.path = path
-        self.process = process
-        self.step = step
         self.limit = limit
-        self.redact = redact
-        self.ids: Iterator[int] = itertools.count(1)
-        self.trace = SpanIds(run_id, step, process.key)
-        self.roles: set[str] = set()
-        """Of all spans so far. One writer: `lines.span_line`."""
         self.written = 0
         self.dropped = 0
         self.failed: str | None = None
         """The reason why the file is not whole; None while it is."""
-        self._pending: deque[Span] = deque()
-        self.opened: Callable[[Span], None] = self._pending.append
-        """Called by a span when it opens. deque.append is atomic and never blocks."""
-        self.observer: SpanObserver | None = None
-        """The profiler's windows, where a profiler records this process: its trace shows the spans too."""
         self._running: list[Span] = []
         """Spans whose `open` line is written and whose end is awaited. Used by the writing thread alone."""
-        self._run_id = run_id
+        self._run_id, self._step = run_id, step
         self._file: FileIO | None = None
         self._fd = -1
         """Of the file, while it is open."""
@@ -99,58 +71,6 @@ class SpanLog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._writing = threading.RLock()  # of a close() that was interrupted a second one gets hold
-
-    def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
-        """Return a span to enter once."""
-        if self.observer is not None:
-            return self.observer.new(self, stage, role, attrs)
-        span = Span()
-        span.log = self
-        span.stage = stage
-        span.role = role
-        span.attrs = attrs
-        span.resolved = span.end_ns = span.error = span.token = None
-        return span
-
-    def begin(
-        self,
-        declared: Declared,
-        attrs: Mapping[str, AttrValue] | None,
-        resumption: int | None = None,
-        first: bool = True,
-    ) -> Scope:
-        """Open the span of a call of a decorated function, and return it. In discrete mode, open its window.
-
-        This is `new` and `__enter__` spelled out, and it keeps our failures away from the user's code, all in
-        one frame. It returns OFF if that fails: the call then goes on untimed.
-
-        Args:
-            resumption: The index of the generator's resumption; None for a call.
-            first: Whether the capture sees this call or generator for the first time.
-        """
-        try:
-            if resumption is not None:
-                attrs = {**(attrs or {}), "resumption": resumption}
-            if self.observer is not None:
-                return self.observer.begin(self, declared, attrs, first)
-            span = Span()
-            span.log = self
-            span.stage = declared.stage
-            span.role = declared.role
-            span.attrs = attrs
-            span.resolved = span.end_ns = span.error = None
-            span.thread = thread.id
-            span.parent = _current()
-            span.token = _enter(span)
-            span.id = next(self.ids)
-            span.start_ns = monotonic_ns()
-            self.opened(span)
-            return span
-        except RecursionError:
-            return OFF  # near the limit of the user's recursion: the depth that is left is for the call
-        except Exception as failure:
-            failures.note(f"opening the span {declared.stage}", failure)
-            return OFF
 
     def open(self) -> None:
         """Create the file and start the thread, which writes nothing before `start`. Do nothing once closed.
@@ -267,7 +187,7 @@ class SpanLog:
             failures.note("writing spans", error)
 
     def _header(self, anchor: ClockAnchor) -> bytes:
-        header = records.Header(step=self.step, run_id=self._run_id, process=self.process, anchor=anchor)
+        header = records.Header(step=self._step, run_id=self._run_id, process=self.process, anchor=anchor)
         return lines.encoded(header)
 
     def _append(self, data: bytes) -> None:
@@ -281,21 +201,6 @@ class SpanLog:
             os.lseek(self._fd, self._size, os.SEEK_SET)
             raise
         self._size += len(data)
-
-
-def _begin_in_compiled_code(
-    self: SpanLog,
-    declared: Declared,
-    attrs: Mapping[str, AttrValue] | None,
-    resumption: int | None = None,
-    first: bool = True,
-) -> Scope:
-    return OFF
-
-
-# A span cannot be part of a graph: tracing one would break the graph, and raise under fullgraph=True in the
-# middle of a run.
-setattr(SpanLog.begin, INLINED, _begin_in_compiled_code)
 
 
 _cost_ns: int | None = None

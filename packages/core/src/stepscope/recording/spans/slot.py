@@ -1,4 +1,4 @@
-"""Process-wide slot for the session that records this process.
+"""Process-wide slot for what records this process: a capture's session, or the flight recorder between two.
 
 Profilers are process-wide, so the slot is too. `recording.session.activation` is its only writer. All others
 read it through the module (`slot.active`) and never import the name: cloudpickle copies a global by value,
@@ -28,13 +28,16 @@ class SpanFactory(Protocol):
 
 
 class ActiveSession(Protocol):
-    """A session, as the recorded code needs it."""
+    """A session or the flight recorder, as the recorded code needs it."""
+
+    calls_attrs: bool
+    """True if the `attrs` functions of `profile_step` are called: during a capture."""
 
     @property
     def log(self) -> SpanFactory: ...
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int | None: ...
 
     def placed_span(
         self,
@@ -57,3 +60,10 @@ class ActiveSession(Protocol):
 
 active: ActiveSession | None = None
 """None while nothing is recorded."""
+recorder: ActiveSession | None = None
+"""The flight recorder, which is active while no session is. None: it is off."""
+
+
+def session() -> ActiveSession | None:
+    """Return the session of the capture that records this process; None without a capture."""
+    return None if active is recorder else active

@@ -26,7 +26,7 @@ class SpanSink(Protocol):
     """The log of a span, as the span needs it."""
 
     process: ProcessInfo
-    step: int
+    step: int | None
     ids: Iterator[int]
     redact: tuple[str, ...]
     """Patterns of attributes whose values are not written."""
@@ -55,7 +55,7 @@ _current, _enter, _leave = current.get, current.set, current.reset
 
 
 class Span(Scope):
-    """One recorded stretch of code. `SpanLog.new` makes it; `SpanLog.begin` makes and enters it.
+    """One recorded stretch of code. `SpanMaker.new` makes it; `SpanMaker.begin` makes and enters it.
 
     It has no `__init__`, because calling one takes a quarter of a whole span's time.
     """

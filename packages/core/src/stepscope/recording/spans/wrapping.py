@@ -222,7 +222,7 @@ def wrap(fn: FunctionType, *, role: str | None, stage: str | None, attrs: Attrs 
         declared_classes.add(owner)
     signature = _Signature.of(fn.__code__)
     attrs_expression = (
-        f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}})"
+        f"__declared.attrs_of(({signature.args}), {{{signature.kwargs}}}) if __session.calls_attrs else None"
         if callable(attrs)
         else "__declared.attrs"
     )

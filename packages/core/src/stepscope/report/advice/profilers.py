@@ -40,15 +40,21 @@ def not_typical(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="not-typical",
         kind="alarm",
-        what=f"the step took {share} % {'longer' if slow else 'less'} than steps that are not captured",
+        what=f"the step took {share} % {'longer' if slow else 'less'} than {_others(evidence)}",
         because=tuple(because),
         do=why_slow if slow else "capture another step: this one had less to do",
         saves_ns=None,
     )
 
 
+def _others(evidence: Evidence) -> str:
+    return "steps that are not captured" if evidence.health.recorder is None else "the steps near it"
+
+
 def _slowed(evidence: Evidence) -> str:
     """Return the remedy for a step that took longer than uncaptured ones."""
+    if evidence.health.recorder is not None:
+        return "see below what took the time. `stepscope diff` with a usual step shows what grew"
     if not evidence.profiling.ran:
         return (
             "no profiler ran in it, and a span takes microseconds: see below what is slow, or capture another"

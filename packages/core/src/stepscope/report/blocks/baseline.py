@@ -29,11 +29,11 @@ def say_beside(baseline: Baseline | None) -> str:
     """Compare the captured step with them. Empty if there is nothing to compare with."""
     if baseline is None:
         return ""
-    if baseline.excess_ns is None or baseline.cost_ns is None:
-        return "Not compared: the capture ended before the step did"
+    if baseline.excess_ns is None:
+        return "Not compared: it ended early"
     by = f"{signed(baseline.excess_ns)}, {percentage(baseline.excess_ns, baseline.p50_ns)} %"
     text = f"This one: {by}, {_rank(baseline)}"
-    if baseline.cost_ns > 0:
+    if baseline.cost_ns is not None and baseline.cost_ns > 0:
         text += f". With opening and closing, the capture cost about {duration(baseline.cost_ns)}"
     if len(baseline.steps) < ENOUGH:
         text += f". {_few(len(baseline.steps))} too few for a comparison"

@@ -114,6 +114,16 @@ def say_complete(health: Health) -> str:
     return f"Complete: nothing is missing, dropped or broken{until}{but}."
 
 
+def say_recorder(health: Health) -> str:
+    """Return the sentence on a step that the flight recorder wrote. Empty for a captured one."""
+    if health.recorder is None:
+        return ""
+    return (
+        f"Written by the flight recorder ({health.recorder.trigger}: {plain(health.recorder.reason)}). "
+        "It holds spans alone: no profiler ran"
+    )
+
+
 def say_again(health: Health) -> str:
     """Return the sentence on a step that was tried again. Empty for others."""
     return "" if health.captures == 1 else f"Captured {health.captures} times in this run; the last is shown"
@@ -123,7 +133,8 @@ def say_ended(health: Health) -> str:
     """Name the exception that ended the capture. Empty if none did: that alone leaves nothing incomplete."""
     if health.user_error is None:
         return ""
-    return f"The capture ended with {plain(health.user_error)}: what follows is up to there"
+    what = "capture" if health.recorder is None else "step"
+    return f"The {what} ended with {plain(health.user_error)}: what follows is up to there"
 
 
 def say_incomplete(health: Health) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.report.accounting import Label
 from stepscope.report.blocks.baseline import say_beside, say_usual
-from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete
+from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import count, duration, moment, percentage, percents
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.files import StepFile
@@ -67,6 +67,9 @@ def _ended(health: Health) -> list[Html]:
     ended, again = say_ended(health), say_again(health)
     incomplete = say_incomplete(health)
     parts = [tag("p", ended, class_="said bad")] if ended else []
+    recorded = say_recorder(health)
+    if recorded:
+        parts.append(tag("p", f"{recorded}.", class_="said"))
     if incomplete:
         link = tag("a", "What is missing", href="#complete")
         parts.append(tag("p", f"{incomplete}. ", link, class_="said bad"))
@@ -92,7 +95,9 @@ def _facts(timeline: Timeline, report: StepReport) -> Iterator[tuple[str, str, s
     yield (
         "step",
         duration(breakdown.window_ns),
-        f"{duration(breakdown.total_ns)} with opening and closing the capture",
+        f"{duration(breakdown.total_ns)} with opening and closing the capture"
+        if health.recorder is None
+        else "written by the flight recorder",
         "",
     )
     usual = report.baseline

@@ -40,12 +40,15 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the captured one beyond their median: the profiler inside the step, and chance.
     None: its capture ended before the step did."""
     cost_ns: int | None
-    """The same with opening and closing the capture: an estimate of all that it cost."""
+    """The same with opening and closing the capture: an estimate of all that it cost. None also for a step
+    that the flight recorder wrote: nothing opened."""
 
 
 def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
     """Return the uncaptured steps near this one. None if none is known that compares with it."""
-    used = comparable(timeline.uncaptured)
+    recorder = None if timeline.manifest is None else timeline.manifest.recorder
+    near = [step for step in timeline.uncaptured if recorder is None or step.step != timeline.step]
+    used = comparable(near)
     if not used:
         return None
     took = sorted(step.dur_ns for step in used)
@@ -61,7 +64,7 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         longer=sum(ns > breakdown.window_ns for ns in took),
         next_ns=next(after, None),
         excess_ns=breakdown.window_ns - p50_ns if whole else None,
-        cost_ns=breakdown.total_ns - p50_ns if whole else None,
+        cost_ns=breakdown.total_ns - p50_ns if whole and recorder is None else None,
     )
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, State
+from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, Recorded, State
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -79,6 +79,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The user's exception that ended the capture. It alone leaves nothing incomplete."""
     captures: int = 1
     """Number of captures of the step in one process. This is of the last."""
+    recorder: Recorded | None = None
+    """The event upon which the flight recorder wrote the step. None: it was captured."""
     broken: tuple[FileProblem, ...]
     dropped: int
     """Spans that were not written, in all processes that lived to say so."""
@@ -108,6 +110,7 @@ def step_health(timeline: Timeline) -> Health:
         opened_by="program" if manifest is None else manifest.opened_by,
         user_error=_user_error(timeline),
         captures=timeline.captures,
+        recorder=None if manifest is None else manifest.recorder,
         broken=timeline.problems,
         dropped=dropped,
         open_spans=_rows(timeline, _never_ended(timeline)),

@@ -11,7 +11,7 @@ from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.block import Block
 from stepscope.report.blocks.breakdown import BESIDE, account_table
-from stepscope.report.blocks.health import say_again, say_ended, say_incomplete
+from stepscope.report.blocks.health import say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import duration, moment, percents, plain
 from stepscope.report.model import StepReport
 from stepscope.report.sections import SECTIONS
@@ -64,10 +64,12 @@ def _overview(report: StepReport, runs: bool) -> list[str]:
 
 def _head(report: StepReport) -> Text:
     total_ns, window_ns = report.breakdown.total_ns, report.breakdown.window_ns
-    took = f"{duration(window_ns)} ({duration(total_ns)} with opening and closing the capture)"
+    took = duration(window_ns)
+    if report.health.recorder is None:
+        took += f" ({duration(total_ns)} with opening and closing the capture)"
     lines = [f"Step {report.step} of run {plain(report.run_id)}, {moment(report.opened_ns)}: {took}"]
     health, baseline = report.health, report.baseline
-    lines += [say_ended(health), plain(say_incomplete(health)), say_again(health)]
+    lines += [say_recorder(health), say_ended(health), plain(say_incomplete(health)), say_again(health)]
     lines += [say_usual(baseline), say_beside(baseline)]
     others = [plain(run) for run in report.runs if run != report.run_id]
     if others:

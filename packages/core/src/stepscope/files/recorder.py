@@ -1,0 +1,71 @@
+"""Files of the flight recorder: the orders to write steps, and one line for each step of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.errors import RecordError
+from stepscope.files.clock import Int
+from stepscope.files.storage.reading import read_file, read_record
+
+
+class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step to write, as the process that bounds steps saw it. Unix ns by that process' clock."""
+
+    step: Int
+    start_ns: Int
+    end_ns: Int
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """An order to every process of a run: write what you recorded of these steps."""
+
+    format: Int = 1
+    run_id: str
+    trigger: str
+    """`slow`, `exception`, `hang`, `signal` or `request`."""
+    reason: str
+    """For people: the event that triggered it."""
+    made_ns: Int
+    steps: tuple[OrderedStep, ...]
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step in `steps_<run>.jsonl`."""
+
+    step: Int
+    start_ns: Int
+    """Unix ns."""
+    dur_ns: Int
+    stages: dict[str, float] = {}
+    """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
+    captured: bool = False
+    """True if it has a folder with traces of its profilers."""
+    error: str | None = None
+
+
+def read_order(path: Path) -> Order:
+    """Return an order.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecordError: It is no order.
+    """
+    return read_record(path, Order)
+
+
+def read_step_lines(path: Path) -> list[StepLine]:
+    """Return the readable lines of `steps_<run>.jsonl`, in the order of writing; empty without a file."""
+    try:
+        lines = read_file(path).split(b"\n")
+    except (OSError, RecordError):
+        return []
+    decoder, steps = msgspec.json.Decoder(StepLine), []
+    for line in lines:
+        try:
+            steps.append(decoder.decode(line))
+        except (ValueError, msgspec.DecodeError, RecursionError):
+            continue  # the end, or cut off when its writer was killed
+    return steps

@@ -1,0 +1,228 @@
+"""Flight recorder of this process: what opens spans between captures, and what writes them on a trigger."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.config import ProfileConfig
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import part_files
+from stepscope.files.manifest.records import Ending
+from stepscope.files.recorder import Order, OrderedStep, StepLine
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import CONSUME
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.values import AttrValue, attr_values
+from stepscope.recording.process import clock, failures
+from stepscope.recording.process.work_queue import WorkQueue
+from stepscope.recording.recorder import step_lines
+from stepscope.recording.recorder.ring import Ring
+from stepscope.recording.recorder.steps import RecordedStep, Steps
+from stepscope.recording.recorder.triggers import Triggers
+from stepscope.recording.recorder.write import StepWriter, Window, Written, window_of, windows_by_time
+from stepscope.recording.spans import span
+from stepscope.recording.spans.scopes import Placing
+from stepscope.recording.spans.span import PlacedSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Unpack
+
+_LOOK_S = 0.2
+
+
+class Recorder:
+    """Keeps the spans of this process' last steps.
+
+    A process that bounds steps (`begin_step`) decides what is written, and orders all others by a file in the
+    run's folder. A process that bounds none, a worker, writes by the times in the order.
+    """
+
+    calls_attrs = False
+
+    def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str) -> None:
+        self.config = config
+        self.process = process
+        self.run_id = run_id
+        self.layout = RunLayout(config.save_path)
+        self.log = Ring(
+            process=process,
+            run_id=run_id,
+            memory_mb=config.recorder.memory_mb,
+            redact=config.redact,
+        )
+        self.workers: dict[str, str] = {}
+        """{`ProcessInfo.key`: name} of the workers that record too."""
+        self.steps = Steps(config.recorder.keep_steps)
+        self._triggers = Triggers(config.recorder)
+        self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
+        self._is_hurried = False
+        """True if the process ends: nobody waits for the workers' files."""
+
+    # What the recorded code calls, besides `log.new` and `log.begin`.
+
+    @property
+    def step(self) -> int | None:
+        return self.log.step
+
+    def placed_span(
+        self,
+        stage: str,
+        role: str | None,
+        attrs: Mapping[str, AttrValue] | None,
+        **place: Unpack[Placing],
+    ) -> PlacedSpan:
+        """See `ActiveSession`."""
+        return PlacedSpan(self.log, stage, role, attr_values(attrs) if attrs else None, **place)
+
+    def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
+        """See `ActiveSession`."""
+        attrs = {"begun": begun, "begun_version": policy_version}
+        known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
+        span.mark(self.log, CONSUME, known, trajectory=trajectory)
+
+    def advance(self) -> None:
+        """See `ActiveSession`. There is no profiler."""
+
+    # What the loop calls.
+
+    def begin_step(self, number: int) -> RecordedStep:
+        """Begin a step of the loop in this process, which is not captured."""
+        self.log.begin_step(number)
+        return self.steps.begin(number)
+
+    def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
+        """End it. Return the trigger that it fired, if any."""
+        self.steps.end(step, ending)
+        if self.process.rank in (None, 0):
+            self._work.put(partial(self._write_line, step))
+        if ending is not None:
+            return self.fire("exception", ending.error)
+        slow = self.steps.slowness(step, self.config.recorder.slow_factor)
+        return None if slow is None else self.fire("slow", slow)
+
+    def captured(self, number: int, opened: ClockAnchor, closed: ClockAnchor, error: str | None) -> None:
+        """Add the line of a step that was captured."""
+        if self.process.rank in (None, 0):
+            line = StepLine(
+                step=number,
+                start_ns=opened.wall_ns,
+                dur_ns=closed.mono_ns - opened.mono_ns,
+                captured=True,
+                error=error,
+            )
+            self._work.put(partial(step_lines.append, self.layout.step_lines(self.run_id), line))
+
+    def fire(self, trigger: str, reason: str) -> str | None:
+        """Write the last steps in the background, if the trigger may. Return the trigger if so."""
+        unwritten = [step for step in self.steps.last(self.config.recorder.last) if not step.is_written]
+        if not unwritten or not self._triggers.fire(trigger):
+            return None
+        self._order(unwritten, trigger, f"step {unwritten[-1].number}: {reason}")
+        return trigger
+
+    def write_last(self, number: int) -> list[int]:
+        """Write the last steps in the background, because somebody asks. Return those that are new."""
+        unwritten = [step for step in self.steps.last(number) if not step.is_written]
+        if unwritten:
+            self._order(unwritten, "request", "somebody asked for it")
+        return [step.number for step in unwritten]
+
+    def _order(self, unwritten: Sequence[RecordedStep], trigger: str, reason: str) -> None:
+        for step in unwritten:
+            step.is_written = True
+        now = clock.read_anchor()
+        windows = [window_of(step, now) for step in unwritten]
+        order = Order(
+            run_id=self.run_id,
+            trigger=trigger,
+            reason=reason,
+            made_ns=time.time_ns(),
+            steps=tuple(
+                OrderedStep(step=window.step, start_ns=window.opened.wall_ns, end_ns=window.closed.wall_ns)
+                for window in windows
+            ),
+        )
+        self._work.put(partial(self._give_and_obey, order, windows))
+
+    def obey(self, order: Order) -> None:
+        """Write the steps of another process' order in the background."""
+        self._work.put(partial(self._obey, order))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all is written. Return whether it is."""
+        self._is_hurried = True
+        return not self._work.drain(timeout_s)
+
+    # On the recorder's thread.
+
+    def _write_line(self, step: RecordedStep) -> None:
+        spans = self.log.copy()
+        step_lines.append(self.layout.step_lines(self.run_id), step_lines.line_of(step, spans))
+        oldest = self.steps.oldest
+        if oldest is not None:
+            self.log.drop_before(oldest.opened.mono_ns)
+
+    def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
+        try:
+            path = self.layout.order(self.run_id, os.urandom(4).hex())
+            write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
+        except OSError as error:
+            failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
+        writer = StepWriter(self.log, self.config, order)
+        written = writer.write(windows, owner=True, began=self.workers)
+        self._fold(written)
+        for step in written:
+            failures.tell(
+                "stepscope: step %d is on record (%s: %s): stepscope report %s",
+                step.part.record.step,
+                order.trigger,
+                order.reason,
+                step.layout.root,
+            )
+
+    def _obey(self, order: Order) -> None:
+        now = clock.read_anchor()
+        known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
+        if not known:
+            StepWriter(self.log, self.config, order).write(windows_by_time(order, now), owner=False)
+            return
+        own = [known[step.step] for step in order.steps if step.step in known]
+        unwritten = [step for step in own if not step.is_written]
+        for step in unwritten:
+            step.is_written = True
+        windows = [window_of(step, now) for step in unwritten]
+        StepWriter(self.log, self.config, order).write(windows, owner=True, began=self.workers)
+
+    def _fold(self, written: Sequence[Written]) -> None:
+        """Write the manifests, and once more when the workers' parts are there."""
+        until = time.monotonic() + 3 * self.config.control.poll_seconds + 10
+        while self.workers and not self._is_hurried and time.monotonic() < until:
+            if all(self._is_whole(step) for step in written):
+                break
+            time.sleep(_LOOK_S)
+        for step in written:
+            try:
+                step.part.fold(step.layout)
+            except OSError as error:
+                failures.note("writing a manifest of the flight recorder", error)
+
+    def _is_whole(self, step: Written) -> bool:
+        parts = part_files(step.layout, as_written=True)[0].values()
+        there = {part.process.key for part in parts if not any(i.state == "pending" for i in part.expected)}
+        return self.workers.keys() <= there
+
+
+def _do(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        failures.note("writing from the flight recorder", error)

@@ -1,0 +1,76 @@
+"""Spans of the last steps, in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.trace_context import SpanIds
+from stepscope.recording.spans.maker import SpanMaker
+from stepscope.recording.spans.span import Span
+
+SPAN_BYTES = 400
+"""Memory of a span without attributes, its numbers and its place in the ring included, rounded up."""
+_TRIES = 10
+"""Copies that are begun before a ring counts as too busy: each ends early if a span opens meanwhile."""
+
+
+class Ring(SpanMaker):
+    """The spans of this process, as live objects. The oldest go when there are too many."""
+
+    def __init__(
+        self, *, process: ProcessInfo, run_id: str, memory_mb: int, redact: tuple[str, ...] = ()
+    ) -> None:
+        limit = max(1, (memory_mb << 20) // SPAN_BYTES)
+        self._spans: deque[Span] = deque(maxlen=limit)
+        self._long: list[Span] = []
+        """Spans that still ran when their step was dropped. Used by one thread, the recorder's."""
+        self._run_id = run_id
+        super().__init__(process=process, run_id=run_id, step=None, opened=self._spans.append, redact=redact)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def last_id(self) -> int:
+        """The number of the span that opened last; 0 before the first."""
+        try:
+            return self._spans[-1].id
+        except IndexError:
+            return 0
+
+    def begin_step(self, step: int) -> None:
+        """Have carriers and trace contexts name this step from now on."""
+        self.step = step
+        self.trace = SpanIds(self._run_id, step, self.process.key)
+
+    def copy(self) -> list[Span]:
+        """Return the spans in the order of opening, which is nearly that of their starts."""
+        for _ in range(_TRIES):
+            try:
+                return [*self._long, *self._spans]
+            except RuntimeError:  # the collector ran, and a span opened meanwhile
+                continue
+        return []
+
+    def last(self, number: int) -> list[Span]:
+        """Return the spans that opened last."""
+        return self.copy()[-number:] if number else []
+
+    def is_whole_since(self, start_ns: int) -> bool:
+        """Return whether no span that began later was dropped."""
+        try:
+            return len(self._spans) < (self._spans.maxlen or 0) or self._spans[0].start_ns <= start_ns
+        except IndexError:
+            return True
+
+    def drop_before(self, start_ns: int) -> None:
+        """Drop the spans that began earlier, but those that still run."""
+        self._long = [span for span in self._long if span.end_ns is None]
+        try:
+            while self._spans[0].start_ns < start_ns:
+                span = self._spans.popleft()
+                if span.end_ns is None:
+                    self._long.append(span)
+        except IndexError:
+            pass

@@ -1,0 +1,66 @@
+"""The flight recorder that stands in this process, if any."""
+
+from __future__ import annotations
+
+from stepscope.config import ProfileConfig
+from stepscope.files.manifest.records import Ending
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.process import fork, shutdown
+from stepscope.recording.recorder.recorder import Recorder
+from stepscope.recording.recorder.watch import Watch
+from stepscope.recording.session import activation
+
+_standing: Recorder | None = None
+"""Writers: `start`, `stop`, and `_forget` in a forked child."""
+_watch: Watch | None = None
+"""Its thread; likewise."""
+
+
+def standing() -> Recorder | None:
+    """Return this process' recorder; None while it is off."""
+    return _standing
+
+
+def start(config: ProfileConfig, process: ProcessInfo, run_id: str) -> Recorder:
+    """Start this process' recorder, or return the one that stands for the same folder and run."""
+    global _standing, _watch
+    recorder = _standing
+    if recorder is not None:
+        if (recorder.config.save_path, recorder.run_id) == (config.save_path, run_id):
+            return recorder
+        stop()
+    shutdown.install()
+    recorder = _standing = Recorder(config, process, run_id)
+    _watch = Watch(recorder)
+    activation.keep(recorder)
+    return recorder
+
+
+def stop() -> None:
+    """Stop it. What it was told to write is written."""
+    global _standing, _watch
+    if _watch is not None:
+        _watch.stop()
+    _standing = _watch = None
+    activation.keep(None)
+
+
+def _end(ending: Ending, deadline_s: float) -> None:
+    """Write what a signal triggers, and wait for all that was triggered."""
+    recorder = _standing
+    if recorder is None:
+        return
+    running = recorder.steps.running
+    if ending.by == "signal" and running is not None:
+        running.ending = ending
+        recorder.fire("signal", ending.error)
+    recorder.drain(deadline_s)
+
+
+def _forget() -> None:
+    global _standing, _watch
+    _standing = _watch = None  # the child has the objects and not the threads
+
+
+shutdown.on_exit("the flight recorder", _end, order=5)
+fork.forgets("flight recorder", _forget)

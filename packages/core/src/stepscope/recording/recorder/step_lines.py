@@ -1,0 +1,63 @@
+"""Lines of `steps_<run>.jsonl`: one for each step of a run, in a file of bounded size."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.recorder import StepLine
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.files.values import bounded
+from stepscope.recording.process import failures
+from stepscope.recording.recorder.steps import RecordedStep
+from stepscope.recording.spans import scopes
+from stepscope.recording.spans.span import Span
+
+MOST_BYTES = 4 << 20
+"""The older half of the file goes when it is larger: some 20,000 steps stay."""
+
+
+def line_of(step: RecordedStep, spans: Sequence[Span]) -> StepLine:
+    """Return the line of a step that is over.
+
+    Args:
+        spans: Those that opened in it, and perhaps others.
+    """
+    first_ns = step.opened.mono_ns
+    took: dict[str, int] = defaultdict(int)
+    for span in spans:
+        end_ns = span.end_ns
+        if end_ns is None or span.start_ns < first_ns or isinstance(span.parent, Span):
+            continue
+        role = scopes.inherited(span).role or span.log.process.role
+        took[f"{bounded(str(role))}/{bounded(str(span.stage))}"] += end_ns - span.start_ns
+    return StepLine(
+        step=step.number,
+        start_ns=step.opened.wall_ns,
+        dur_ns=step.dur_ns,
+        stages={stage: round(ns / 1e9, 6) for stage, ns in took.items()},
+        error=None if step.ending is None else step.ending.error,
+    )
+
+
+def append(path: Path, line: StepLine) -> None:
+    """Add a line to the file. A disk that refuses is noted."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(handle, "wb") as out:
+            out.write(msgspec.json.encode(line) + b"\n")
+            size = out.tell()
+        if size > MOST_BYTES:
+            _halve(path)
+    except OSError as error:
+        failures.note("writing a line for each step", error)
+
+
+def _halve(path: Path) -> None:
+    kept = path.read_bytes()[-MOST_BYTES // 2 :]
+    write_atomic(path, kept[kept.index(b"\n") + 1 :])

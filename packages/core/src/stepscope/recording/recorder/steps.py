@@ -1,0 +1,86 @@
+"""Steps of the loop in this process: their bounds, and whether one took unusually long."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.manifest.records import Ending
+from stepscope.recording.process import clock
+
+COMPARED = 50
+"""Steps whose median a step is compared with."""
+FIRST = 10
+"""Steps at the beginning that are never slow: they warm up."""
+
+
+class RecordedStep:
+    """One step, while it runs and afterwards."""
+
+    __slots__ = ("closed", "ending", "is_written", "number", "opened")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.opened: ClockAnchor = clock.read_anchor()
+        self.closed: ClockAnchor | None = None
+        """None while it runs."""
+        self.ending: Ending | None = None
+        """The cause of its early end."""
+        self.is_written = False
+        """True if its folder is written, or about to be."""
+
+    @property
+    def dur_ns(self) -> int:
+        """The time that it took; up to now while it runs."""
+        closed = clock.read_anchor() if self.closed is None else self.closed
+        return closed.mono_ns - self.opened.mono_ns
+
+
+class Steps:
+    """The last steps of the loop that were not captured."""
+
+    def __init__(self, keep: int) -> None:
+        self._kept: deque[RecordedStep] = deque(maxlen=keep)
+        self._usual: deque[int] = deque(maxlen=COMPARED)
+        """Times of the steps before, in ns."""
+        self._seen = 0
+
+    @property
+    def running(self) -> RecordedStep | None:
+        """The step that has begun and not ended."""
+        last = self._kept[-1] if self._kept else None
+        return last if last is not None and last.closed is None else None
+
+    @property
+    def oldest(self) -> RecordedStep | None:
+        return self._kept[0] if self._kept else None
+
+    def begin(self, number: int) -> RecordedStep:
+        step = RecordedStep(number)
+        self._kept.append(step)
+        return step
+
+    def end(self, step: RecordedStep, ending: Ending | None) -> None:
+        step.closed, step.ending = clock.read_anchor(), ending
+
+    def slowness(self, step: RecordedStep, factor: float) -> str | None:
+        """Compare a step that is over with those before it, and count it as one of them.
+
+        Returns:
+            The reason for calling it slow; None if it is not.
+        """
+        before, self._seen, took_ns = list(self._usual), self._seen + 1, step.dur_ns
+        self._usual.append(took_ns)
+        if self._seen <= FIRST or not before:
+            return None
+        usual_ns = statistics.median(before)
+        if took_ns <= factor * usual_ns:
+            return None
+        took, usual = took_ns / 1e9, usual_ns / 1e9
+        times = f"{took / usual:.1f} times the median of {len(before)} steps"
+        return f"it took {took:.3g} s, {times} ({usual:.3g} s)"
+
+    def last(self, number: int) -> list[RecordedStep]:
+        """Return the last steps, the oldest first, the running one included."""
+        return list(self._kept)[-number:]

@@ -1,0 +1,72 @@
+"""Thread that watches for orders of other processes, and for a step that makes no progress."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from stepscope.errors import RecordError
+from stepscope.files.recorder import read_order
+from stepscope.recording.process import failures
+from stepscope.recording.recorder.recorder import Recorder
+
+
+class Watch:
+    """The watching thread of one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._since_ns = time.time_ns()
+        self._folder = recorder.layout.orders
+        self._seen: int | None = None
+        """Time of the folder's last change at the last look."""
+        self._read: set[str] = set()
+        self._progress: tuple[int, int] = (0, 0)
+        """The number of the last span, and the number of those that ran, at the last look."""
+        self._still_since = time.monotonic()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._recorder.config.control.poll_seconds):
+            try:
+                self._look_for_orders()
+                self._look_for_hang()
+            except Exception as error:
+                failures.note("watching for orders of the flight recorder", error)
+
+    def _look_for_orders(self) -> None:
+        try:
+            changed = os.stat(self._folder).st_mtime_ns
+        except OSError:
+            return
+        if changed == self._seen:
+            return
+        self._seen = changed
+        for path in sorted(self._folder.glob("[!.]*.json")):
+            if path.name in self._read:
+                continue
+            self._read.add(path.name)
+            try:
+                order = read_order(path)
+            except (OSError, RecordError) as error:
+                failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
+                continue
+            recorder = self._recorder
+            if order.run_id == recorder.run_id and order.made_ns >= self._since_ns - 10**9:
+                recorder.obey(order)
+
+    def _look_for_hang(self) -> None:
+        recorder = self._recorder
+        step, now = recorder.steps.running, time.monotonic()
+        progress = (recorder.log.last_id, -1 if step is None else step.number)
+        if progress != self._progress or step is None:
+            self._progress, self._still_since = progress, now
+            return
+        still_s = now - self._still_since
+        if still_s >= recorder.config.recorder.hang_seconds and not step.is_written:
+            recorder.fire("hang", f"no span has begun for {still_s:.0f} s")

@@ -1,0 +1,158 @@
+"""Steps written backwards: from the spans in memory to folders like those of captured steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stepscope.config import ProfileConfig
+from stepscope.files import spans as records
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
+from stepscope.files.recorder import Order
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.recording.output.manifest_part import ManifestPart
+from stepscope.recording.process import failures
+from stepscope.recording.process.failures import describe
+from stepscope.recording.recorder.ring import Ring
+from stepscope.recording.recorder.steps import RecordedStep
+from stepscope.recording.spans import lines
+from stepscope.recording.spans.span import Span
+
+WHY = "the flight recorder keeps spans, and starts no profiler"
+_BATCH = 500
+"""Spans that are encoded at a stretch: some 2 ms, after which other threads have the GIL for as long."""
+
+
+class Window(NamedTuple):
+    """A step in this process' time."""
+
+    step: int
+    opened: ClockAnchor
+    closed: ClockAnchor
+    ending: Ending | None = None
+    """The cause of its early end."""
+
+
+class Written(NamedTuple):
+    """A step that this process has written."""
+
+    layout: StepLayout
+    part: ManifestPart
+
+
+def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
+    """Return the window of a step of this process; one that still runs ends now."""
+    return Window(step.number, step.opened, step.closed or now, step.ending)
+
+
+def windows_by_time(order: Order, now: ClockAnchor) -> list[Window]:
+    """Return the windows of an order in a process that knows no steps: by the wall clock."""
+
+    def at(wall_ns: int) -> ClockAnchor:
+        return ClockAnchor(
+            wall_ns=wall_ns,
+            mono_ns=wall_ns - now.wall_ns + now.mono_ns,
+            uncertainty_ns=now.uncertainty_ns,
+        )
+
+    return [Window(step.step, at(step.start_ns), at(step.end_ns)) for step in order.steps]
+
+
+class StepWriter:
+    """Writes what this process recorded of the steps of one order."""
+
+    def __init__(self, ring: Ring, config: ProfileConfig, order: Order) -> None:
+        self._ring = ring
+        self._config = config
+        self._order = order
+
+    def write(
+        self, windows: Sequence[Window], *, owner: bool, began: dict[str, str] | None = None
+    ) -> list[Written]:
+        """Write the steps, one after the other. Trouble with the disk stands in the parts of the manifest.
+
+        Args:
+            windows: In the order of time.
+            owner: Whether this process bounds the steps.
+            began: {`ProcessInfo.key`: name} of the workers that record too.
+        """
+        spans = _by_window(self._ring.copy(), windows)
+        return [
+            self._write(window, inside, owner=owner, began=began or {})
+            for window, inside in zip(windows, spans, strict=True)
+        ]
+
+    def _write(self, window: Window, spans: Sequence[Span], *, owner: bool, began: dict[str, str]) -> Written:
+        process, run_id = self._ring.process, self._order.run_id
+        layout = RunLayout(self._config.save_path).step(window.step)
+        number = next(n for n in itertools.count(1) if not layout.part_of(process, run_id, n).exists())
+        ending = window.ending
+        part = ProcessPart(
+            run_id=run_id,
+            step=window.step,
+            process=process,
+            owner=owner,
+            opened=window.opened,
+            closed=window.closed,
+            recorded=False,
+            why=WHY,
+            roles=(process.role,),
+            began=began,
+            ended_by=None if ending is None else ending.by,
+            error=None if ending is None else ending.error,
+            recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason),
+        )
+        manifest_part = ManifestPart(layout.part_of(process, run_id, number), part)
+        manifest_part.expect(awaited("spans", "spans", "exporting"))
+        manifest_part.write()
+        try:
+            write_atomic(layout.spans_of(process, run_id, number), self._file(window, spans))
+        except OSError as error:
+            manifest_part.fail("spans", describe(error), kind="spans")
+            failures.warn("stepscope: step %d of the flight recorder is lost: %s", window.step, error)
+        else:
+            manifest_part.update(
+                spans=sum(span.end_ns is not None for span in spans),
+                roles=tuple(dict.fromkeys((process.role, *sorted(self._ring.roles)))),
+            )
+            manifest_part.expect(self._outcome(window))
+        manifest_part.write()
+        return Written(layout, manifest_part)
+
+    def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
+        """Return the content of the span file, and leave other threads half of the time meanwhile."""
+        header = records.Header(
+            step=window.step, run_id=self._order.run_id, process=self._ring.process, anchor=window.opened
+        )
+        text, finished = [lines.encoded(header)], 0
+        for first in range(0, len(spans), _BATCH):
+            began = time.monotonic()
+            for span in spans[first : first + _BATCH]:
+                end_ns = span.end_ns
+                finished += end_ns is not None
+                text.append(lines.span_line(span, end_ns, window.step))
+            time.sleep(time.monotonic() - began)
+        text.append(lines.encoded(records.End(anchor=window.closed, spans=finished, dropped=0)))
+        return b"".join(text)
+
+    def _outcome(self, window: Window) -> Expectation:
+        if self._ring.is_whole_since(window.opened.mono_ns):
+            return Expectation(name="spans", kind="spans", state="ok")
+        reason = f"older spans had gone: recorder.memory_mb is {self._config.recorder.memory_mb}"
+        return Expectation(name="spans", kind="spans", state="partial", reason=reason)
+
+
+def _by_window(spans: Sequence[Span], windows: Sequence[Window]) -> list[list[Span]]:
+    """Return the spans that began in each window."""
+    starts = [window.opened.mono_ns for window in windows]
+    inside: list[list[Span]] = [[] for _ in windows]
+    for span in spans:
+        at = bisect_right(starts, span.start_ns) - 1
+        if at >= 0 and span.start_ns <= windows[at].closed.mono_ns:
+            inside[at].append(span)
+    return inside
