@@ -18,9 +18,10 @@ BELOW = {
     "spans": {"output", "process"},
     "instrument": {"spans", "output", "process"},
     "session": {"spans", "output", "process"},
+    "recorder": {"session", "spans", "output", "process"},
     "after": {"session", "instrument", "spans", "output", "process"},
-    "fanout": {"after", "session", "instrument", "spans", "output", "process"},
-    "capture": {"fanout", "after", "session", "instrument", "spans", "output", "process"},
+    "fanout": {"after", "recorder", "session", "instrument", "spans", "output", "process"},
+    "capture": {"fanout", "after", "recorder", "session", "instrument", "spans", "output", "process"},
 }
 """Room -> the rooms that it may import."""
 ROOT = "stepscope.recording."

@@ -25,7 +25,7 @@ from stepscope.errors import ConfigError
 from stepscope.files.spans import Line, Span
 from stepscope.recording.process import failures as guard
 from stepscope.recording.session.profiler_windows import Windows
-from stepscope.recording.spans import log as recorder
+from stepscope.recording.spans import maker as recorder
 from stepscope.recording.spans import scopes, slot
 
 Spans = Callable[[], list[Span]]

@@ -251,7 +251,7 @@ class Capture:
     def _end_unselected(self, error: object) -> None:
         step, self._unselected = self._unselected, None
         if step is not None:
-            step.end(error, step=self.step, config=self.config, role=self._role)
+            step.end(error)
 
     def _refuse_to_block_a_loop(self, asked: Asked) -> None:
         if (asked.workers is None and asked.engines is None) or not in_event_loop():

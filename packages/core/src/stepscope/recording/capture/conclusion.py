@@ -11,10 +11,11 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.atomic import create_once
 from stepscope.recording.after import pipeline
-from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention, unselected
+from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention
 from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.process import failures, identity
+from stepscope.recording.recorder import standing
 from stepscope.recording.session.session import Session
 
 if TYPE_CHECKING:
@@ -36,8 +37,15 @@ def conclude(asked: Asked, session: Session, participants: Participants | None) 
         tell_asker(asked, outcome.shortfall(manifest, no_profiler))
     _retain(session)
     baseline.captured(session)
-    unselected.captured(session)
+    _note_among_steps(session)
     return manifest
+
+
+def _note_among_steps(session: Session) -> None:
+    """Add the line of this step to those of the flight recorder."""
+    recorder, part = standing.standing(), session.manifest_part.record
+    if recorder is not None and part.closed is not None:
+        recorder.captured(session.step, part.opened, part.closed, part.error)
 
 
 def discard(asked: Asked, session: Session, reason: str) -> None:

@@ -33,7 +33,7 @@ from stepscope.files.requests import (
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.process import failures, fork, run, shutdown, sigusr1
 from stepscope.recording.process.identity import identify, is_alone
-from stepscope.recording.recorder import standing
+from stepscope.recording.spans import slot
 
 _listener: Listener | None = None
 """Of this process. One writer: `listener_of`."""
@@ -257,7 +257,7 @@ def _first_answer(request: Request) -> Answer:
         return Answer(state="expired", reason="it had expired")
     if request.last is None:
         return Answer(state="heard")
-    recorder = standing.standing()
+    recorder = slot.recorder
     if recorder is None:
         return Answer(
             state="refused", reason="this run keeps no steps. Fix: record: spans, in its configuration"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _LOOK_S = 0.2
+_WORKERS_S = 5.0
+"""Longest wait for the parts of workers, beyond the time in which they look."""
 
 
 class Recorder:
@@ -204,7 +206,7 @@ class Recorder:
 
     def _fold(self, written: Sequence[Written]) -> None:
         """Write the manifests, and once more when the workers' parts are there."""
-        until = time.monotonic() + 3 * self.config.control.poll_seconds + 10
+        until = time.monotonic() + 2 * self.config.control.poll_seconds + _WORKERS_S
         while self.workers and not self._is_hurried and time.monotonic() < until:
             if all(self._is_whole(step) for step in written):
                 break
@@ -217,8 +219,10 @@ class Recorder:
 
     def _is_whole(self, step: Written) -> bool:
         parts = part_files(step.layout, as_written=True)[0].values()
-        there = {part.process.key for part in parts if not any(i.state == "pending" for i in part.expected)}
-        return self.workers.keys() <= there
+        whole = {
+            part.process.key for part in parts if not any(item.state == "pending" for item in part.expected)
+        }
+        return self.workers.keys() <= whole
 
 
 def _do(work: Callable[[], None]) -> None:

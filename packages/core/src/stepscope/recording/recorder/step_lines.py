@@ -51,7 +51,8 @@ def append(path: Path, line: StepLine) -> None:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(handle, "wb") as out:
             out.write(msgspec.json.encode(line) + b"\n")
-            size = out.tell()
+            out.flush()
+            size = os.fstat(handle).st_size
         if size > MOST_BYTES:
             _halve(path)
     except OSError as error:

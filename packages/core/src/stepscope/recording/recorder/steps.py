@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 from stepscope.files.clock import ClockAnchor
@@ -74,7 +73,7 @@ class Steps:
         self._usual.append(took_ns)
         if self._seen <= FIRST or not before:
             return None
-        usual_ns = statistics.median(before)
+        usual_ns = sorted(before)[len(before) // 2]
         if took_ns <= factor * usual_ns:
             return None
         took, usual = took_ns / 1e9, usual_ns / 1e9

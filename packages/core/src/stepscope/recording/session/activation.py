@@ -13,7 +13,7 @@ from stepscope.recording.session import claims
 from stepscope.recording.session.claims import Claim
 from stepscope.recording.session.session import Session
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.slot import ActiveSession
+from stepscope.recording.spans.slot import FlightRecorder
 
 activations = 0
 """Number of sessions that recorded this process so far. One writer: `activate`."""
@@ -38,7 +38,7 @@ def deactivate(session: Session) -> None:
         slot.active = slot.recorder
 
 
-def keep(recorder: ActiveSession | None) -> None:
+def keep(recorder: FlightRecorder | None) -> None:
     """Have a flight recorder record whenever no session does. None: nothing does."""
     resting = slot.session() is None
     slot.recorder = recorder

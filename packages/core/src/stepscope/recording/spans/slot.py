@@ -58,9 +58,17 @@ class ActiveSession(Protocol):
         ...
 
 
+class FlightRecorder(ActiveSession, Protocol):
+    """The flight recorder, as those that ask for its steps need it."""
+
+    def write_last(self, number: int) -> list[int]:
+        """Write the last steps, and return the numbers of those that were not written before."""
+        ...
+
+
 active: ActiveSession | None = None
 """None while nothing is recorded."""
-recorder: ActiveSession | None = None
+recorder: FlightRecorder | None = None
 """The flight recorder, which is active while no session is. None: it is off."""
 
 

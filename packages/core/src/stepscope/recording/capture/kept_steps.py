@@ -1,0 +1,111 @@
+"""Steps that the flight recorder keeps, in the process that bounds them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from stepscope.config import ProfileConfig
+from stepscope.errors import StepscopeError
+from stepscope.files.manifest.records import Ending
+from stepscope.recording.capture import omissions
+from stepscope.recording.capture.readiness import STARTING_S
+from stepscope.recording.capture.requesting import request_capture
+from stepscope.recording.fanout.fleet import load_fleet
+from stepscope.recording.fanout.messages import PrepareRequest
+from stepscope.recording.process import failures, private_loop, run
+from stepscope.recording.process.failures import describe
+from stepscope.recording.process.identity import identify, is_alone
+from stepscope.recording.recorder import standing
+from stepscope.recording.recorder.recorder import Recorder
+from stepscope.recording.recorder.steps import RecordedStep
+
+
+class KeptStep:
+    """One step, between its begin and its end."""
+
+    __slots__ = ("_recorder", "_step")
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self._recorder = recorder
+        self._step: RecordedStep | None = recorder.begin_step(number)
+
+    def end(self, error: object) -> None:
+        """See `unselected.Kept`."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        trigger = self._recorder.end_step(step, _ending(error))
+        if trigger == "slow" and self._recorder.config.recorder.then_capture:
+            _in_background(partial(_capture_next, self._recorder.config, step.number))
+
+
+def begin(
+    number: int, config: ProfileConfig, role: str, rank: int | None, workers: object
+) -> KeptStep | None:
+    """Begin a step. None: the recorder could not be started, which is logged."""
+    recorder = standing.standing()
+    if recorder is None or recorder.config is not config:
+        try:
+            recorder = _start(config, role, rank, workers)
+        except Exception as error:
+            failures.note("starting the flight recorder", error)
+            return None
+    return KeptStep(recorder, number)
+
+
+def _start(config: ProfileConfig, role: str, rank: int | None, workers: object) -> Recorder:
+    """Start the recorder of this process, and once, in the background, those of its workers."""
+    before = standing.standing()
+    recorder = standing.start(config, identify(role, rank=rank), run.run_id())
+    recorder.config = config
+    if recorder is not before and workers is not None and not omissions.none_meant(workers):
+        _in_background(partial(_tell, recorder, workers))
+    return recorder
+
+
+def _tell(recorder: Recorder, workers: object) -> None:
+    """Start a recorder in each worker, and note which of them record."""
+    request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
+    try:
+        outcomes = private_loop.run(load_fleet(workers).prepare(request, STARTING_S))
+    except StepscopeError as error:
+        failures.warn("stepscope: the flight recorder records no workers: %s", error)
+        return
+    except Exception as error:
+        failures.note("starting the flight recorder of the workers", error)
+        return
+    for outcome in outcomes:
+        if outcome.state != "ok":
+            failures.warn("stepscope: the flight recorder misses %s: %s", outcome.name, outcome.reason)
+        elif outcome.process is not None:
+            recorder.workers[outcome.process] = outcome.name
+
+
+def _capture_next(config: ProfileConfig, step: int) -> None:
+    """Ask for the profilers in the steps after a slow one."""
+    if not config.control.requests:
+        failures.warn_once("recorder.then_capture does nothing: control.requests is false")
+        return
+    steps = "next"
+    if config.recorder.then_capture > 1:
+        first = step + (1 if is_alone() else 2)
+        steps = f"{first}:{first + config.recorder.then_capture}"
+    try:
+        request_capture(steps, save_path=config.save_path)
+    except (StepscopeError, OSError) as error:
+        failures.warn("stepscope: the step after the slow one is not captured: %s", error)
+
+
+def _ending(error: object) -> Ending | None:
+    if error is None or (isinstance(error, BaseException) and not isinstance(error, Exception)):
+        return None  # a Ctrl-C is no failure of the step
+    return Ending("exception", describe(error) if isinstance(error, Exception) else str(error))
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    try:
+        threading.Thread(target=work, name="stepscope-recorder-once", daemon=True).start()
+    except RuntimeError:  # the interpreter is exiting
+        pass

@@ -1,0 +1,451 @@
+"""Flight recorder: spans of uncaptured steps stay in memory, and a trigger writes them as steps.
+
+One file above 400 lines, because all cases share the loop and the readers of what it leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stepscope import ProfileConfig, attach, capture, carrier, profile_step, request_capture, span, trajectory
+from stepscope.cli import run
+from stepscope.errors import ConfigError
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.files.manifest.records import Ending, Manifest
+from stepscope.files.recorder import StepLine, read_step_lines
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.process import shutdown
+from stepscope.recording.recorder import standing, step_lines, write
+from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
+from stepscope.recording.recorder.steps import FIRST
+from stepscope.recording.spans import slot
+from stepscope.report import StepReport, step_report
+from stepscope.report.html.step import render_step
+from stepscope.report.terminal.text import render
+from stepscope.timeline import load_step
+
+SPANS_ALONE = {"*": {"profiler": "off"}}
+SETTINGS = {"record": "spans", "roles": SPANS_ALONE, "control": {"poll_seconds": 0.05}}
+
+
+@pytest.fixture(autouse=True)
+def _one_recorder() -> Iterator[None]:
+    yield
+    on_demand.end("the test ended")
+    on_demand._forget()
+    standing.stop()
+    baseline._loops.clear()
+
+
+def config_in(folder: Path, **settings: object) -> ProfileConfig:
+    return ProfileConfig.from_mapping({"save_path": str(folder), **SETTINGS, **settings})
+
+
+def steps_of(config: ProfileConfig, seconds: dict[int, float], number: int) -> dict[int, tuple[float, float]]:
+    """Run steps 0 to `number`. Return the begin and end of each by the monotonic clock."""
+    times = {}
+    for step in range(number):
+        began = time.monotonic()
+        with capture(step, config=config), span("generate", role="rollout"):
+            time.sleep(seconds.get(step, 0.005))
+        times[step] = (began, time.monotonic())
+    return times
+
+
+def drained(folder: Path) -> RunLayout:
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder.drain(30)
+    recorder._is_hurried = False
+    return RunLayout(folder)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def manifest_of(layout: RunLayout, step: int) -> Manifest:
+    parts, unreadable = read_parts(layout.step(step))
+    assert unreadable == {}
+    return fold(parts)
+
+
+def report_of(layout: RunLayout, step: int) -> StepReport:
+    return step_report(load_step(layout.step(step).root))
+
+
+def text_of(report: StepReport) -> str:
+    out = StringIO()
+    Console(file=out, width=200).print(render(report))
+    return out.getvalue()
+
+
+def lines_of(layout: RunLayout) -> list[StepLine]:
+    (file,) = layout.root.glob("steps_*.jsonl")
+    return read_step_lines(file)
+
+
+def test_a_slow_step_is_written_with_the_one_before_it(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 4})
+    times = steps_of(config, {15: 0.2}, 17)
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == [14, 15]
+    manifest = manifest_of(layout, 15)
+    assert manifest.problems() == []
+    assert manifest.state == "ok"
+    assert manifest.recorder is not None
+    assert manifest.recorder.trigger == "slow"
+    assert "times the median of 15 steps" in manifest.recorder.reason
+    report = report_of(layout, 15)
+    began, ended = times[15]
+    assert report.breakdown.window_ns == pytest.approx(1e9 * (ended - began), abs=5e6)
+    (generate, _) = report.breakdown.lines
+    assert (generate.role, generate.stage) == ("rollout", "generate")
+    assert generate.wall_ns == pytest.approx(2e8, rel=0.05)
+    assert report.health.complete
+
+
+def test_its_report_speaks_of_a_recorder_and_not_of_a_capture(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 4}), {15: 0.2}, 20)
+    layout = drained(tmp_path)
+    timeline = load_step(layout.step(15).root)
+    report = step_report(timeline)
+    text = text_of(report)
+    assert "Written by the flight recorder (slow: step 15: it took 0.2 s" in text
+    assert "longer than any of them" in text
+    assert "19 uncaptured steps near it" not in text, "the step itself and the first one do not compare"
+    assert "18 uncaptured steps near it (1-14, 16-19)" in text
+    assert "the capture cost" not in text
+    assert "opening and closing" not in text
+    assert "longer than the steps near it" in text
+    assert "Written by the flight recorder" in render_step(timeline, report)
+
+
+def test_ls_names_the_trigger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps_of(config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 4}), {15: 0.2}, 16)
+    drained(tmp_path)
+    assert run(["ls", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["recorder"]["trigger"] for row in rows] == ["slow", "slow"]
+
+
+def test_the_first_steps_are_never_slow(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path), {FIRST - 1: 0.1}, FIRST)
+    assert drained(tmp_path).steps() == {}
+
+
+def test_a_trigger_writes_so_often_in_a_run(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "per_trigger": 2, "last": 1, "slow_factor": 4})
+    steps_of(config, dict.fromkeys((12, 16, 20, 24), 0.1), 26)
+    assert list(drained(tmp_path).steps()) == [12, 16]
+
+
+def test_a_trigger_that_is_not_listed_writes_nothing(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path, recorder={"triggers": ["hang"]}), {15: 0.1}, 17)
+    assert drained(tmp_path).steps() == {}
+
+
+def test_the_step_after_a_slow_one_is_captured(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"slow_factor": 4})
+    for step in range(100):
+        with capture(step, config=config):
+            time.sleep(0.1 if step == 15 else 0.01)
+        if step > 15 and len(RunLayout(tmp_path).steps()) > 2:
+            break
+    layout = drained(tmp_path)
+    _, slow, captured = layout.steps()
+    assert slow == 15
+    assert manifest_of(layout, captured).recorder is None
+
+
+def test_an_exception_that_leaves_a_step_writes_it(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    steps_of(config, {}, 3)
+    with (
+        pytest.raises(ValueError, match="boom"),
+        capture(3, config=config),
+        span("update", role="actor"),
+    ):
+        raise ValueError("boom")
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == [2, 3]
+    report = report_of(layout, 3)
+    assert report.health.user_error == "ValueError: boom"
+    assert [row.error for row in report.health.errors] == ["ValueError: boom"]
+    assert "The step ended with ValueError: boom" in text_of(report)
+    assert lines_of(layout)[-1].error == "ValueError: boom"
+
+
+def test_a_keyboard_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), capture(0, config=config_in(tmp_path)):
+        raise KeyboardInterrupt
+    assert drained(tmp_path).steps() == {}
+
+
+def test_a_step_without_progress_is_written_while_it_runs(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"hang_seconds": 0.3, "last": 1})
+    layout = RunLayout(tmp_path)
+    with capture(7, config=config), trajectory("t-1"), span("search", role="env"):
+        assert until(lambda: any(layout.step(7).processes.glob("*.json")))
+        drained(tmp_path)
+        report = report_of(layout, 7)
+    assert report.health.recorder is not None
+    assert report.health.recorder.trigger == "hang"
+    running = {(row.role, row.stage) for row in report.health.open_spans}
+    assert running == {("agent_loop", "trajectory"), ("env", "search")}
+
+
+def test_somebody_asks_for_the_last_steps(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    steps_of(config, {}, 8)
+    request = request_capture(last=3, save_path=tmp_path)
+    layout = RunLayout(tmp_path)
+    assert until(lambda: len(layout.steps()) == 3)
+    drained(tmp_path)
+    assert list(layout.steps()) == [5, 6, 7]
+    listening = on_demand._listener
+    assert listening is not None
+    assert listening._said.answers[request].state == "captured"
+    assert listening._said.answers[request].steps == [5, 6, 7]
+    with capture(8, config=config):
+        assert slot.session() is None, "such a request captures no step to come"
+
+
+def test_a_run_that_keeps_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps_of(config_in(tmp_path, record="off"), {}, 2)
+    code = run(["trigger", str(tmp_path), "--last", "3", "--wait", "20"])
+    answer = " ".join(capsys.readouterr().out.split())
+    assert code != 0
+    assert "refused" in answer
+    assert "record: spans" in answer
+
+
+@pytest.mark.parametrize("last", [0, True, "3"])
+def test_a_wrong_number_of_steps_is_refused(tmp_path: Path, last: object) -> None:
+    with pytest.raises(ConfigError, match=r"request_capture\(last\)"):
+        request_capture(last=last, save_path=tmp_path)  # type: ignore[arg-type]
+
+
+def test_without_a_trigger_one_line_per_step_is_all_that_is_written(tmp_path: Path) -> None:
+    times = steps_of(config_in(tmp_path, control={"requests": False}), {3: 0.05}, 6)
+    layout = drained(tmp_path)
+    lines = lines_of(layout)
+    assert [path.name for path in tmp_path.iterdir()] == [next(layout.root.glob("steps_*")).name]
+    assert [line.step for line in lines] == list(times)
+    for line in lines:
+        began, ended = times[line.step]
+        assert line.dur_ns == pytest.approx(1e9 * (ended - began), abs=3e6)
+    assert lines[3].stages == {"rollout/generate": pytest.approx(0.05, abs=0.01)}
+
+
+def test_a_captured_step_has_a_line_too(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path, steps=[2]), {}, 4)
+    lines = lines_of(drained(tmp_path))
+    assert [(line.step, line.captured) for line in lines] == [(0, False), (1, False), (2, True), (3, False)]
+
+
+def test_the_file_of_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_lines, "MOST_BYTES", 2000)
+    path = tmp_path / "steps.jsonl"
+    for step in range(200):
+        step_lines.append(path, StepLine(step=step, start_ns=1, dur_ns=2))
+        assert path.stat().st_size <= 2000
+    numbers = [line.step for line in read_step_lines(path)]
+    assert numbers == list(range(numbers[0], 200))
+
+
+def test_a_capture_in_between_loses_nothing(tmp_path: Path) -> None:
+    config = config_in(tmp_path, steps=[1], recorder={"triggers": []})
+    steps_of(config, {}, 3)
+    request_capture(last=3, save_path=tmp_path)
+    layout = RunLayout(tmp_path)
+    assert until(lambda: len(layout.steps()) == 3)
+    drained(tmp_path)
+    for step in range(3):
+        report = report_of(layout, step)
+        assert [(line.role, line.stage) for line in report.breakdown.lines[:1]] == [("rollout", "generate")]
+        assert (report.health.recorder is None) == (step == 1)
+
+
+def test_attrs_functions_are_for_captures_alone(tmp_path: Path) -> None:
+    seen = []
+
+    @profile_step("actor", attrs=lambda size: seen.append(size) or {"size": size})
+    def update(size: int) -> None: ...
+
+    config = config_in(tmp_path, steps=[1])
+    for step in range(3):
+        with capture(step, config=config):
+            update(step)
+    assert seen == [1]
+
+
+def test_a_carrier_names_the_step_that_is_in_memory(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    with capture(4, config=config), span("generate", role="rollout"):
+        carried = carrier()
+        assert carried is not None
+        assert (carried["captured"], carried["step"]) == (4, 4)
+        with attach(carried), span("tool", role="env"):
+            pass
+    request_capture(last=1, save_path=tmp_path)
+    assert until(lambda: bool(RunLayout(tmp_path).steps()))
+    drained(tmp_path)
+    timeline = load_step(RunLayout(tmp_path).step(4).root)
+    parents = {span.stage: span.parent for span in timeline.spans}
+    assert parents["generate"] is None
+    assert parents["tool"] == next(i for i, span in enumerate(timeline.spans) if span.stage == "generate")
+
+
+def test_memory_is_bounded_and_what_went_is_named(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"memory_mb": 1, "triggers": []})
+    room = (1 << 20) // SPAN_BYTES
+    with capture(0, config=config):
+        for _ in range(room + 10):
+            with span("token", role="rollout"):
+                pass
+    request_capture(last=1, save_path=tmp_path)
+    layout = RunLayout(tmp_path)
+    assert until(lambda: bool(layout.steps()))
+    drained(tmp_path)
+    (problem,) = manifest_of(layout, 0).problems()
+    assert problem.endswith("spans: partial: older spans had gone: recorder.memory_mb is 1")
+    assert len(load_step(layout.step(0).root).spans) == room
+
+
+def test_a_span_in_memory_is_as_large_as_the_ring_assumes() -> None:
+    process = ProcessInfo(role="actor", rank=0, world_size=1, host="h", pid=1)
+    ring = Ring(process=process, run_id="r", memory_mb=64)
+    number = 20_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for _ in range(number):
+        with ring.new("generate", "rollout"):
+            pass
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert SPAN_BYTES / 2 < (after - before) / number < SPAN_BYTES
+
+
+def test_steps_beyond_keep_steps_go(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"keep_steps": 3, "triggers": []})
+    steps_of(config, {}, 10)
+    drained(tmp_path)
+    recorder = standing.standing()
+    assert recorder is not None
+    assert len(recorder.log) == 3
+    assert [step.number for step in recorder.steps.last(10)] == [7, 8, 9]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    steps_of(config_in(tmp_path, recorder={"triggers": []}), {}, 2)
+    monkeypatch.setattr(write, "write_atomic", refuse)
+    request_capture(last=1, save_path=tmp_path)
+    layout = RunLayout(tmp_path)
+    assert until(lambda: bool(layout.steps()))
+    drained(tmp_path)
+    (problem,) = manifest_of(layout, 1).problems()
+    assert "spans: failed: OSError: [Errno 28] No space left on device" in problem
+
+
+def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path), {}, 1)
+    assert slot.active is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(int(slot.active is not None or standing.standing() is not None))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_switched_off_it_does_not_start(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path, record="off"), {}, 1)
+    assert standing.standing() is None
+    assert slot.active is None
+
+
+def test_yaml_reads_off_as_the_word(tmp_path: Path) -> None:
+    file = tmp_path / "stepscope.yaml"
+    file.write_text("record: off\n")
+    assert ProfileConfig.from_file(file).record == "off"
+
+
+PROGRAM = """
+import sys, time
+from stepscope import capture, configure, span
+configure(save_path=sys.argv[1], record="spans", control={"poll_seconds": 0.05}, recorder={"then_capture": 0})
+for step in range(int(sys.argv[2])):
+    with capture(step), span("update", role="actor"):
+        if step == int(sys.argv[2]) - 1:
+            print("last", flush=True)
+        time.sleep(60 if step == int(sys.argv[2]) - 1 else 0.01)
+"""
+
+
+def test_sigterm_writes_the_step_that_runs(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), "4"], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "last\n"
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(30) == -signal.SIGTERM
+    layout = RunLayout(tmp_path)
+    assert list(layout.steps()) == [2, 3]
+    manifest = manifest_of(layout, 3)
+    assert manifest.recorder is not None
+    assert manifest.recorder.trigger == "signal"
+    assert manifest.processes[0].ended_by == "signal"
+
+
+def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
+    """Each rank of torchrun bounds steps of its own: what one orders, all write."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path), "6"],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "STEPSCOPE_RUN_ID": "feed0001"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            program.stdout.readline()
+        request_capture(last=3, save_path=tmp_path)
+        layout = RunLayout(tmp_path)
+        assert until(
+            lambda: all(len(list(layout.step(step).processes.glob("[!.]*.json"))) == 2 for step in (3, 4, 5))
+        )
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+def test_what_was_triggered_is_written_before_the_process_ends(tmp_path: Path) -> None:
+    config = config_in(tmp_path, recorder={"then_capture": 0, "slow_factor": 4})
+    steps_of(config, {15: 0.1}, 16)
+    shutdown.close_everything(Ending("exit", "the process exited"), 20)
+    assert list(RunLayout(tmp_path).steps()) == [14, 15]

@@ -1,0 +1,141 @@
+"""Flight recorders of Ray actors: told once, and written by an order that is a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
+from stepscope.files.layout import RunLayout
+from stepscope.files.manifest.parts import fold, read_parts
+from stepscope.fleet.ray_worker import Worker
+from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.recorder import standing
+from stepscope.report import step_report
+from stepscope.timeline import load_step
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+POLL_S = 0.1
+
+
+class Trainer:
+    @profile_step(role="actor")
+    def update(self, seconds: float, carried: Any) -> float:
+        with attach(carried):
+            time.sleep(seconds)
+        return seconds
+
+    def recorded(self) -> int:
+        recorder = standing.standing()
+        return -1 if recorder is None else len(recorder.log)
+
+
+@pytest.fixture(autouse=True)
+def _one_recorder() -> Iterator[None]:
+    yield
+    on_demand.end("the test ended")
+    on_demand._forget()
+    standing.stop()
+    baseline._loops.clear()
+
+
+@pytest.fixture
+def actors(ray_cluster: None) -> Iterator[list[Any]]:
+    made = [ray.remote(Trainer).remote() for _ in range(2)]
+    ray.get([actor.recorded.remote() for actor in made])
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+def config_in(folder: Path, **settings: object) -> ProfileConfig:
+    return ProfileConfig.from_mapping(
+        {
+            "save_path": str(folder),
+            "record": "spans",
+            "recorder": {"then_capture": 0, "slow_factor": 3, "last": 1},
+            "control": {"poll_seconds": POLL_S},
+            **settings,
+        }
+    )
+
+
+def step_of(config: ProfileConfig, number: int, actors: list[Any], seconds: tuple[float, float]) -> None:
+    with capture(number, config=config, workers={"actor": actors}), span("train", role="trainer"):
+        calls = [actor.update.remote(took, carrier()) for actor, took in zip(actors, seconds, strict=True)]
+        ray.get(calls)
+
+
+def drained() -> None:
+    recorder = standing.standing()
+    assert recorder is not None
+    assert recorder._work.drain(60) == []
+
+
+def test_a_slow_step_holds_what_its_actors_did(
+    tmp_path: Path, actors: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    prepare = Worker.prepare
+
+    async def counted(self: Worker, *args: Any) -> Any:
+        calls.append(self.name)
+        return await prepare(self, *args)
+
+    monkeypatch.setattr(Worker, "prepare", counted)
+    config = config_in(tmp_path)
+    step_of(config, 0, actors, (0.01, 0.01))
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        time.sleep(0.02)  # they are told in the background
+    for number in range(1, 14):
+        step_of(config, number, actors, (0.02, 0.6 if number == 12 else 0.02))
+    assert len(calls) == 2, "each actor is told once, and not once a step"
+    drained()
+    layout = RunLayout(tmp_path)
+    assert list(layout.steps()) == [12]
+    parts, _ = read_parts(layout.step(12))
+    manifest = fold(parts)
+    assert manifest.problems() == []
+    assert manifest.state == "ok"
+    assert [part.process.role for part in manifest.processes] == ["trainer", "actor", "actor"]
+    timeline = load_step(layout.step(12).root)
+    updates = [span for span in timeline.spans if span.stage == "update"]
+    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.0, 0.6]
+    (train,) = [at for at, span in enumerate(timeline.spans) if span.stage == "train"]
+    assert [span.parent for span in updates] == [train, train], "by the carriers"
+    report = step_report(timeline)
+    assert report.health.complete
+    assert report.breakdown.lines[0].stage == "update"
+
+
+def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> None:
+    config = config_in(tmp_path, control={"poll_seconds": POLL_S}, recorder={"triggers": ["exception"]})
+    step_of(config, 0, actors, (0.01, 0.01))
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        time.sleep(0.02)
+    recorder = standing.standing()
+    assert recorder is not None
+    while len(recorder.workers) < 2:
+        time.sleep(0.02)
+    with pytest.raises(RuntimeError, match="out of data"), capture(1, config=config):
+        ray.kill(actors[1])
+        time.sleep(0.5)  # until its process is gone: nothing answers then
+        raise RuntimeError("out of data")
+    drained()
+    parts, _ = read_parts(RunLayout(tmp_path).step(1))
+    (problem,) = fold(parts).problems()
+    assert "actor[1]" in problem
+    assert "missing: it began, but its part of the manifest is not in this folder" in problem
+
+
+def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: list[Any]) -> None:
+    config = config_in(tmp_path, steps=[1], roles={"*": {"profiler": "off"}})
+    for number in range(3):
+        step_of(config, number, actors, (0.01, 0.01))
+    assert min(ray.get([actor.recorded.remote() for actor in actors])) > 0
