@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
+from stepscope.cli.why import ask
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.fleet.ray_worker import Worker
 from stepscope.recording.capture import baseline, on_demand
 from stepscope.recording.recorder import standing
 from stepscope.report import step_report
+from stepscope.report.why import why
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")
@@ -30,6 +33,16 @@ class Trainer:
         with attach(carried):
             time.sleep(seconds)
         return seconds
+
+    @profile_step(role="actor")
+    def hang(self, carried: Any) -> None:
+        with attach(carried):
+            self.wait_for_the_lock()
+
+    def wait_for_the_lock(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=60)
 
     def recorded(self) -> int:
         recorder = standing.standing()
@@ -66,7 +79,7 @@ def config_in(folder: Path, **settings: object) -> ProfileConfig:
     )
 
 
-def step_of(config: ProfileConfig, number: int, actors: list[Any], seconds: tuple[float, float]) -> None:
+def step_of(config: ProfileConfig, number: int, actors: list[Any], seconds: tuple[float, ...]) -> None:
     with capture(number, config=config, workers={"actor": actors}), span("train", role="trainer"):
         calls = [actor.update.remote(took, carrier()) for actor, took in zip(actors, seconds, strict=True)]
         ray.get(calls)
@@ -132,6 +145,34 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
     (problem,) = fold(parts).problems()
     assert "actor[1]" in problem
     assert "missing: it began, but its part of the manifest is not in this folder" in problem
+
+
+def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> None:
+    workers = [ray.remote(Trainer).options(num_cpus=0.1).remote() for _ in range(8)]
+    config = config_in(tmp_path)
+    try:
+        step_of(config, 0, workers, (0.01,) * 8)
+        while min(ray.get([actor.recorded.remote() for actor in workers])) < 0:
+            time.sleep(0.02)
+        with capture(1, config=config), span("train", role="trainer"):
+            for actor in workers[:5] + workers[6:]:
+                actor.update.remote(30, carrier())
+            workers[5].hang.remote(carrier())
+            time.sleep(0.5)  # until the calls are under way
+            began = time.monotonic()
+            answer = why(ask(RunLayout(tmp_path), 10))
+            took = time.monotonic() - began
+    finally:
+        for actor in workers:
+            ray.kill(actor)
+    assert took < 2
+    assert answer.silent == ()
+    first = [answer.calls[index] for index in answer.culprits]
+    assert {call.stage for call in first} == {"update", "hang"}
+    (hung,) = [call for call in first if call.stage == "hang"]
+    assert hung.where.startswith("wait_for_the_lock at ")
+    train = next(call for call in answer.calls if call.stage == "train")
+    assert len(train.waits_for) == 8
 
 
 def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: list[Any]) -> None:

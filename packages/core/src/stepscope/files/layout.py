@@ -92,6 +92,13 @@ class RunLayout:
     def order(self, run_id: str, order_id: str) -> Path:
         return self.orders / f"{safe(run_id)}_{safe(order_id)}.json"
 
+    def states(self, order_id: str) -> Path:
+        """Return the folder of the states of processes that one order asked for."""
+        return self.orders / f"why_{safe(order_id)}"
+
+    def state_of(self, process: ProcessInfo, order_id: str) -> Path:
+        return self.states(order_id) / f"{_process_name(process)}.json"
+
     def step_lines(self, run_id: str) -> Path:
         """Return the file with a line for each step of a run."""
         return self.root / f"steps_{safe(run_id)}.jsonl"

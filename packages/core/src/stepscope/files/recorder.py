@@ -19,13 +19,18 @@ class OrderedStep(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: Int
 
 
+WHY = "why"
+"""The trigger of an order for the states of all processes, and for no step."""
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """An order to every process of a run: write what you recorded of these steps."""
 
     format: Int = 1
     run_id: str
+    """Empty: any run."""
     trigger: str
-    """`slow`, `exception`, `hang`, `signal` or `request`."""
+    """`slow`, `exception`, `hang`, `signal` or `request`; or `why`."""
     reason: str
     """For people: the event that triggered it."""
     made_ns: Int

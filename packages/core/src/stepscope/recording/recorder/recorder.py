@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -24,12 +24,13 @@ from stepscope.recording.process import clock, failures
 from stepscope.recording.process.work_queue import WorkQueue
 from stepscope.recording.recorder import step_lines
 from stepscope.recording.recorder.ring import Ring
+from stepscope.recording.recorder.state import state_of
 from stepscope.recording.recorder.steps import RecordedStep, Steps
 from stepscope.recording.recorder.triggers import Triggers
 from stepscope.recording.recorder.write import StepWriter, Window, Written, window_of, windows_by_time
-from stepscope.recording.spans import span
+from stepscope.recording.spans import slot, span
 from stepscope.recording.spans.scopes import Placing
-from stepscope.recording.spans.span import PlacedSpan
+from stepscope.recording.spans.span import PlacedSpan, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,6 +159,26 @@ class Recorder:
     def obey(self, order: Order) -> None:
         """Write the steps of another process' order in the background."""
         self._work.put(partial(self._obey, order))
+
+    def write_state(self, order_id: str) -> None:
+        """Write what this process does right now. On the calling thread: another one may hang.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        running, session = self.steps.running, slot.session()
+        spans = self.log.open_spans()
+        if session is not None:
+            spans += cast("list[Span]", session.log.open_spans())
+        state = state_of(
+            self.process,
+            self.run_id,
+            spans,
+            step=self.log.step if session is None else session.step,
+            step_age_ns=None if running is None else running.dur_ns,
+            workers=dict(self.workers),
+        )
+        write_atomic(self.layout.state_of(self.process, order_id), msgspec.json.encode(state))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all is written. Return whether it is."""

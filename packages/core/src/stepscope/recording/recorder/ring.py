@@ -53,9 +53,8 @@ class Ring(SpanMaker):
                 continue
         return []
 
-    def last(self, number: int) -> list[Span]:
-        """Return the spans that opened last."""
-        return self.copy()[-number:] if number else []
+    def open_spans(self) -> list[Span]:
+        return [span for span in self.copy() if span.end_ns is None]
 
     def is_whole_since(self, start_ns: int) -> bool:
         """Return whether no span that began later was dropped."""

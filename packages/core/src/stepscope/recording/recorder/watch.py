@@ -7,9 +7,12 @@ import threading
 import time
 
 from stepscope.errors import RecordError
-from stepscope.files.recorder import read_order
+from stepscope.files.recorder import WHY, read_order
 from stepscope.recording.process import failures
 from stepscope.recording.recorder.recorder import Recorder
+
+LONGEST_S = 0.5
+"""Longest time between two looks, each of which is one `stat`: who asks why nothing moves waits for it."""
 
 
 class Watch:
@@ -32,7 +35,7 @@ class Watch:
         self._stop.set()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._recorder.config.control.poll_seconds):
+        while not self._stop.wait(min(LONGEST_S, self._recorder.config.control.poll_seconds)):
             try:
                 self._look_for_orders()
                 self._look_for_hang()
@@ -57,7 +60,11 @@ class Watch:
                 failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
                 continue
             recorder = self._recorder
-            if order.run_id == recorder.run_id and order.made_ns >= self._since_ns - 10**9:
+            if order.run_id not in ("", recorder.run_id) or order.made_ns < self._since_ns - 10**9:
+                continue
+            if order.trigger == WHY:
+                recorder.write_state(path.stem)
+            else:
                 recorder.obey(order)
 
     def _look_for_hang(self) -> None:

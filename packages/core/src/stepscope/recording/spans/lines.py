@@ -43,7 +43,7 @@ def _ascii(value: object) -> str:
 
 def _record(span: Span, end_ns: int | None, file_step: int | None) -> records.Open | records.Span:
     log, place = span.log, scopes.inherited(span)
-    parent, link, traceparent = _above(span)
+    parent, link, traceparent = above(span)
     step = None if place.step == file_step else place.step
     role, stage = bounded(str(place.role or log.process.role)), bounded(str(span.stage))
     trajectory = place.trajectory if place.trajectory is None else bounded(place.trajectory)
@@ -85,7 +85,7 @@ def _record(span: Span, end_ns: int | None, file_step: int | None) -> records.Op
     )
 
 
-def _above(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
+def above(span: Span) -> tuple[int | None, SpanLink | None, str | None]:
     """Return the parent: its id in this file, a link to a span elsewhere, or a foreign `traceparent`."""
     scope = span.parent
     while scope is not None:

@@ -101,6 +101,9 @@ class SpanLog(SpanMaker):
         """True if it writes its last spans, or has written them."""
         return self._stop.is_set()
 
+    def open_spans(self) -> list[Span]:
+        return [span for span in (*self._running, *list(self._pending)) if span.end_ns is None]
+
     @property
     def began(self) -> bool:
         """True if the file has its header."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from stepscope.recording.spans.scopes import Placing, Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from typing_extensions import Unpack
 
@@ -24,6 +24,10 @@ class SpanFactory(Protocol):
 
     def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
         """Return a span to enter once."""
+        ...
+
+    def open_spans(self) -> Sequence[Scope]:
+        """Return the spans that have not ended, the oldest first."""
         ...
 
 

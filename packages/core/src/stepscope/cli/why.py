@@ -1,0 +1,132 @@
+"""`stepscope why`: the calls that every process of a run is in right now, and those that wait for nobody."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import no_run
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.recorder import WHY, Order
+from stepscope.files.states import ProcessState, read_state
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.report.blocks.health import say_span
+from stepscope.report.formatting import duration
+from stepscope.report.tables.health import step_health
+from stepscope.report.terminal.layout import listing
+from stepscope.report.why import Why, say_call
+from stepscope.report.why import why as join
+from stepscope.timeline import load_step
+
+POLL_S = 0.1
+
+
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+    wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+) -> None:
+    """Ask every process of a run what it does right now, and name the first that waits for nobody else.
+
+    For runs with `record: spans`. If nobody answers, show the calls that the last step on disk never ended.
+    """
+    if not run.is_dir():
+        raise CommandError(no_run(run))
+    states = ask(RunLayout(run), wait)
+    if not states:
+        _show_last_step(run)
+    answer = join(states)
+    if json:
+        screen.show_json(answer)
+    else:
+        screen.show(*render(answer))
+    raise typer.Exit(Exit.OK if not answer.silent else Exit.INCOMPLETE)
+
+
+def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
+    """Return the states of all processes that answer in time; stop at once when the expected ones have."""
+    order_id = os.urandom(4).hex()
+    order = Order(run_id="", trigger=WHY, reason="stepscope why", made_ns=time.time_ns(), steps=())
+    path = layout.order(WHY, order_id)
+    write_atomic(path, msgspec.json.encode(order))
+    folder, until = layout.states(path.stem), time.monotonic() + wait_s
+    with screen.waiting("waiting for answers"):
+        while time.monotonic() < until:
+            time.sleep(POLL_S)
+            states = _read(folder)
+            answered = {state.process.key for state in states}
+            if states and all(answered >= state.workers.keys() for state in states if state.workers):
+                time.sleep(POLL_S)  # ranks that name no others may come a moment later
+                break
+    return _read(folder)
+
+
+def _read(folder: Path) -> list[ProcessState]:
+    states = []
+    for path in sorted(folder.glob("[!.]*.json")):
+        with suppress(OSError, RecordError):
+            states.append(read_state(path))
+    return states
+
+
+def render(answer: Why) -> Iterator[RenderableType]:
+    """Yield the answer for a terminal."""
+    step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
+    age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}"
+    yield Text(f"{step}{age}. Run {answer.run_id}", style="bold")
+    if answer.culprits:
+        first = answer.calls[answer.culprits[0]]
+        yield Text(f"Waits for nobody else: {say_call(first)}", style="bold")
+        more = [say_call(answer.calls[index]) for index in answer.culprits[1:]]
+        if more:
+            yield listing("Neither do these", more)
+    waiting = list(_waiting(answer))
+    if waiting:
+        yield listing("Wait for others", waiting)
+    if answer.idle:
+        yield listing("In no call", answer.idle)
+    if answer.silent:
+        note = "busy in C with the interpreter's lock held, gone, or on a host without this folder"
+        yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
+
+
+def _waiting(answer: Why) -> Iterator[str]:
+    for call in answer.calls:
+        if call.waits_for:
+            names = ", ".join(_name(answer, index) for index in call.waits_for[:8])
+            more = f" and {len(call.waits_for) - 8} more" if len(call.waits_for) > 8 else ""
+            yield f"{say_call(call)}; waits for {names}{more}"
+
+
+def _name(answer: Why, index: int) -> str:
+    call = answer.calls[index]
+    return f"{call.process} {call.stage}"
+
+
+def _show_last_step(run: Path) -> None:
+    """Show what the last step on disk never ended. Always raise the command's end."""
+    number, layout = max(RunLayout(run).steps().items(), default=(0, None))
+    rows: Sequence[str] = ()
+    if layout is not None:
+        with suppress(RecordError):
+            rows = [say_span(row) for row in step_health(load_step(layout.root)).open_spans]
+    if not rows:
+        raise CommandError(
+            f"no process of the run in {run} answers, and its last step on disk has no open call. "
+            "Fix: record: spans, in the run's configuration; or look at the program's log",
+            Exit.INCOMPLETE,
+        )
+    screen.show(listing(f"Nobody answers. Step {number}, the last on disk, never ended", rows))
+    raise typer.Exit(Exit.INCOMPLETE)

@@ -1,0 +1,138 @@
+"""State of this process: its open spans, the stacks of its threads, and the coroutines of its tasks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.spans import WAIT, WAITING
+from stepscope.files.states import Frame, OpenSpan, ProcessState, Task, Thread
+from stepscope.files.values import MAX_TEXT, bounded
+from stepscope.recording.spans import lines, scopes
+from stepscope.recording.spans.span import Span
+
+MOST = 1000
+"""Spans and tasks that a state holds at most, the oldest: it is read by people."""
+DEPTH = 40
+"""Frames of a stack that it holds, the innermost."""
+_TRIES = 10
+
+
+def state_of(
+    process: ProcessInfo,
+    run_id: str,
+    spans: list[Span],
+    *,
+    step: int | None,
+    step_age_ns: int | None,
+    workers: dict[str, str],
+) -> ProcessState:
+    """Return the state of this process now.
+
+    Args:
+        spans: Those that have not ended.
+    """
+    now_ns = time.monotonic_ns()
+    return ProcessState(
+        process=process,
+        run_id=run_id,
+        at_ns=time.time_ns(),
+        step=step,
+        step_age_ns=step_age_ns,
+        workers=workers,
+        spans=tuple(_open_span(span, now_ns) for span in spans[:MOST]),
+        threads=tuple(_threads()),
+        tasks=tuple(_tasks())[:MOST],
+    )
+
+
+def _open_span(span: Span, now_ns: int) -> OpenSpan:
+    place = scopes.inherited(span)
+    parent, link, _ = lines.above(span)
+    return OpenSpan(
+        span=span.id,
+        parent=parent,
+        link=link,
+        role=bounded(str(place.role or span.log.process.role)),
+        stage=bounded(str(span.stage)),
+        age_ns=max(0, now_ns - span.start_ns),
+        trajectory=None if place.trajectory is None else bounded(place.trajectory),
+        turn=place.turn,
+        thread=span.thread,
+        waits=span.stage in WAITING or (span.attrs or {}).get(WAIT) is True,
+    )
+
+
+def _threads() -> Iterator[Thread]:
+    stacks, own = sys._current_frames(), threading.get_ident()
+    for thread in threading.enumerate():
+        stack = stacks.get(thread.ident or 0)
+        if stack is not None and thread.ident != own and not thread.name.startswith("stepscope-"):
+            frames = tuple(_frames(stack))
+            yield Thread(id=thread.native_id or 0, name=bounded(thread.name), frames=frames)
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    for _ in range(DEPTH):
+        if frame is None:
+            return
+        yield _frame(frame)
+        frame = frame.f_back
+
+
+def _frame(frame: FrameType) -> Frame:
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _tasks() -> Iterator[Task]:
+    for task in _all_tasks(sys.modules.get("asyncio.tasks")):
+        if not task.done():
+            frames, awaits = _chain(task.get_coro())
+            yield Task(name=bounded(task.get_name()), frames=frames, awaits=awaits, span=_span_of(task))
+
+
+def _all_tasks(module: Any) -> list[Any]:
+    """Return the tasks of all event loops. `asyncio.all_tasks` returns those of one, which nothing names."""
+    known = getattr(module, "_all_tasks", None) or getattr(module, "_scheduled_tasks", None) or ()
+    for _ in range(_TRIES):
+        try:
+            return list(known)
+        except RuntimeError:  # a task began or ended meanwhile
+            continue
+    return []
+
+
+def _chain(coroutine: Any) -> tuple[tuple[Frame, ...], str]:
+    """Return the frames of a coroutine and of those that it awaits, and the type that the last one awaits."""
+    frames: list[Frame] = []
+    awaited = coroutine
+    for _ in range(DEPTH):
+        frame = next(
+            (
+                getattr(awaited, name)
+                for name in ("cr_frame", "ag_frame", "gi_frame")
+                if getattr(awaited, name, None)
+            ),
+            None,
+        )
+        if frame is None:
+            break
+        frames.insert(0, _frame(frame))
+        names = ("cr_await", "ag_await", "gi_yieldfrom")
+        awaited = next((getattr(awaited, name) for name in names if hasattr(awaited, name)), None)
+    return tuple(frames), "" if awaited is None else f"{type(awaited).__name__}"[:MAX_TEXT]
+
+
+def _span_of(task: Any) -> int | None:
+    """Return the number of the innermost span that a task runs in, where Python tells its context."""
+    if not hasattr(task, "get_context"):  # Python before 3.12
+        return None
+    scope = task.get_context().get(scopes.current)
+    while scope is not None and not isinstance(scope, Span):
+        scope = scope.parent
+    return None if scope is None or scope.end_ns is not None else scope.id

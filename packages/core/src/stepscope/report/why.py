@@ -1,0 +1,223 @@
+"""Calls that wait for others, from the states of processes at one moment, and those that wait for nobody."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+import msgspec
+
+from stepscope.files.states import Frame, OpenSpan, ProcessState, Task, Thread
+from stepscope.report.formatting import duration, turn
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen")
+_COLLECTIVES = "torch/distributed/"
+"""A frame of these files is a collective, in which a process waits for others."""
+_SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
+"""Functions of torch.distributed that say nothing of the collective."""
+_LOOP = ("asyncio/base_events.py", "asyncio/runners.py", "selectors.py")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that goes on: a span that has not ended and has none below it in its process."""
+
+    process: str
+    """`ProcessInfo.key`."""
+    span: int
+    role: str
+    stage: str
+    age_ns: int
+    trajectory: str | None = None
+    turn: int | None = None
+    where: str
+    """`lock.acquire, from forward at model.py:214`; empty if nothing tells."""
+    collective: str | None = None
+    """The collective that it is in."""
+    waits: bool = False
+    """Its stage only waits."""
+    waits_for: tuple[int, ...] = ()
+    """Indices in `Why.calls` of calls in other processes, below it."""
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `stepscope why`."""
+
+    run_id: str
+    step: int | None
+    step_age_ns: int | None
+    calls: tuple[Call, ...]
+    """Of all processes, the longest first."""
+    culprits: tuple[int, ...]
+    """Indices of the calls that wait for nobody else, the most likely one first."""
+    idle: tuple[str, ...]
+    """Processes in no call, with what their main thread does."""
+    silent: tuple[str, ...]
+    """Workers without an answer."""
+
+
+def why(states: Sequence[ProcessState]) -> Why:
+    """Join the states of processes by their carriers."""
+    calls, places = _calls(states)
+    joined = tuple(
+        msgspec.structs.replace(call, waits_for=tuple(sorted(_waited_for(states, places, call))))
+        for call in calls
+    )
+    owners = [state for state in states if state.step_age_ns is not None] or list(states)
+    answered = {state.process.key for state in states}
+    expected = {key: name for state in states for key, name in state.workers.items()}
+    return Why(
+        run_id=states[0].run_id,
+        step=owners[0].step,
+        step_age_ns=owners[0].step_age_ns,
+        calls=joined,
+        culprits=tuple(_culprits(joined, states)),
+        idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
+        silent=tuple(name for key, name in expected.items() if key not in answered),
+    )
+
+
+def _calls(states: Sequence[ProcessState]) -> tuple[list[Call], dict[tuple[str, int], int]]:
+    """Return the calls, and {(process, span): index} of them."""
+    calls = []
+    for state in states:
+        above = {span.parent for span in state.spans}
+        calls += [_call(state, span) for span in state.spans if span.span not in above]
+    calls.sort(key=lambda call: -call.age_ns)
+    return calls, {(call.process, call.span): index for index, call in enumerate(calls)}
+
+
+def _call(state: ProcessState, span: OpenSpan) -> Call:
+    frames = _frames_of(state, span)
+    return Call(
+        process=state.process.key,
+        span=span.span,
+        role=span.role,
+        stage=span.stage,
+        age_ns=span.age_ns,
+        trajectory=span.trajectory,
+        turn=span.turn,
+        where=say_where(frames),
+        collective=_collective(frames),
+        waits=span.waits,
+    )
+
+
+def _frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
+    """Return the stack of a span: of its task, else of its thread unless that only runs an event loop."""
+    task = next((task for task in state.tasks if task.span == span.span), None)
+    if task is not None:
+        return task.frames
+    thread = next((thread for thread in state.threads if thread.id == span.thread), None)
+    if thread is not None and not _is_polling(thread):
+        return thread.frames
+    unknown = [task for task in state.tasks if task.span is None and _ends_in_code(task)]
+    # The deepest: the others await it, or what it awaits.
+    return max((task.frames for task in unknown), key=len, default=())
+
+
+def _ends_in_code(task: Task) -> bool:
+    return any(not _is_library(frame) for frame in task.frames)
+
+
+def _is_polling(thread: Thread) -> bool:
+    """Return whether a thread runs an event loop that waits for something to happen."""
+    return bool(thread.frames) and thread.frames[0].file.endswith(_LOOP[2])
+
+
+def say_where(frames: Sequence[Frame]) -> str:
+    """Return the innermost frame of the user's code, and the library call that it is in."""
+    own = next((frame for frame in frames if not _is_library(frame)), None)
+    if own is None:
+        return "" if not frames else _place(frames[0])
+    inner = frames[0]
+    return _place(own) if inner is own else f"{_place(own)}, in {inner.function} ({_short(inner.file)})"
+
+
+def _place(frame: Frame) -> str:
+    return f"{frame.function} at {_short(frame.file)}:{frame.line}"
+
+
+def _short(file: str) -> str:
+    return "/".join(PurePath(file).parts[-2:])
+
+
+def _is_library(frame: Frame) -> bool:
+    if "/stepscope/" in frame.file or frame.file.startswith("<profile_step"):
+        return True
+    packages = _LIBRARIES[1] in frame.file or _LIBRARIES[2] in frame.file
+    return packages or frame.file.startswith((_LIBRARIES[0], _LIBRARIES[3]))
+
+
+def _collective(frames: Sequence[Frame]) -> str | None:
+    inside = [frame for frame in frames if _COLLECTIVES in frame.file]
+    named = [frame.function for frame in inside if frame.function not in _SKIPPED]
+    return named[0] if named else (inside[0].function if inside else None)
+
+
+def _waited_for(
+    states: Sequence[ProcessState], places: dict[tuple[str, int], int], call: Call
+) -> Iterator[int]:
+    """Yield the calls of other processes below a call, or below a span above it in its process."""
+    own = next(state for state in states if state.process.key == call.process)
+    parents = {span.span: span.parent for span in own.spans}
+    line: set[int | None] = set()
+    at: int | None = call.span
+    while at is not None and at not in line:
+        line.add(at)
+        at = parents.get(at)
+    for state in states:
+        below = {
+            span.span for span in state.spans if span.link is not None
+            and span.link.process == call.process and span.link.span in line
+        }  # fmt: skip
+        yield from _leaves(state, below, places)
+
+
+def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], int]) -> Iterator[int]:
+    parents = {span.span: span.parent for span in state.spans}
+    for span in parents:
+        index = places.get((state.process.key, span))
+        at: int | None = span
+        for _ in range(len(parents) + 1):
+            if index is None or at is None:
+                break
+            if at in tops:
+                yield index
+                break
+            at = parents.get(at)
+
+
+def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
+    """Return the calls without others below them: work before waiting, and both before collectives."""
+    last = [index for index, call in enumerate(calls) if not call.waits_for]
+    in_collectives = [index for index in last if calls[index].collective is not None]
+    free = [index for index in last if index not in in_collectives]
+    apart = _apart_from_peers([calls[index] for index in in_collectives], calls, free, states)
+    others = [index for index in free if index not in apart]
+    others.sort(key=lambda index: (calls[index].waits, -calls[index].age_ns))
+    return [*apart, *others, *in_collectives]
+
+
+def _apart_from_peers(
+    gathered: Sequence[Call], calls: Sequence[Call], free: Sequence[int], states: Sequence[ProcessState]
+) -> list[int]:
+    """Return the calls of processes whose peers, of the same role, are in a collective without them."""
+    roles = {state.process.key: state.process.role for state in states}
+    waiting = {roles[call.process] for call in gathered}
+    return [index for index in free if roles[calls[index].process] in waiting]
+
+
+def _main(state: ProcessState) -> str:
+    main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
+    where = "" if main is None else say_where(main.frames)
+    return f"in no call{f': {where}' if where else ''}"
+
+
+def say_call(call: Call) -> str:
+    """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
+    whose = "" if call.trajectory is None else f" ({turn(call.trajectory, call.turn)})"
+    text = f"{call.process}: {call.role} {call.stage}{whose} since {duration(call.age_ns)}"
+    if call.collective is not None:
+        text += f", in the collective {call.collective}"
+    return text + (f", {call.where}" if call.where else "")
