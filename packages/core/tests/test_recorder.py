@@ -286,9 +286,13 @@ def test_a_capture_in_between_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_attrs_functions_are_for_captures_alone(tmp_path: Path) -> None:
-    seen = []
+    seen: list[int] = []
 
-    @profile_step("actor", attrs=lambda size: seen.append(size) or {"size": size})
+    def attrs(size: int) -> dict[str, int]:
+        seen.append(size)
+        return {"size": size}
+
+    @profile_step("actor", attrs=attrs)
     def update(size: int) -> None: ...
 
     config = config_in(tmp_path, steps=[1])
@@ -374,7 +378,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     assert slot.active is not None
     child = os.fork()
     if child == 0:
-        os._exit(int(slot.active is not None or standing.standing() is not None))
+        os._exit(len([kept for kept in (slot.active, standing.standing()) if kept is not None]))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
