@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,15 +15,21 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, step_report
 from stepscope.report.tables.diff import diff
 from stepscope.timeline import load_step
+from tests.tree import files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+TO_COPY = [path for path in files(".py", ".sh") if path.parent == EXAMPLES and path.name != "ascend_check.py"]
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
-def run(name: str, folder: Path, *options: str) -> list[float]:
-    """Run an example, which writes below `folder`. Return the mean rewards that it prints, by step."""
-    command = [sys.executable, str(EXAMPLES / name), *options]
+def run(name: str, folder: Path, *options: str, front: Sequence[str] = ()) -> list[float]:
+    """Run an example, which writes below `folder`. Return the mean rewards that it prints, by step.
+
+    Args:
+        front: A module and its options, which run the example: `-m torch.distributed.run`.
+    """
+    command = [sys.executable, *front, str(EXAMPLES / name), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -48,6 +55,37 @@ def test_the_plain_loop_learns_and_two_of_its_steps_are_captured(tmp_path: Path)
         manifest = load_step(layout.root).manifest
         assert manifest is not None
         assert manifest.problems() == []
+
+
+@needs_torch
+def test_both_ranks_of_the_torchrun_loop_are_captured_and_profiled(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    rewards = run("torchrun_loop.py", tmp_path, front=torchrun)
+    assert rewards[-1] > 3 * rewards[0]
+    steps = RunLayout(tmp_path / "outputs/torchrun_loop").steps()
+    assert list(steps) == [10, 20]
+    for layout in steps.values():
+        timeline = load_step(layout.root)
+        assert timeline.manifest is not None
+        assert timeline.manifest.problems() == []
+        assert {process.info.rank for process in timeline.processes} == {0, 1}
+        assert len(list(layout.traces.rglob("*.json.gz"))) == 2
+        report = step_report(timeline)
+        assert {(stage.role, stage.stage): stage.calls for stage in report.stages} == {
+            ("rollout", "generate"): 2,
+            ("reward", "compute_reward"): 2,
+            ("actor", "update_actor"): 2,
+        }
+
+
+def test_the_page_on_torchrun_shows_lines_of_the_example() -> None:
+    source = iter((EXAMPLES / "torchrun_loop.py").read_text().splitlines())
+    page = (EXAMPLES.parent / "docs/first-capture.md").read_text()
+    (excerpt,) = [
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "init_process" in text
+    ]
+    lines = [line.removesuffix(" ...") for line in excerpt.splitlines() if line.strip() not in ("", "...")]
+    assert [line for line in lines if line not in source] == []  # a search goes on behind the line before
 
 
 @needs_torch
@@ -91,5 +129,12 @@ def test_the_tutorial_shows_the_slow_step_as_it_is() -> None:
     assert [excerpt for excerpt in excerpts if excerpt not in source] == []
 
 
-def test_the_example_to_copy_has_less_than_120_lines() -> None:
-    assert len((EXAMPLES / "grpo_ray.py").read_text().splitlines()) < 120
+@pytest.mark.parametrize("path", TO_COPY, ids=lambda path: path.name)
+def test_an_example_to_copy_has_less_than_120_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 120
+
+
+@pytest.mark.parametrize("path", TO_COPY, ids=lambda path: path.name)
+def test_an_example_is_in_the_table_and_names_its_command(path: Path) -> None:
+    assert f"\n| [{path.name}]({path.name}) | " in (EXAMPLES / "README.md").read_text()
+    assert f"examples/{path.name}" in path.read_text()
