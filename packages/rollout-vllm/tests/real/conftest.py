@@ -56,6 +56,7 @@ RUN_BY = {
     "test_ray.py": ("0.32.0",),
     "test_unedited.py": ("0.27.1", "0.32.0"),
     "test_documented_loop.py": ("0.32.0",),
+    "test_example.py": ("0.32.0",),
     "test_owner.py": ("0.29.0", "0.31.0"),
     "test_router.py": ("0.32.0",),
     "test_wheels.py": ("0.31.0",),

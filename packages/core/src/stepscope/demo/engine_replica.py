@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 import zlib
@@ -41,7 +40,9 @@ class EngineReplica(ABC):
     @profile_step(role="rollout", stage="sync_weights")
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Build the engine with the first weights; reload it with later ones."""
-        await asyncio.to_thread(self._write, weights)
+        from stepscope.demo.checkpoint import write_checkpoint  # it imports torch
+
+        await asyncio.to_thread(write_checkpoint, Path(self.model_path), weights)
         if self._built:
             await self.reload()
         else:
@@ -86,15 +87,3 @@ class EngineReplica(ABC):
     @abstractmethod
     def end(self) -> None:
         """End the engine and its processes."""
-
-    def _write(self, weights: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        from stepscope.demo import model
-
-        folder = Path(self.model_path)
-        (folder / "config.json").write_text(json.dumps(model.llama_config()))
-        part = folder / ".part"
-        named = {name: value.contiguous() for name, value in model.llama_weights(weights).items()}
-        save_file(named, part, {"format": "pt"})
-        part.rename(folder / "model.safetensors")
