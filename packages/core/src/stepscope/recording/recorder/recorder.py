@@ -100,7 +100,7 @@ class Recorder:
     def begin_step(self, number: int) -> RecordedStep:
         """Begin a step of the loop in this process, which is not captured."""
         self.log.begin_step(number)
-        return self.steps.begin(number)
+        return self.steps.begin(number, self.log.last_id)
 
     def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
         """End it. Return the trigger that it fired, if any."""
@@ -188,8 +188,8 @@ class Recorder:
     # On the recorder's thread.
 
     def _write_line(self, step: RecordedStep) -> None:
-        spans = self.log.copy()
-        step_lines.append(self.layout.step_lines(self.run_id), step_lines.line_of(step, spans))
+        line = step_lines.line_of(step, self.log.since(step.after))
+        step_lines.append(self.layout.step_lines(self.run_id), line)
         oldest = self.steps.oldest
         if oldest is not None:
             self.log.drop_before(oldest.opened.mono_ns)

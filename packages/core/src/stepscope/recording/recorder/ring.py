@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.trace_context import SpanIds
@@ -50,6 +51,15 @@ class Ring(SpanMaker):
             try:
                 return [*self._long, *self._spans]
             except RuntimeError:  # the collector ran, and a span opened meanwhile
+                continue
+        return []
+
+    def since(self, span_id: int) -> list[Span]:
+        """Return the spans that opened after the one with this number, the last first."""
+        for _ in range(_TRIES):
+            try:
+                return list(islice(reversed(self._spans), max(0, self.last_id - span_id)))
+            except RuntimeError:
                 continue
         return []
 

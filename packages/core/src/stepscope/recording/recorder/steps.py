@@ -17,10 +17,12 @@ FIRST = 10
 class RecordedStep:
     """One step, while it runs and afterwards."""
 
-    __slots__ = ("closed", "ending", "is_written", "number", "opened")
+    __slots__ = ("after", "closed", "ending", "is_written", "number", "opened")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, after: int) -> None:
         self.number = number
+        self.after = after
+        """The number of the last span before it."""
         self.opened: ClockAnchor = clock.read_anchor()
         self.closed: ClockAnchor | None = None
         """None while it runs."""
@@ -55,8 +57,9 @@ class Steps:
     def oldest(self) -> RecordedStep | None:
         return self._kept[0] if self._kept else None
 
-    def begin(self, number: int) -> RecordedStep:
-        step = RecordedStep(number)
+    def begin(self, number: int, after: int) -> RecordedStep:
+        """Begin a step. `after`: the number of the last span before it."""
+        step = RecordedStep(number, after)
         self._kept.append(step)
         return step
 
