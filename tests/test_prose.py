@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,3 +50,13 @@ def test_docstrings_of_attributes_are_found() -> None:
 def test_decisions_have_at_most_300_words() -> None:
     lengths = {page.name: len(page.read_text().split()) for page in (ROOT / "docs/decisions").glob("0*.md")}
     assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+WORD = re.compile(r"[A-Za-z0-9][\w'.-]*")
+
+
+def test_all_documentation_has_at_most_25_000_words() -> None:
+    pages = [path for path in files(".md") if path.parts[-2] != "ISSUE_TEMPLATE"]
+    words = {path.relative_to(ROOT): len(WORD.findall(CODE.sub("", path.read_text()))) for path in pages}
+    assert sum(words.values()) <= 25_000, sorted(words.items(), key=lambda item: -item[1])[:10]

@@ -60,10 +60,11 @@ def steps_of(config: ProfileConfig, seconds: dict[int, float], number: int) -> d
     """Run steps 0 to `number`. Return the begin and end of each by the monotonic clock."""
     times = {}
     for step in range(number):
-        began = time.monotonic()
-        with capture(step, config=config), span("generate", role="rollout"):
-            time.sleep(seconds.get(step, 0.005))
-        times[step] = (began, time.monotonic())
+        with capture(step, config=config):
+            began = time.monotonic()
+            with span("generate", role="rollout"):
+                time.sleep(seconds.get(step, 0.005))
+            times[step] = (began, time.monotonic())
     return times
 
 
