@@ -7,7 +7,6 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +16,9 @@ from stepscope.engines.artifacts import publish, read_anchor
 from stepscope.engines.protocol import EngineCapture
 from stepscope.errors import EngineError
 from stepscope.files.clock import ClockAnchor
-from stepscope.files.layout import safe, sidecar_of
+from stepscope.files.layout import safe
 from stepscope.files.sidecar import Artifact, ProcessInfo
+from stepscope.files.storage.recordings import compress, free_path
 from stepscope.files.storage.temporary import temporary
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ class Recording:
             file = hidden / (stem + pending.suffix)
             pending.write(file)
             if pending.compress:
-                file = _compress(file)
-            final = _free(folder, stem, file.name.removeprefix(stem))
+                file = compress(file)
+            final = free_path(folder, stem, file.name.removeprefix(stem))
             file.rename(final)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -213,19 +213,3 @@ class Recording:
             versions=pending.versions,
             options=pending.options,
         )
-
-
-def _compress(file: Path) -> Path:
-    from isal import igzip  # 9 ms, paid on the profiler's thread; releases the GIL
-
-    compressed = file.with_name(file.name + ".gz")
-    with file.open("rb") as source, igzip.open(compressed, "wb", compresslevel=1) as sink:  # type: ignore[no-untyped-call]
-        shutil.copyfileobj(source, sink, 1 << 20)
-    return compressed
-
-
-def _free(folder: Path, stem: str, suffix: str) -> Path:
-    """Return a path that no earlier capture has taken."""
-    numbered = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
-    paths = (folder / (name + suffix) for name in numbered)
-    return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())

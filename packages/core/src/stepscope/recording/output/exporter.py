@@ -12,7 +12,6 @@ waits for a network disk.
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import time
 from collections import Counter
@@ -24,12 +23,10 @@ import msgspec
 from stepscope.backends.protocol import PendingArtifact
 from stepscope.files.layout import sidecar_of
 from stepscope.files.sidecar import Artifact, Sidecar
+from stepscope.files.storage.recordings import compress, free_path
 from stepscope.files.storage.temporary import temporary
 from stepscope.recording.process import failures, fork
 from stepscope.recording.process.work_queue import WorkQueue
-
-BLOCK = 8 << 20
-"""Bytes of one compression call (6 ms). Each takes the GIL back from the training thread for a moment."""
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +134,7 @@ def _export(job: _Job) -> tuple[ExportResult, int]:
         finally:
             stall_ns = time.monotonic_ns() - writing
         if job.pending.compress:
-            file = _compress(file)
+            file = compress(file)
         sidecar = _put(job, file)
     except Exception as error:
         job.pending.discard()
@@ -155,7 +152,8 @@ def _export(job: _Job) -> tuple[ExportResult, int]:
 
 def _put(job: _Job, file: Path) -> Sidecar:
     """Rename the finished file into place, then its sidecar. A disk refuses before that, if it does."""
-    final = _free(job.target.parent, job.target.name.removesuffix(job.pending.suffix), file.name)
+    stem = job.target.name.removesuffix(job.pending.suffix)
+    final = free_path(job.target.parent, stem, file.name.removeprefix(stem))
     sidecar = job.describe(_size(file), final)
     beside = file.with_name("sidecar")
     beside.write_bytes(msgspec.json.encode(sidecar))
@@ -169,24 +167,6 @@ def _put(job: _Job, file: Path) -> Sidecar:
 def _size(file: Path) -> int:
     """Return the size in bytes; of a folder, with all that is in it."""
     return sum(path.stat().st_size for path in (file, *file.rglob("*")) if path.is_file())
-
-
-def _compress(file: Path) -> Path:
-    from isal import igzip  # import time: 9 ms, spent in this thread
-
-    compressed = file.with_name(file.name + ".gz")
-    sink = igzip.open(compressed, "wb", compresslevel=1)  # type: ignore[no-untyped-call]  # isal
-    with file.open("rb") as source, sink:
-        shutil.copyfileobj(source, sink, BLOCK)
-    file.unlink()
-    return compressed
-
-
-def _free(folder: Path, stem: str, name: str) -> Path:
-    """Return `name` in `folder`, with a number after its `stem` if it is taken."""
-    suffix = name.removeprefix(stem)
-    paths = (folder / (f"{stem}-{number}{suffix}" if number > 1 else name) for number in itertools.count(1))
-    return next(path for path in paths if not path.exists() and not sidecar_of(path).exists())
 
 
 _exporter = Exporter()
