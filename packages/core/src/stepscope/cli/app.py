@@ -25,6 +25,7 @@ from stepscope.cli.report import report
 from stepscope.cli.run_program import run as run_command
 from stepscope.cli.trigger import trigger
 from stepscope.cli.validate import validate
+from stepscope.cli.watch import watch
 from stepscope.cli.why import why
 from stepscope.errors import ConfigError, StepscopeError
 
@@ -45,6 +46,7 @@ app.command()(analyse)
 app.command()(diff)
 app.command()(ls)
 app.command()(trigger)
+app.command()(watch)
 app.command()(why)
 app.command()(validate)
 app.command()(publish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -70,7 +71,10 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
             if states and all(answered >= state.workers.keys() for state in states if state.workers):
                 time.sleep(POLL_S)  # ranks that name no others may come a moment later
                 break
-    return _read(folder)
+    states = _read(folder)
+    path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return states
 
 
 def _read(folder: Path) -> list[ProcessState]:

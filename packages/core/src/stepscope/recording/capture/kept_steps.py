@@ -14,7 +14,7 @@ from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.capture.requesting import request_capture
 from stepscope.recording.fanout.fleet import load_fleet
 from stepscope.recording.fanout.messages import PrepareRequest
-from stepscope.recording.process import failures, private_loop, run
+from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.recorder import standing
@@ -60,6 +60,7 @@ def _start(config: ProfileConfig, role: str, rank: int | None, workers: object) 
     before = standing.standing()
     recorder = standing.start(config, identify(role, rank=rank), run.run_id())
     recorder.config = config
+    recorder.later(partial(run.record, config, versions.versions))
     if recorder is not before and workers is not None and not omissions.none_meant(workers):
         _in_background(partial(_tell, recorder, workers))
     return recorder

@@ -180,6 +180,10 @@ class Recorder:
         )
         write_atomic(self.layout.state_of(self.process, order_id), msgspec.json.encode(state))
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Do some work in the background, after what was triggered before."""
+        self._work.put(work)
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until all is written. Return whether it is."""
         self._is_hurried = True

@@ -27,11 +27,11 @@ def line_of(step: RecordedStep, spans: Sequence[Span]) -> StepLine:
     Args:
         spans: Those that opened in it, and perhaps others.
     """
-    first_ns = step.opened.mono_ns
+    first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[str, int] = defaultdict(int)
     for span in spans:
         end_ns = span.end_ns
-        if end_ns is None or span.start_ns < first_ns or isinstance(span.parent, Span):
+        if end_ns is None or not first_ns <= span.start_ns <= last_ns or isinstance(span.parent, Span):
             continue
         role = scopes.inherited(span).role or span.log.process.role
         took[f"{bounded(str(role))}/{bounded(str(span.stage))}"] += end_ns - span.start_ns

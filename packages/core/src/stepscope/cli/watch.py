@@ -1,0 +1,157 @@
+"""`stepscope watch`: a live view of a run, from its files alone."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Screen
+from rich.text import Text
+
+from stepscope.cli import screen
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import no_run
+from stepscope.cli.ls import rows_of
+from stepscope.cli.why import ask
+from stepscope.files.layout import RunLayout
+from stepscope.files.recorder import StepLine, read_step_lines
+from stepscope.files.storage.atomic import write_atomic
+from stepscope.report.formatting import count, duration, turn
+from stepscope.report.live import Live, live
+from stepscope.report.terminal.layout import listing, table
+
+BARS = " ▁▂▃▄▅▆▇█"
+_WRITTEN = 5
+"""Steps on disk that are listed, the last."""
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+    every: Annotated[float, typer.Option(metavar="S", min=0.2, help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and print it.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that loads itself anew, instead.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Look once, as JSON; times in ns.")] = False,
+) -> None:
+    """Show a run as it goes: the step that runs, the last ones, who is in which call, the trajectories.
+
+    For runs with `record: spans`, running or finished. It reads files and opens no port. End it with Ctrl-C.
+    """
+    if not run.is_dir():
+        raise CommandError(no_run(run))
+    layout = RunLayout(run)
+    if not _lines(layout):
+        raise CommandError(
+            f"{run} has no line of a step yet. Fix: record: spans, in the run's configuration",
+            Exit.INCOMPLETE,
+        )
+    if json:
+        screen.show_json(look(layout, every))
+    elif html is not None:
+        _follow_in_page(layout, html, every, once=once)
+    elif once:
+        screen.show(*render(layout, look(layout, every)))
+    else:
+        _follow(layout, every)
+
+
+def look(layout: RunLayout, every: float) -> Live:
+    """Return the run at this moment. Waits for answers no longer than until the next look."""
+    return live(_lines(layout), ask(layout, min(1.5, every)))
+
+
+def _follow(layout: RunLayout, every: float) -> None:
+    try:
+        with Screen(screen=False, auto_refresh=False) as view:
+            while True:
+                began = time.monotonic()
+                view.update(Group(*render(layout, look(layout, every))), refresh=True)
+                time.sleep(max(0.0, every - (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        raise typer.Exit(Exit.OK) from None
+
+
+def _follow_in_page(layout: RunLayout, page: Path, every: float, *, once: bool) -> None:
+    try:
+        while True:
+            began = time.monotonic()
+            write_atomic(page, page_of(layout, look(layout, every), every).encode())
+            if once:
+                return
+            time.sleep(max(0.0, every - (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        raise typer.Exit(Exit.OK) from None
+
+
+def page_of(layout: RunLayout, view: Live, every: float) -> str:
+    """Return the view as a page that loads itself anew."""
+    console = Console(record=True, width=screen.WIDTH, file=io.StringIO(), markup=False, highlight=False)
+    for part in render(layout, view):
+        console.print(part)
+    text = console.export_html(inline_styles=True, code_format="{code}")
+    return (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="{max(1, round(every))}">'
+        f"<title>{layout.root.name}</title>"
+        f'<pre style="font-family: monospace; line-height: 1.3; margin: 2em">{text}</pre>\n'
+    )
+
+
+def _lines(layout: RunLayout) -> list[StepLine]:
+    """Return the lines of the run that wrote last."""
+    files = sorted(layout.root.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return read_step_lines(files[-1]) if files else []
+
+
+def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
+    """Yield the view for a terminal."""
+    yield Text(_head(view), style="bold")
+    yield Text(f"  {_bars(view)}")
+    if view.stages:
+        rows = [(item.stage, f"{item.last_s:.2f} s", f"{item.median_s:.2f} s") for item in view.stages[:8]]
+        yield table("Stages of the driver", ("stage", ">last step", ">median"), rows)
+    if view.lanes:
+        lanes = [
+            (lane.role, f"{lane.processes:,}", f"{lane.calls:,}", ", ".join(lane.stages[:4]),
+             duration(lane.oldest_ns))
+            for lane in view.lanes
+        ]  # fmt: skip
+        yield table("In these calls now", ("role", ">processes", ">calls", "stages", ">oldest"), lanes)
+    if view.oldest:
+        title = f"{count(view.flights, 'trajectory')} under way, the longest"
+        flights = [
+            (turn(flight.trajectory, flight.turn), flight.stage, duration(flight.age_ns))
+            for flight in view.oldest
+        ]
+        yield table(title, ("trajectory", "in", ">for"), flights)
+    written = list(_written(layout))
+    if written:
+        yield listing("On disk, the last", written)
+
+
+def _head(view: Live) -> str:
+    ended = f"{count(view.steps, 'step')} so far"
+    median = "" if view.median_ns is None else f", median of the last {len(view.durations_ns)} "
+    median += "" if view.median_ns is None else duration(view.median_ns)
+    if view.running_ns is None:
+        return f"No process answers: the run has ended, or hangs in C. {ended}{median}"
+    ratio = "" if not view.median_ns else f", {view.running_ns / view.median_ns:.1f} times the median"
+    return f"Step {view.running} runs for {duration(view.running_ns)}{ratio}. {ended}{median}"
+
+
+def _bars(view: Live) -> str:
+    longest = max(view.durations_ns, default=0) or 1
+    top = len(BARS) - 1
+    return "".join(BARS[max(1, round(ns / longest * top))] for ns in view.durations_ns)
+
+
+def _written(layout: RunLayout) -> Iterator[str]:
+    for number, step in list(layout.steps().items())[-_WRITTEN:]:
+        for row in rows_of(number, step):
+            why = "captured" if row.recorder is None else f"{row.recorder.trigger}: {row.recorder.reason}"
+            yield f"step {number}, {duration(row.wall_ns)}, {why}"
