@@ -48,7 +48,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stepscope watch` shows."""
+    """The view that `stepscope watch` shows."""
 
     steps: int
     """Steps that have ended."""
