@@ -99,6 +99,12 @@ def unhidden(role: str) -> Change:
     return change
 
 
+def in_collectives_alone(case: Case) -> None:
+    """Collectives of the one rank that a profiler recorded."""
+    reduce = event("gloo:all_reduce", "user_annotation", 520_000, 300_000, tid=2)
+    add_trace(case.folder, case.actors[0], [op("aten::mm", 500_000, 20_000), reduce])
+
+
 def slow_judge(case: Case) -> None:
     for rank in (0, 1, 2):
         case.folder.process("reward", rank).span("score", 0, (100 + 300 * (rank == 0)) * MS)
@@ -139,6 +145,7 @@ def met(case: Case) -> None:
         ("straggler", [slow_judge], "spread its calls", "balance"),
         ("collectives", [unhidden("actor")], "gradient reduction", "replica"),
         ("collectives", [unhidden("rollout")], "fewer ranks to a replica", "gradient"),
+        ("collectives", [in_collectives_alone], "a profiler on all ranks", "buckets"),
         ("uneven-profiling", [slow_rank, profiled(2)], "ranks: all, or profiler: off", "engines"),
         ("uneven-profiling", [slow_replica, engine_recorded], "ranks: all, or no engines", "profiler: off"),
         ("profiler-cost", [dear, engine_recorded, on_a_cpu], "iterations of an engine", "torch.schedule"),

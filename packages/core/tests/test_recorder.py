@@ -27,6 +27,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.files.recorder import StepLine, read_step_lines
+from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import baseline, on_demand
 from stepscope.recording.process import shutdown
@@ -174,6 +175,8 @@ def test_the_step_after_a_slow_one_is_captured(tmp_path: Path) -> None:
     layout = drained(tmp_path)
     _, slow, captured = layout.steps()
     assert slow == 15
+    (request,) = read_requests(layout.control)
+    assert request.reason == "step 15 was slow"
     assert manifest_of(layout, captured).recorder is None
 
 
@@ -210,6 +213,9 @@ def test_a_step_without_progress_is_written_while_it_runs(tmp_path: Path) -> Non
         report = report_of(layout, 7)
     assert report.health.recorder is not None
     assert report.health.recorder.trigger == "hang"
+    assert not report.health.complete
+    assert "Not complete: the step still ran when the flight recorder wrote it" in text_of(report)
+    assert report.breakdown.window_ns >= 3e8
     running = {(row.role, row.stage) for row in report.health.open_spans}
     assert running == {("agent_loop", "trajectory"), ("env", "search")}
 
@@ -228,6 +234,23 @@ def test_somebody_asks_for_the_last_steps(tmp_path: Path) -> None:
     assert listening._said.answers[request].steps == [5, 6, 7]
     with capture(8, config=config):
         assert slot.session() is None, "such a request captures no step to come"
+
+
+def test_a_step_that_runs_is_not_written_as_one_that_ended(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    times = steps_of(config, {}, 2)
+    recorder = standing.standing()
+    assert recorder is not None
+    with capture(2, config=config):
+        assert recorder.write_last(3) == [0, 1]
+    assert recorder.write_last(3) == [2]
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == [0, 1, 2]
+    assert report_of(layout, 2).health.complete
+    baseline_of_the_first = report_of(layout, 0).baseline
+    assert baseline_of_the_first is not None
+    began, ended = times[1]
+    assert baseline_of_the_first.next_ns == pytest.approx(1e9 * (ended - began), abs=3e6)
 
 
 def test_a_run_that_keeps_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,7 +466,7 @@ def test_processes_of_one_run_write_the_same_steps(tmp_path: Path) -> None:
         request_capture(last=3, save_path=tmp_path)
         layout = RunLayout(tmp_path)
         assert until(
-            lambda: all(len(list(layout.step(step).processes.glob("[!.]*.json"))) == 2 for step in (3, 4, 5))
+            lambda: all(len(list(layout.step(step).processes.glob("[!.]*.json"))) == 2 for step in (2, 3, 4))
         )
     finally:
         for program in programs:

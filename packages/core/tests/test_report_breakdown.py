@@ -275,3 +275,14 @@ def test_a_broken_file_makes_a_step_incomplete(tmp_path: Path) -> None:
     health = step_health(load_step(path))
     assert not health.complete
     assert [problem.what for problem in health.broken] == ["lines that are no record"]
+
+
+def test_ranks_that_capture_by_themselves_cost_as_much_as_the_slowest(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    costs = OwnCost(start_ns=9 * MS, stop_ns=5 * MS), OwnCost(start_ns=2 * MS, stop_ns=70 * MS)
+    for rank, cost in enumerate(costs):
+        folder.process("trainer", rank, owner=True, cost=cost).span("update", 0, 10 * MS)
+    folder.process("actor", 0, cost=OwnCost(start_ns=500 * MS)).span("step", 0, 10 * MS)
+    close(folder, 10 * MS)
+    breakdown = step_breakdown(load_step(folder.write()))
+    assert (breakdown.opening_ns, breakdown.closing_ns) == (9 * MS, 70 * MS)

@@ -19,7 +19,7 @@ def test_one_rank_tells_of_a_step_and_it_is_one_that_closed_last(tmp_path: Path)
     done = subprocess.run(
         [*torchrun, str(MAIN), str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
     )
-    told = [line for line in done.stderr.splitlines() if "stepscope: " in line]
+    told = [line for line in done.stderr.splitlines() if "stepscope: step" in line]
     in_turn, at_once = told
     assert in_turn.startswith("rank 2: stepscope: step 1 captured: 3 processes, 3 traces")
     assert "stepscope: step 2 captured: 3 processes" in at_once

@@ -35,7 +35,13 @@ def update():
     with lock:
         pass
 
-lock.acquire()
+def hold():
+    lock.acquire()
+    threading.Event().wait()
+
+threading.Thread(target=hold, name="holder", daemon=True).start()
+while not lock.locked():
+    time.sleep(0.01)
 with capture(3), span("train", role="trainer"):
     ready()
     update()
@@ -176,7 +182,14 @@ def test_a_seeded_hang_is_named(
     assert (first["role"], first["stage"]) == (role, stage)
     assert first["where"].startswith(where), first
     assert answer["step"] == 3
-    assert f"Waits for nobody else: trainer_{os.uname().nodename}" in text
+    assert f"Waits for no other call: trainer_{os.uname().nodename}" in text
+
+
+def test_the_thread_that_holds_the_lock_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hanging(LOCK, tmp_path):
+        answer = answer_of(tmp_path, capsys)
+    (thread,) = answer["beside"]
+    assert thread.startswith("thread holder: hold at ")
 
 
 def test_the_trajectory_of_a_tool_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,7 +253,8 @@ def _different(request: Request) -> str:
         for name in ("tool", "roles", "ranks", "seconds")
         if (value := getattr(request, name)) is not None
     ]
-    return ", ".join(settings) or "nothing"
+    because = "" if request.reason is None else f"asked by the flight recorder: {request.reason}"
+    return ", ".join(filter(None, (*settings, because))) or "nothing"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -17,9 +17,8 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.cli.ls import rows_of
-from stepscope.cli.why import ask
+from stepscope.cli.why import ask, step_lines
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.formatting import count, duration, turn
 from stepscope.report.live import Live, live
@@ -46,7 +45,7 @@ def watch(
     if not run.is_dir():
         raise CommandError(no_run(run))
     layout = RunLayout(run)
-    if not _lines(layout):
+    if not step_lines(layout):
         raise CommandError(
             f"{run} has no line of a step yet. Fix: record: spans, in the run's configuration",
             Exit.INCOMPLETE,
@@ -63,7 +62,7 @@ def watch(
 
 def look(layout: RunLayout, every: float) -> Live:
     """Return the run at this moment. Waits for answers no longer than until the next look."""
-    return live(_lines(layout), ask(layout, min(1.5, every)))
+    return live(step_lines(layout), ask(layout, min(1.5, every)))
 
 
 def _follow(layout: RunLayout, every: float) -> None:
@@ -100,12 +99,6 @@ def page_of(layout: RunLayout, view: Live, every: float) -> str:
         f"<title>{layout.root.name}</title>"
         f'<pre style="font-family: monospace; line-height: 1.3; margin: 2em">{text}</pre>\n'
     )
-
-
-def _lines(layout: RunLayout) -> list[StepLine]:
-    """Return the lines of the run that wrote last."""
-    files = sorted(layout.root.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return read_step_lines(files[-1]) if files else []
 
 
 def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""`stepscope why`: the calls that every process of a run is in right now, and those that wait for nobody."""
+"""`stepscope why`: the calls that a run is in right now, and those of them that wait for no other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
-from stepscope.files.recorder import WHY, Order
+from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines
 from stepscope.files.states import ProcessState, read_state
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.blocks.health import say_span
-from stepscope.report.formatting import duration
+from stepscope.report.formatting import duration, middle
+from stepscope.report.live import COMPARED
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing
 from stepscope.report.why import Why, say_call
@@ -39,7 +40,7 @@ def why(
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 3.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
 ) -> None:
-    """Ask every process of a run what it does right now, and name the first that waits for nobody else.
+    """Ask every process of a run what it does right now, and name the call that waits for no other.
 
     For runs with `record: spans`. If nobody answers, show the calls that the last step on disk never ended.
     """
@@ -52,7 +53,7 @@ def why(
     if json:
         screen.show_json(answer)
     else:
-        screen.show(*render(answer))
+        screen.show(*render(answer, _usual(RunLayout(run))))
     raise typer.Exit(Exit.OK if not answer.silent else Exit.INCOMPLETE)
 
 
@@ -85,14 +86,31 @@ def _read(folder: Path) -> list[ProcessState]:
     return states
 
 
-def render(answer: Why) -> Iterator[RenderableType]:
-    """Yield the answer for a terminal."""
+def step_lines(layout: RunLayout) -> list[StepLine]:
+    """Return the lines of the steps of the run that wrote last."""
+    files = sorted(layout.root.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return read_step_lines(files[-1]) if files else []
+
+
+def _usual(layout: RunLayout) -> str:
+    last = [line.dur_ns for line in step_lines(layout)[-COMPARED:]]
+    return f" (median of the last {len(last)}: {duration(middle(last))})" if last else ""
+
+
+def render(answer: Why, usual: str) -> Iterator[RenderableType]:
+    """Yield the answer for a terminal.
+
+    Args:
+        usual: Words on how long other steps took.
+    """
     step = "No step runs" if answer.step_age_ns is None else f"Step {answer.step} runs"
-    age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}"
+    age = "" if answer.step_age_ns is None else f" for {duration(answer.step_age_ns)}{usual}"
     yield Text(f"{step}{age}. Run {answer.run_id}", style="bold")
     if answer.culprits:
         first = answer.calls[answer.culprits[0]]
-        yield Text(f"Waits for nobody else: {say_call(first)}", style="bold")
+        yield Text(f"Waits for no other call: {say_call(first)}", style="bold")
+        if answer.beside:
+            yield listing("Beside it in that process", answer.beside)
         more = [say_call(answer.calls[index]) for index in answer.culprits[1:]]
         if more:
             yield listing("Neither do these", more)

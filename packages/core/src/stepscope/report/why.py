@@ -1,4 +1,4 @@
-"""Calls that wait for others, from the states of processes at one moment, and those that wait for nobody."""
+"""Calls that wait for others, from the states of processes at one moment, and those that do not."""
 
 from __future__ import annotations
 
@@ -49,11 +49,13 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...]
     """Of all processes, the longest first."""
     culprits: tuple[int, ...]
-    """Indices of the calls that wait for nobody else, the most likely one first."""
+    """Indices of the calls that wait for no other call, the most likely one first."""
     idle: tuple[str, ...]
     """Processes in no call, with what their main thread does."""
     silent: tuple[str, ...]
     """Workers without an answer."""
+    beside: tuple[str, ...] = ()
+    """Other threads in the process of the first culprit: one of them may hold what it waits for."""
 
 
 def why(states: Sequence[ProcessState]) -> Why:
@@ -66,12 +68,14 @@ def why(states: Sequence[ProcessState]) -> Why:
     owners = [state for state in states if state.step_age_ns is not None] or list(states)
     answered = {state.process.key for state in states}
     expected = {key: name for state in states for key, name in state.workers.items()}
+    culprits = tuple(_culprits(joined, states))
     return Why(
         run_id=states[0].run_id,
         step=owners[0].step,
         step_age_ns=owners[0].step_age_ns,
         calls=joined,
-        culprits=tuple(_culprits(joined, states)),
+        culprits=culprits,
+        beside=tuple(_beside(states, joined[culprits[0]])) if culprits else (),
         idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
         silent=tuple(name for key, name in expected.items() if key not in answered),
     )
@@ -206,6 +210,15 @@ def _apart_from_peers(
     roles = {state.process.key: state.process.role for state in states}
     waiting = {roles[call.process] for call in gathered}
     return [index for index in free if roles[calls[index].process] in waiting]
+
+
+def _beside(states: Sequence[ProcessState], call: Call) -> Iterator[str]:
+    """Yield the threads of a call's process that run code of the user's outside of any call."""
+    state = next(state for state in states if state.process.key == call.process)
+    busy = {span.thread for span in state.spans}
+    for thread in state.threads:
+        if thread.id not in busy and any(not _is_library(frame) for frame in thread.frames):
+            yield f"thread {thread.name}: {say_where(thread.frames)}"
 
 
 def _main(state: ProcessState) -> str:

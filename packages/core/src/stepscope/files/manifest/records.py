@@ -149,6 +149,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """`slow`, `exception`, `hang`, `signal` or `request`."""
     reason: str
     """For people."""
+    running: bool = False
+    """True if the step still ran when it was written."""
 
 
 class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +228,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recorder(self) -> Recorded | None:
         """The event upon which the flight recorder wrote the step. None: it was captured."""
-        return next((part.recorder for part in self.processes if part.recorder is not None), None)
+        owners_first = sorted(self.processes, key=lambda part: not part.owner)
+        return next((part.recorder for part in owners_first if part.recorder is not None), None)
 
     def problems(self) -> list[str]:
         """Return a line for each expectation that is missing, partial or failed, with its reason."""

@@ -11,7 +11,7 @@ from stepscope.errors import StepscopeError
 from stepscope.files.manifest.records import Ending
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
-from stepscope.recording.capture.requesting import request_capture
+from stepscope.recording.capture.requesting import ask
 from stepscope.recording.fanout.fleet import load_fleet
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.process import failures, private_loop, run, versions
@@ -94,7 +94,7 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
         first = step + (1 if is_alone() else 2)
         steps = f"{first}:{first + config.recorder.then_capture}"
     try:
-        request_capture(steps, save_path=config.save_path)
+        ask(steps, save_path=config.save_path, reason=f"step {step} was slow")
     except (StepscopeError, OSError) as error:
         failures.warn("stepscope: the step after the slow one is not captured: %s", error)
 

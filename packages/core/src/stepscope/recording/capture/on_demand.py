@@ -265,7 +265,8 @@ def _first_answer(request: Request) -> Answer:
     steps = recorder.write_last(request.last)
     if not steps:
         return Answer(state="refused", reason="no step is in memory that is not written yet")
-    return Answer(state="captured", steps=steps)
+    few = None if len(steps) == request.last else "no further step is in memory that is not written yet"
+    return Answer(state="captured", steps=steps, reason=few)
 
 
 def wanted(

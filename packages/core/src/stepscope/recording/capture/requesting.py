@@ -53,6 +53,33 @@ def request_capture(
         CaptureError: nobody listens in that folder: its run has ended, or has not begun.
         OSError: the folder cannot be written.
     """
+    return ask(
+        steps,
+        roles=roles,
+        ranks=ranks,
+        tool=tool,
+        seconds=seconds,
+        expires_s=expires_s,
+        save_path=save_path,
+        next_run=next_run,
+        last=last,
+    )
+
+
+def ask(
+    steps: str,
+    *,
+    roles: str | None = None,
+    ranks: str | int | Sequence[int] | None = None,
+    tool: str | None = None,
+    seconds: float | None = None,
+    expires_s: float = 3600,
+    save_path: str | os.PathLike[str] | None = None,
+    next_run: bool = False,
+    last: int | None = None,
+    reason: str | None = None,
+) -> str:
+    """As `request_capture`. `reason`: the event upon which stepscope asks by itself."""
     if switch.DISABLED:
         return ""
     if last is not None and (type(last) is not int or last < 1):
@@ -78,19 +105,23 @@ def request_capture(
         tool=tool,
         seconds=seconds,
         last=last,
+        reason=reason,
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
-        runs=_runs_that_listen(layout, own=save_path is None, next_run=next_run),
+        runs=_runs_that_listen(
+            layout, own=save_path is None, next_run=next_run, of_the_past=last is not None
+        ),
     )
     change_requests(layout, lambda standing: [*_living(standing), request])
     return request.id
 
 
-def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[str] | None:
+def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool, of_the_past: bool) -> list[str] | None:
     """Return the ids of the runs that listen in a folder; None for the next one.
 
     Args:
         own: It is this process' run too, which need not listen yet.
+        of_the_past: Steps that are over are asked for, which a next run does not have.
 
     Raises:
         CaptureError: nobody listens, and the request is not for the next run.
@@ -108,10 +139,10 @@ def _runs_that_listen(layout: RunLayout, *, own: bool, next_run: bool) -> list[s
         if last is None
         else f"The run has ended ({last.role}, {last.host} pid {last.pid})"
     )
-    raise CaptureError(
-        f"nobody listens in {layout.root}, and nothing was asked. {why}. "
-        "Fix: next_run=True (`stepscope trigger --next-run`) asks the next run in this folder"
-    )
+    fix = "Fix: next_run=True (`stepscope trigger --next-run`) asks the next run in this folder"
+    if of_the_past:
+        fix = "The steps that a run keeps in memory end with it"
+    raise CaptureError(f"nobody listens in {layout.root}, and nothing was asked. {why}. {fix}")
 
 
 def _living(standing: list[Request]) -> list[Request]:

@@ -133,8 +133,8 @@ class Recorder:
         return trigger
 
     def write_last(self, number: int) -> list[int]:
-        """Write the last steps in the background, because somebody asks. Return those that are new."""
-        unwritten = [step for step in self.steps.last(number) if not step.is_written]
+        """Write the last steps that have ended, in the background. Return those that are new."""
+        unwritten = [step for step in self.steps.last(number, ended=True) if not step.is_written]
         if unwritten:
             self._order(unwritten, "request", "somebody asked for it")
         return [step.number for step in unwritten]

@@ -83,6 +83,10 @@ class Steps:
         times = f"{took / usual:.1f} times the median of {len(before)} steps"
         return f"it took {took:.3g} s, {times} ({usual:.3g} s)"
 
-    def last(self, number: int) -> list[RecordedStep]:
-        """Return the last steps, the oldest first, the running one included."""
-        return list(self._kept)[-number:]
+    def last(self, number: int, *, ended: bool = False) -> list[RecordedStep]:
+        """Return the last steps, the oldest first.
+
+        Args:
+            ended: Without the one that runs.
+        """
+        return [step for step in self._kept if not ended or step.closed is not None][-number:]

@@ -36,6 +36,8 @@ class Window(NamedTuple):
     closed: ClockAnchor
     ending: Ending | None = None
     """The cause of its early end."""
+    running: bool = False
+    """True if it still runs."""
 
 
 class Written(NamedTuple):
@@ -47,7 +49,8 @@ class Written(NamedTuple):
 
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
     """Return the window of a step of this process; one that still runs ends now."""
-    return Window(step.number, step.opened, step.closed or now, step.ending)
+    running = step.closed is None
+    return Window(step.number, step.opened, step.closed or now, step.ending, running)
 
 
 def windows_by_time(order: Order, now: ClockAnchor) -> list[Window]:
@@ -105,7 +108,7 @@ class StepWriter:
             began=began,
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
-            recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason),
+            recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),
         )
         manifest_part = ManifestPart(layout.part_of(process, run_id, number), part)
         manifest_part.expect(awaited("spans", "spans", "exporting"))

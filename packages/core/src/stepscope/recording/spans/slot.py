@@ -66,7 +66,7 @@ class FlightRecorder(ActiveSession, Protocol):
     """The flight recorder, as those that ask for its steps need it."""
 
     def write_last(self, number: int) -> list[int]:
-        """Write the last steps, and return the numbers of those that were not written before."""
+        """Write the last steps that have ended, and return those that were not written before."""
         ...
 
 

@@ -54,6 +54,8 @@ def collectives(evidence: Evidence) -> Advice | None:
         if late and worst.awaited is not None:
             because.append(f"that was {worst.awaited} for {duration(worst.awaited_ns)} of it")
     whom = worst.awaited if one else "each other"
+    if worst.skew_ns is None and _has_unprofiled_peers(evidence, worst.role):
+        return _may_wait(worst.role, tuple(because), worst.collective_ns)
     return Advice(
         rule="collectives",
         kind="hint",
@@ -72,6 +74,23 @@ def collectives(evidence: Evidence) -> Advice | None:
             else "larger buckets, and overlap of gradient reduction with backward"
         ),
         saves_ns=worst.collective_ns,
+    )
+
+
+def _has_unprofiled_peers(evidence: Evidence, role: str) -> bool:
+    """Return whether processes of this role have no trace, which would tell when they entered collectives."""
+    profiled = {row.name for row in evidence.health.processes if row.profiled}
+    return any(row.role == role and row.process not in profiled for row in evidence.idle)
+
+
+def _may_wait(role: str, because: tuple[str, ...], collective_ns: int) -> Advice:
+    return Advice(
+        rule="collectives",
+        kind="hint",
+        what="a rank spends time in collectives: it communicates, or it waits for ranks without a trace",
+        because=because,
+        do=f"capture a step with a profiler on all ranks, to see which: roles: {{{role}: {{ranks: all}}}}",
+        saves_ns=collective_ns,
     )
 
 

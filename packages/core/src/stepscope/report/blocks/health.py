@@ -156,6 +156,8 @@ def doubts(health: Health) -> Iterator[str]:
 
 def _reasons(health: Health) -> Iterator[str]:
     yield from health.missing
+    if health.recorder is not None and health.recorder.running:
+        yield "the step still ran when the flight recorder wrote it: it is cut off at that moment"
     if health.state is None:
         yield "no process left its part of the manifest"
     for process in health.processes:

@@ -10,6 +10,7 @@ from stepscope.files.uncaptured import UncapturedStep
 from stepscope.report.accounting import rank_of
 from stepscope.report.formatting import middle
 from stepscope.report.tables.breakdown import Breakdown
+from stepscope.report.tables.health import is_running
 from stepscope.timeline import Timeline
 
 ENOUGH = 5
@@ -53,7 +54,11 @@ def step_baseline(timeline: Timeline, breakdown: Breakdown) -> Baseline | None:
         return None
     took = sorted(step.dur_ns for step in used)
     end_ns, p50_ns = timeline.window.end_ns, middle(took)
-    after = (step.dur_ns for step in timeline.uncaptured if step.first and step.start_ns >= end_ns)
+    after = (
+        step.dur_ns
+        for step in timeline.uncaptured
+        if (step.first if recorder is None else step.step == timeline.step + 1) and step.start_ns >= end_ns
+    )
     whole = _whole(timeline)
     return Baseline(
         steps=tuple(step.step for step in used),
@@ -86,4 +91,4 @@ def _whole(timeline: Timeline) -> bool:
         for part in parts
         if part.owner
     )
-    return timeline.window.closed and not cut
+    return timeline.window.closed and not cut and not is_running(timeline.manifest)

@@ -56,7 +56,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The step alone, from the end of the capture's opening to the begin of its closing: 100 %, and what the
     lines add up to."""
     opening_ns: int
-    """The owner's time for opening the capture, before the step."""
+    """The owner's time for opening the capture, before the step; of several owners, the slowest one's."""
     closing_ns: int
     """The same for closing it, after the step."""
     total_ns: int
@@ -83,8 +83,7 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
     profiler_ns = stalled_ns + shares.wall_ns.pop(WINDOWS, 0)
     for label in (STALLED, WINDOWS):
         shares.active_ns.pop(label, None)
-    cost = timeline.processes[0].cost if window.opened else None
-    opening_ns, closing_ns = (0, 0) if cost is None else (cost.start_ns, cost.stop_ns)
+    opening_ns, closing_ns = _beside(timeline)
     labels = sorted(
         shares.active_ns, key=lambda label: (-shares.wall_ns[label], -shares.active_ns[label], label)
     )
@@ -106,6 +105,17 @@ def step_breakdown(timeline: Timeline) -> Breakdown:
         gaps=gaps,
         left_out=tuple(process.name for process in timeline.processes if not process.aligned),
     )
+
+
+def _beside(timeline: Timeline) -> tuple[int, int]:
+    """Return the time for opening and for closing the capture.
+
+    Ranks that each open a capture of their own wait for the slowest of them in the step: its times count.
+    """
+    if not timeline.window.opened:
+        return 0, 0
+    costs = [process.cost for process in timeline.processes if process.owner and process.cost is not None]
+    return max((cost.start_ns for cost in costs), default=0), max((cost.stop_ns for cost in costs), default=0)
 
 
 def _name_transfers(stretches: Iterable[Stretch], work: Work, shares: Shares) -> tuple[Gap, ...]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from stepscope.files.manifest.records import OpenedBy, OwnCost, ProcessPart, Recorded, State
+from stepscope.files.manifest.records import Manifest, OpenedBy, OwnCost, ProcessPart, Recorded, State
 from stepscope.timeline import FileProblem, ProcessClock, Span, Timeline
 
 
@@ -119,9 +119,16 @@ def step_health(timeline: Timeline) -> Health:
         processes=_processes(timeline),
         complete=state in ("ok", "skipped")
         and sound
+        and not is_running(manifest)
         and not (dropped or timeline.problems)
         and timeline.window.opened,
     )
+
+
+def is_running(manifest: Manifest | None) -> bool:
+    """Return whether the step still ran when the flight recorder wrote it."""
+    parts = () if manifest is None else manifest.processes
+    return any(part.recorder is not None and part.recorder.running for part in parts)
 
 
 def cut_processes(timeline: Timeline, *, by_a_budget: bool = False) -> frozenset[str]:
