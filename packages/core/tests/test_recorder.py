@@ -176,7 +176,7 @@ def test_the_step_after_a_slow_one_is_captured(tmp_path: Path) -> None:
     _, slow, captured = layout.steps()
     assert slow == 15
     (request,) = read_requests(layout.control)
-    assert request.reason == "step 15 was slow"
+    assert request.because == "step 15 was slow"
     assert manifest_of(layout, captured).recorder is None
 
 

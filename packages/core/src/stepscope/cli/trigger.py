@@ -253,7 +253,7 @@ def _different(request: Request) -> str:
         for name in ("tool", "roles", "ranks", "seconds")
         if (value := getattr(request, name)) is not None
     ]
-    because = "" if request.reason is None else f"asked by the flight recorder: {request.reason}"
+    because = "" if request.because is None else f"asked by the flight recorder: {request.because}"
     return ", ".join(filter(None, (*settings, because))) or "nothing"
 
 

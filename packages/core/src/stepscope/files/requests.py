@@ -43,7 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool: Text | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Instead of `budget.seconds`."""
-    reason: Text | None = None
+    because: Text | None = None
     """The event upon which stepscope asked by itself; None: somebody asked."""
     last: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Write this many of the steps that are over, from the flight recorder; `steps` then means nothing."""

@@ -94,7 +94,7 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
         first = step + (1 if is_alone() else 2)
         steps = f"{first}:{first + config.recorder.then_capture}"
     try:
-        ask(steps, save_path=config.save_path, reason=f"step {step} was slow")
+        ask(steps, save_path=config.save_path, because=f"step {step} was slow")
     except (StepscopeError, OSError) as error:
         failures.warn("stepscope: the step after the slow one is not captured: %s", error)
 

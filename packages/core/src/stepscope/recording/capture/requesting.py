@@ -77,9 +77,9 @@ def ask(
     save_path: str | os.PathLike[str] | None = None,
     next_run: bool = False,
     last: int | None = None,
-    reason: str | None = None,
+    because: str | None = None,
 ) -> str:
-    """As `request_capture`. `reason`: the event upon which stepscope asks by itself."""
+    """As `request_capture`. `because`: the event upon which stepscope asks by itself."""
     if switch.DISABLED:
         return ""
     if last is not None and (type(last) is not int or last < 1):
@@ -105,7 +105,7 @@ def ask(
         tool=tool,
         seconds=seconds,
         last=last,
-        reason=reason,
+        because=because,
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
         runs=_runs_that_listen(
