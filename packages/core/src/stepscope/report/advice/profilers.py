@@ -7,7 +7,6 @@ from stepscope.report.advice.wording import is_unedited, share_of_step
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.tables.baseline import ENOUGH
 from stepscope.report.tables.health import Health, ProcessRow
-from stepscope.report.tables.profiling import Profiling
 
 LARGE_TRACE = 100_000
 """Events from which on a trace is a likely reason why closing took long."""
@@ -59,21 +58,21 @@ def _slowed(evidence: Evidence) -> str:
         return (
             "no profiler ran in it, and a span takes microseconds: see below what is slow, or capture another"
         )
-    less = ", ".join(_less(evidence.profiling))
+    less = ", ".join(_less(evidence))
     return (
         "trust shares more than times. If other captures are as slow, it is the profiler"
         f"{': record ' if less else ''}{less}"
     )
 
 
-def _less(profiling: Profiling) -> list[str]:
-    """Return the ways to record less that fit what was recorded."""
-    ways = []
+def _less(evidence: Evidence) -> list[str]:
+    """Return the ways to record less that fit what was recorded. A schedule needs a program that is edited."""
+    profiling, ways = evidence.profiling, []
     if profiling.several:
         ways.append("fewer ranks")
     if profiling.heavy:
         ways.append(f"without {' and '.join(profiling.heavy)}")
-    if profiling.by_torch:
+    if profiling.by_torch and not is_unedited(evidence):
         ways.append("a part of the step (torch.schedule)")
     if profiling.engines:
         ways.append("fewer iterations of an engine (iterations.count)")
@@ -138,8 +137,9 @@ def _name_slowest(worst: ProcessRow, health: Health) -> list[str]:
     took = f"{duration(worst.cost.start_ns)} to open, {duration(worst.cost.stop_ns)} to close"
     if not worst.owner:
         return [f"{worst.name} took longest: {took}"]
-    facts = [f"{worst.name} took longest: {took} (waiting for workers and engines included)"]
     others = [(row.cost, row.name) for row in health.processes if row.cost is not None and not row.owner]
+    waited = " (waiting for workers and engines included)" if others else ""
+    facts = [f"{worst.name} took longest: {took}{waited}"]
     if others:
         ns, name = max((cost.start_ns + cost.stop_ns, name) for cost, name in others)
         facts.append(f"slowest of the others: {name}, {duration(ns)} for both")
@@ -153,9 +153,11 @@ def _make_cheaper(evidence: Evidence, worst: ProcessRow | None, whose: str) -> s
     prepared = evidence.profiling.prepared or is_unedited(evidence)
     if cost is not None and cost.start_ns >= cost.stop_ns and not prepared:
         remedies.append("prepare() before the first step pays the one-off part of opening")
-    ways = _less(evidence.profiling)
+    ways = _less(evidence)
     if ways and (whose or not remedies):
         remedies.append(f"record less{whose}: {', '.join(ways)}; or export.when: deferred")
+    if not remedies and is_unedited(evidence):
+        remedies.append("spans alone cost next to nothing: roles: {'*': {profiler: off}}")
     if not remedies:
         remedies.append("look at `Processes`: a busy worker, or a slow folder, makes all others wait")
     return "; ".join(remedies)

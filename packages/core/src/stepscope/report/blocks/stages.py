@@ -13,7 +13,7 @@ from stepscope.report.tables.stages import Stage
 
 SIDE_BY_SIDE = 8
 """Processes that have a column each; more are summed up."""
-CALLS_NOTE = "The total is a sum over calls: of concurrent ones it exceeds the step."
+CALLS_NOTE = "A call includes those below it. The total is a sum: with concurrent calls it exceeds the step."
 
 
 def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]:
