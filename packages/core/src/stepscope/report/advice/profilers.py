@@ -66,7 +66,7 @@ def _slowed(evidence: Evidence) -> str:
 
 
 def _less(evidence: Evidence) -> list[str]:
-    """Return the ways to record less that fit what was recorded. A schedule needs a program that is edited."""
+    """Return the ways to record less that fit what was recorded. A schedule needs an edited program."""
     profiling, ways = evidence.profiling, []
     if profiling.several:
         ways.append("fewer ranks")
