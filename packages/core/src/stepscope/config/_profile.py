@@ -19,12 +19,14 @@ from stepscope.config._roles import RoleConfig, parse_roles
 from stepscope.config._sections import (
     BudgetConfig,
     ControlConfig,
+    CountersConfig,
     CudaMemoryConfig,
     ExportConfig,
     FinishConfig,
     NsysConfig,
     RecorderConfig,
     TorchConfig,
+    parse_counters,
 )
 from stepscope.config._sources import environment_layer, file_layer, overlay
 from stepscope.config._steps import StepRange, parse_steps
@@ -90,6 +92,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
         "roles": parse_roles,
         "instrument": parse_instrument,
         "redact": _parse_patterns,
+        "counters": parse_counters,
     }
 
     save_path: str = "outputs/profile"
@@ -114,6 +117,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     npu: NpuConfig = msgspec.field(default_factory=NpuConfig)
     nsys: NsysConfig = msgspec.field(default_factory=NsysConfig)
     cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
+    counters: CountersConfig = msgspec.field(default_factory=CountersConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)

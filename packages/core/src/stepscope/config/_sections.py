@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._fields import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of
+from stepscope.config._fields import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of, take
 from stepscope.config._roles import Ranks, parse_ranks
 from stepscope.errors import ConfigError
 
@@ -115,6 +115,23 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     """Longest wait for a window's report to be whole."""
     extra: dict[str, str] = msgspec.field(default_factory=dict)
     """Further options of `nsys profile`, by their long names, for what `runtime_env` and `command` start."""
+
+
+def parse_counters(value: object, field: str) -> CountersConfig:
+    """Return the settings of counters: a mapping, or `off`, which YAML reads as false."""
+    word = value.lower() if isinstance(value, str) else value
+    if word is False or word == "off":
+        return CountersConfig(hz=0)
+    return take(CountersConfig, value, field)  # type: ignore[return-value]  # by kind
+
+
+class CountersConfig(Section, frozen=True, kw_only=True):
+    """Settings of the counters: CPU, memory, GPUs, event loops, the garbage collector, engines."""
+
+    _at: ClassVar[str] = "counters"
+
+    hz: Annotated[float, msgspec.Meta(ge=0, le=100)] = 10
+    """Samples in a second while a capture is open, in every process of it. 0: none."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from stepscope.config._roles import RoleConfig
 from stepscope.config._sections import (
     BudgetConfig,
     ControlConfig,
+    CountersConfig,
     CudaMemoryConfig,
     ExportConfig,
     FinishConfig,
@@ -39,6 +40,7 @@ class Settings(TypedDict, total=False):
     npu: NpuConfig | Mapping[str, object]
     nsys: NsysConfig | Mapping[str, object]
     cuda_memory: CudaMemoryConfig | Mapping[str, object]
+    counters: CountersConfig | Mapping[str, object] | str | bool
     budget: BudgetConfig | Mapping[str, object]
     export: ExportConfig | Mapping[str, object]
     control: ControlConfig | Mapping[str, object]

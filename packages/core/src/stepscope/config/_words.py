@@ -68,4 +68,5 @@ def _choices(kind: object) -> tuple[str, ...]:
 
 
 def _bound(meta: msgspec.Meta) -> str:
-    return f">= {meta.ge}" if meta.ge is not None else f"> {meta.gt}"
+    lowest = f">= {meta.ge}" if meta.ge is not None else f"> {meta.gt}"
+    return lowest if meta.le is None else f"{lowest} and <= {meta.le}"

@@ -36,6 +36,7 @@ def examine(config_file: Path | None = None, ray_address: str | None = None) -> 
     yield from _check("nsys", partial(libraries.nsys, usable.tool))
     yield from _check("nsys", libraries.nsys_permissions)
     yield from _check("nvtx", libraries.nvtx)
+    yield from _check("nvidia-ml-py", libraries.nvml)
     yield from _check("ray", libraries.ray)
     yield from _check("engines", engines.engines)
     for point in sorted(machine.entry_points(GROUP), key=lambda point: point.name):

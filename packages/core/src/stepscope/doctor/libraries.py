@@ -14,6 +14,7 @@ from typing import Any
 from stepscope.doctor import torch_probe
 from stepscope.doctor.machine import DAMAGED, installed
 from stepscope.doctor.rows import Row, State
+from stepscope.recording.counters.nvml import DRIVER
 
 INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Set for a process by the tools that record it from outside."""
@@ -141,6 +142,20 @@ def nvtx() -> Row:
     if version == DAMAGED:
         return _damaged("nvtx", "nvtx")
     return Row(subject="nvtx", state="green", found=version)
+
+
+def nvml() -> Iterator[Row]:
+    """Yield a row on the package that reads GPUs' counters, where NVIDIA's driver is loaded."""
+    if not os.path.exists(DRIVER):
+        return
+    version = installed("nvidia-ml-py")
+    if version is None:
+        finding = "not installed: captures have no counters of GPUs"
+        yield Row(subject="nvidia-ml-py", state="amber", found=finding, fix="pip install nvidia-ml-py")
+    elif version == DAMAGED:
+        yield _damaged("nvidia-ml-py", "nvidia-ml-py")
+    else:
+        yield Row(subject="nvidia-ml-py", state="green", found=version)
 
 
 def ray() -> Row:

@@ -144,6 +144,10 @@ class StepLayout:
         return self.root / "spans"
 
     @property
+    def counters(self) -> Path:
+        return self.root / "counters"
+
+    @property
     def traces(self) -> Path:
         return self.root / "traces"
 
@@ -179,6 +183,9 @@ class StepLayout:
 
     def spans_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         return self.spans / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
+
+    def counters_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
+        return self.counters / f"{_process_name(process)}_{safe(run_id)}{_again(capture)}.jsonl"
 
     def finish_log_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """Return the log with the output of `finish.command`."""

@@ -6,11 +6,14 @@ Times are ns after the capture opened, in true time; each process turns them int
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
+from stepscope.files import counters as counter_files
 from stepscope.files.clock import ClockAnchor, ClockOffset
+from stepscope.files.counters import CounterKind, CounterScope
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import (
     Absent,
@@ -114,6 +117,8 @@ class FakeProcess:
         self._mono_ppm = mono_ppm
         self._cost = cost
         self._records: list[Open] = []
+        self._series: list[counter_files.Series] = []
+        self._samples: list[counter_files.Sample] = []
 
     def anchor(self, at_ns: int) -> ClockAnchor:
         """Return the readings of its clocks at one moment of true time."""
@@ -149,6 +154,20 @@ class FakeProcess:
             )
         return opened.span
 
+    def counter(
+        self, name: str, values: Mapping[int, float], *, of: str = "", unit: str = "",
+        kind: CounterKind = "level", scope: CounterScope = "process",
+    ) -> None:  # fmt: skip
+        """Record a counter: {time: value}."""
+        number = len(self._series)
+        self._series.append(
+            counter_files.Series(series=number, name=name, of=of, unit=unit, how=kind, scope=scope)
+        )
+        self._samples += [
+            counter_files.Sample(at_ns=self.mono_ns(at_ns), values={number: value})
+            for at_ns, value in values.items()
+        ]
+
     def link(self, span: int) -> SpanLink:
         """Return the link that a carrier makes of one of its spans."""
         return SpanLink(process=self.info.key, span=span, step=self._folder.step)
@@ -175,11 +194,29 @@ class FakeProcess:
     def span_path(self) -> Path:
         return self._folder.layout.spans_of(self.info, self._folder.run_id, self._folder.capture)
 
+    @property
+    def counter_path(self) -> Path:
+        return self._folder.layout.counters_of(self.info, self._folder.run_id, self._folder.capture)
+
     def write(self) -> None:
+        if self._series:
+            self.counter_path.parent.mkdir(parents=True, exist_ok=True)
+            lines = self._counter_lines()
+            self.counter_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         for path in (self.part_path, self.span_path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self.part_path.write_bytes(msgspec.json.encode(self._part()))
         self.span_path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines()))
+
+    def _counter_lines(self) -> Iterator[counter_files.Line]:
+        anchor, folder = self.anchor(0), self._folder
+        yield counter_files.Header(
+            step=folder.step, run_id=folder.run_id, process=self.info, anchor=anchor, hz=10
+        )
+        yield from self._series
+        yield from self._samples
+        if self.closed_ns is not None:
+            yield counter_files.End(anchor=self.anchor(self.closed_ns), samples=len(self._samples))
 
     def _part(self) -> ProcessPart:
         spans = Expectation(name="spans", kind="spans", state="ok")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepscope.timeline.merge.merged import Merged, MergedFile, MergedRow
     from stepscope.timeline.model import (
         Alignment,
+        Counter,
         EngineStall,
         FileProblem,
         Process,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alignment",
+    "Counter",
     "EngineStall",
     "FileProblem",
     "Merged",
@@ -57,6 +59,7 @@ _WHERE = {
     "merge.merged": ("Merged", "MergedFile", "MergedRow"),
     "model": (
         "Alignment",
+        "Counter",
         "EngineStall",
         "FileProblem",
         "Process",

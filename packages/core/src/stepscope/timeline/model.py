@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stepscope.files.counters import CounterKind, CounterScope
 from stepscope.files.manifest.records import Manifest, OwnCost
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.uncaptured import UncapturedStep
@@ -127,6 +128,22 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
         return self.end_ns - self.start_ns
 
 
+class Counter(msgspec.Struct, frozen=True, kw_only=True):
+    """One counter of one process, of one thing that it samples."""
+
+    process: int
+    """Index in `Timeline.processes` of the process that sampled it."""
+    name: str
+    of: str
+    """`GPU 3`; empty for the process, or the host, itself."""
+    unit: str
+    kind: CounterKind
+    scope: CounterScope
+    times_ns: tuple[int, ...]
+    """Ascending; of each value the time at which it was sampled."""
+    values: tuple[float, ...]
+
+
 class EngineStall(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which a replica served nothing because its own profiler was starting or writing."""
 
@@ -159,6 +176,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """The owner first, then by role and rank."""
     spans: list[Span]
     """Ordered by process, then by opening."""
+    counters: tuple[Counter, ...] = ()
+    """By process, in the order in which it sampled them first."""
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
     manifest: Manifest | None

@@ -1,8 +1,8 @@
-"""The files of each process in a step's folder: its part of the manifest, its span file, or both."""
+"""The files of each process in a step's folder: its part of the manifest, its spans, its counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from stepscope.files.manifest.records import Expectation, ProcessPart
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import Header
 from stepscope.timeline.model import FileProblem
+from stepscope.timeline.readers.counters import CounterFile, read_counters
 from stepscope.timeline.readers.spans import SpanFile, read_spans
 
 
@@ -27,6 +28,7 @@ class Source(NamedTuple):
     closed: ClockAnchor | None
     part: ProcessPart | None
     file: SpanFile | None
+    counters: CounterFile | None = None
     capture: int = 1
     """Number of this capture among those of the step in this process."""
 
@@ -43,16 +45,22 @@ def read_sources(
     # The part and the span file of one capture share a name, which identifies a file that lost its header.
     left = {path.stem: part for path, part in parts.items()}
     files = {path.stem: read_spans(path, on_read) for path in sorted(layout.spans.glob("[!.]*.jsonl"))}
+    counted = {
+        path.stem: read_counters(path, on_read) for path in sorted(layout.counters.glob("[!.]*.jsonl"))
+    }
     problems = [
         FileProblem(file=f"{layout.processes.name}/{path.name}", what=why) for path, why in unreadable.items()
     ]
     sources = []
     for name in sorted({*left, *files}):
-        source = _source(left.get(name), files.get(name))
+        source = _source(left.get(name), files.get(name), counted.get(name))
         if source is not None:
-            sources.append(source._replace(capture=_number(layout, source, name)))
+            capture = _number(layout, source, name)
+            sources.append(source._replace(capture=capture))
         if name in files:
             problems += _problems(layout, files[name], used=source is not None)
+    for name, counters in counted.items():
+        problems += _counter_problems(layout, counters, used=name in left or name in files)
     return sources, problems
 
 
@@ -62,8 +70,8 @@ def _number(layout: StepLayout, source: Source, name: str) -> int:
     return int(suffix) if suffix != name and suffix.isdecimal() else 1
 
 
-def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
-    """Return the process that wrote the files. None: neither file identifies it."""
+def _source(part: ProcessPart | None, file: SpanFile | None, counters: CounterFile | None) -> Source | None:
+    """Return the process that wrote the files. None: neither its part nor its spans identify it."""
     header, end = (file.header, file.end) if file is not None else (None, None)
     record = header or part
     if record is None:
@@ -71,18 +79,22 @@ def _source(part: ProcessPart | None, file: SpanFile | None) -> Source | None:
     opened = record.anchor if isinstance(record, Header) else record.opened
     closed = end.anchor if end is not None else part.closed if part is not None else None
     if end is not None and part is not None:
-        part = _closed(part)
+        whole = {"spans"} if counters is None or counters.end is None else {"spans", "counters"}
+        part = _closed(part, whole)
     part = None if part is None else expire_pending(part)
-    return Source(record.run_id, record.step, record.process, opened, closed, part, file)
+    return Source(record.run_id, record.step, record.process, opened, closed, part, file, counters)
 
 
-def _closed(part: ProcessPart) -> ProcessPart:
+def _closed(part: ProcessPart, whole: Set[str]) -> ProcessPart:
     """Return the part of a process, whose span file shows that it closed its capture.
 
     A full disk may have prevented the last update of the part.
+
+    Args:
+        whole: Kinds of things whose files have their ends.
     """
     expected = (
-        item if item.pending != "closing" else _unknown(item) if item.kind != "spans" else _whole(item)
+        item if item.pending != "closing" else _whole(item) if item.kind in whole else _unknown(item)
         for item in part.expected
     )
     return msgspec.structs.replace(part, expected=tuple(expected))
@@ -105,3 +117,11 @@ def _problems(layout: StepLayout, file: SpanFile, *, used: bool) -> list[FilePro
             FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.spans))
         )
     return problems
+
+
+def _counter_problems(layout: StepLayout, file: CounterFile, *, used: bool) -> Iterator[FileProblem]:
+    name = f"{layout.counters.name}/{file.path.name}"
+    for what, lines in file.problems.items():
+        yield FileProblem(file=name, what=what, lines=lines)
+    if not used:
+        yield FileProblem(file=name, what="left out: nothing says whose it is", lines=len(file.samples))

@@ -22,10 +22,10 @@ State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "ski
 """`pending`: promised, and not there yet. `missing` and `failed` are final, unless `Expectation.pending` is
 set, which means that files may still come.
 """
-Kind: TypeAlias = Literal["spans", "trace", "engine", "fetch", "after", "selection", "memory"]
-"""The sort of thing that is expected: the span file, a recording of this process' profiler, a recording of an
-inference engine, files fetched from another host, work after the capture (hooks, `finish`), something that
-the configuration selects, a CUDA out-of-memory snapshot.
+Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
+"""The sort of thing that is expected: the span file, the file of counters, a recording of this process'
+profiler, a recording of an inference engine, files fetched from another host, work after the capture (hooks,
+`finish`), something that the configuration selects, a CUDA out-of-memory snapshot.
 """
 Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
 """The event that a thing waits for: its process closes the capture, the file is written, it is fetched from
@@ -138,6 +138,8 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """Between `opened` and `closed`: profilers started and stopped around stages (discrete mode)."""
     export_ns: Int = 0
     """Writing traces (in the background unless said otherwise)."""
+    counters_ns: Int = 0
+    """CPU time of the thread that samples counters."""
     spans_ns: Int = 0
     """Number of spans times the cost of one, calibrated in this process."""
 

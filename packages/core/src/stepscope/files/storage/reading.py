@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -11,6 +12,8 @@ import msgspec
 
 from stepscope.errors import RecordError
 
+LONGEST_LINE = 4 << 20
+"""Largest length of a line in bytes. A longer one is no record; perhaps the file is no text."""
 MAX_BYTES = 64 << 20
 """The largest file that is read in one piece."""
 T = TypeVar("T")
@@ -45,6 +48,12 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     if len(data) > max_bytes:
         raise RecordError(f"{path} holds more than {max_bytes} bytes")
     return data
+
+
+def lines_of(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Yield (line, whether it is complete). An overlong line comes in pieces."""
+    while line := stream.readline(LONGEST_LINE):
+        yield line, line.endswith(b"\n") or len(line) == LONGEST_LINE
 
 
 def read_record(path: Path, kind: type[T]) -> T:

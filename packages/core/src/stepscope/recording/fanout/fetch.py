@@ -82,7 +82,7 @@ def files_of(capture_id: str, engine_files: Sequence[str]) -> list[Remote]:
     written = [artifact.path for item in part.expected for artifact in item.artifacts]
     named = [_within(layout, path) for path in (*engine_files, *written)]
     named += [layout.spans_of(session.process, session.run_id, session.number)]
-    named += [own]
+    named += [layout.counters_of(session.process, session.run_id, session.number), own]
     files = dict.fromkeys(file for path in named for file in (*_below(path), sidecar_of(path)))
     return [
         Remote(path=file.relative_to(layout.root).as_posix(), size_bytes=file.stat().st_size)

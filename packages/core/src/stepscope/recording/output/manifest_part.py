@@ -87,6 +87,7 @@ class ManifestPart:
         inside_ns: int = 0,
         export_ns: int = 0,
         spans_ns: int = 0,
+        counters_ns: int = 0,
     ) -> None:
         """Add to the cost of profiling itself in this process."""
         with self._lock:
@@ -97,6 +98,7 @@ class ManifestPart:
                 inside_ns=cost.inside_ns + inside_ns,
                 export_ns=cost.export_ns + export_ns,
                 spans_ns=cost.spans_ns + spans_ns,
+                counters_ns=cost.counters_ns + counters_ns,
             )
             self.update(cost=total)
 

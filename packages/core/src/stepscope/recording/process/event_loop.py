@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 
 def in_event_loop() -> bool:
     """Return whether tasks may interleave on this thread."""
+    return running_loop() is not None
+
+
+def running_loop() -> AbstractEventLoop | None:
+    """Return the loop that runs on this thread; None if there is none."""
     asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None
+    return None if asyncio is None else asyncio._get_running_loop()

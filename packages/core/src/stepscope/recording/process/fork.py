@@ -21,6 +21,7 @@ TABLE: dict[str, Callable[[], None] | None] = dict.fromkeys(
         "late files",
         "request listener",
         "step durations",
+        "counters",
     )
 )
 """Name -> function that forgets, in the order of the calls. None until its module is imported.

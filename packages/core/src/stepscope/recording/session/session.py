@@ -31,6 +31,7 @@ from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared
 from stepscope.recording.process.failures import describe
 from stepscope.recording.session import budget, selection
+from stepscope.recording.session.counter_file import Counters
 from stepscope.recording.session.leftovers import tidy
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
@@ -114,6 +115,16 @@ class Session:
             limit=config.budget.spans,
             redact=config.redact,
         )
+        self.counters = Counters(
+            config,
+            self.layout,
+            self.log,
+            process=process,
+            step=step,
+            run_id=run_id,
+            number=number,
+            owner=owner,
+        )
         self.forks = 0
         """Children forked while open: they record nothing, and the manifest says so."""
         self.switch_off: Callable[[Session], None] | None = None
@@ -154,6 +165,7 @@ class Session:
             # What nobody has flushed since the last capture must not be written inside this one.
             exporter.exporter().drain(self.config.budget.export_seconds)
         self.manifest_part.expect(awaited("spans", "spans", "closing"))
+        self.counters.prepare(self.manifest_part)
         shared = selection.is_shared(self.config, self.process.role)
         for name, why in selection.missing_ranks(self.config, self.process).items():
             (self.manifest_part.skip if shared else self.manifest_part.lack)(name, why, kind="selection")
@@ -214,6 +226,7 @@ class Session:
                 if not self._closed:
                     self.manifest_part.fail("spans", describe(error), kind="spans")
                     failures.note("opening the span file", error)
+            self.counters.open()
             self.manifest_part.write()
             if not self._closed:
                 self._watchdog = budget.Watchdog(self.config.budget, self.truncate)
@@ -225,6 +238,7 @@ class Session:
             return
         anchor = clock.read_anchor()
         self.log.start(anchor)
+        self.counters.start(anchor)
         self.manifest_part.update(opened=anchor)
         self.manifest_part.spend(start_ns=anchor.mono_ns - self._began_ns)
 
@@ -289,6 +303,7 @@ class Session:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)
         close_spans(self.log, self.manifest_part, ended, self.config.budget.spans, discard)
+        self.counters.close(self.manifest_part, ended, discard)
         self._say_instrumented()
         if self.forks:
             forks, self.forks = self.forks, 0
@@ -325,6 +340,7 @@ class Session:
             self.switch_off(self)
         if self._ended is None:
             self._ended = self._closing or clock.read_anchor()
+        self.counters.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._windows is not None:

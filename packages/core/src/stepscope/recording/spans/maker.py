@@ -62,7 +62,8 @@ class SpanMaker:
         """Of all spans that are written so far. One writer: `lines.span_line`."""
         self.opened = opened
         self.observer: SpanObserver | None = None
-        """The profiler's windows, where a profiler records this process: its trace shows the spans too."""
+        """The profiler's windows, where a profiler records this process: its trace shows the spans too. For a
+        few spans at a time, the sampler of counters stands in front of it."""
 
     @property
     def is_closing(self) -> bool:
@@ -75,8 +76,9 @@ class SpanMaker:
 
     def new(self, stage: str, role: str | None = None, attrs: Mapping[str, AttrValue] | None = None) -> Span:
         """Return a span to enter once."""
-        if self.observer is not None:
-            return self.observer.new(self, stage, role, attrs)
+        observer = self.observer  # another thread may put another one in its place
+        if observer is not None:
+            return observer.new(self, stage, role, attrs)
         span = Span()
         span.log = self
         span.stage = stage
@@ -104,8 +106,9 @@ class SpanMaker:
         try:
             if resumption is not None:
                 attrs = {**(attrs or {}), "resumption": resumption}
-            if self.observer is not None:
-                return self.observer.begin(self, declared, attrs, first)
+            observer = self.observer
+            if observer is not None:
+                return observer.begin(self, declared, attrs, first)
             span = Span()
             span.log = self
             span.stage = declared.stage

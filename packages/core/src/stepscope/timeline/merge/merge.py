@@ -72,6 +72,7 @@ def write_timeline(plan: Plan, out: TimelineFile, on_read: Callable[[int], None]
     """Write the events of a plan and return what was written. Rows depend on no other row."""
     outcome = RowOutcome()
     spans = _write_spans(plan, out, outcome)
+    counters = _write_counters(plan, out)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
     limit_of = partial(_limit, plan.selection.max_mb, out, shares)
     for traces in plan.traces:
@@ -80,7 +81,7 @@ def write_timeline(plan: Plan, out: TimelineFile, on_read: Callable[[int], None]
         outcome.add(_write_recording(recording, plan, out, limit_of()))
         if on_read is not None:
             on_read(recording.trace.path.stat().st_size)
-    return _merged(plan, spans, outcome)
+    return _merged(plan, spans, counters, outcome)
 
 
 def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
@@ -97,6 +98,16 @@ def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
         out.objects(batch)
     if plan.spans.outside:
         outcome.left_out.append(f"{plan.spans.outside} spans outside the selected time")
+    return written
+
+
+def _write_counters(plan: Plan, out: TimelineFile) -> int:
+    written = 0
+    for row in plan.rows:
+        for batch in _batches(plan.counters.of(row)):
+            show(row, plan.common.tracks, out)
+            out.objects(batch)
+            written += len(batch)
     return written
 
 
@@ -122,7 +133,7 @@ def _limit(max_mb: float | None, out: TimelineFile, shares: Iterator[int]) -> in
     return written + max(0, int(max_mb * 1_000_000) - _RESERVE - written) // share
 
 
-def _merged(plan: Plan, spans: int, outcome: RowOutcome) -> Merged:
+def _merged(plan: Plan, spans: int, counters: int, outcome: RowOutcome) -> Merged:
     timeline = plan.timeline
     shown = [row for row in plan.rows if row.shown]
     unaligned = [
@@ -138,6 +149,7 @@ def _merged(plan: Plan, spans: int, outcome: RowOutcome) -> Merged:
         rows=tuple(map(merged_row, shown)),
         files=tuple(outcome.files),
         spans=spans,
+        counters=counters,
         selection=plan.selection.words(),
         left_out=(*plan.left_out, *outcome.left_out),
         problems=(*plan.problems, *outcome.problems, *unaligned, *duplicate_ranks(shown)),

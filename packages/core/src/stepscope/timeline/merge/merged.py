@@ -64,6 +64,8 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[MergedFile, ...]
     spans: int
     """Written."""
+    counters: int = 0
+    """Values of counters written."""
     selection: dict[str, object]
     """The selection that narrowed it."""
     left_out: tuple[str, ...]
@@ -73,7 +75,7 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def events(self) -> int:
-        return self.spans + sum(file.events for file in self.files)
+        return self.spans + self.counters + sum(file.events for file in self.files)
 
 
 def merged_row(row: Row) -> MergedRow:

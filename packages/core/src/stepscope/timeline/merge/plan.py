@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
+from stepscope.timeline.merge.counter_events import CounterTracks
 from stepscope.timeline.merge.reader_events import Recorded
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
 from stepscope.timeline.merge.span_events import Drawn
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
     rows: list[Row]
     """All rows, from top to bottom."""
     spans: Drawn
+    counters: CounterTracks
     traces: list[RowTraces]
     recordings: list[Recording]
     common: Common
@@ -98,6 +100,7 @@ def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Pl
         selection=selection,
         rows=order,
         spans=Drawn(timeline, rows, axis, selection, common.cut),
+        counters=CounterTracks(timeline, axis, selection, common.cut),
         traces=_selected_traces(traces, order, selection, numbers, left_out),
         recordings=_selected_recordings(sources, selection, numbers, left_out),
         common=common,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from stepscope.files.spans import End, Header, Line, Open, Span
-from stepscope.files.storage.reading import open_file
+from stepscope.files.storage.reading import lines_of, open_file
 
 _decode = msgspec.json.Decoder(Line).decode
-_LONGEST = 4 << 20
-"""Largest length of a line in bytes. A longer one is no record; perhaps the file is no text."""
 _FARTHEST_NS = 1 << 62
 """Times beyond 146 years (of uptime, or since 1970) are garbage."""
 
@@ -42,7 +39,7 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
     file = SpanFile(path)
     try:
         with open_file(path) as stream:
-            for line, whole in _lines(stream):
+            for line, whole in lines_of(stream):
                 if on_read is not None:
                     on_read(len(line))
                 _take(file, line, whole)
@@ -50,12 +47,6 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
         _note(file, f"cannot be read: {error.strerror or error}", lines=None)
     _check(file)
     return file
-
-
-def _lines(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield (line, whether it is complete). An overlong line comes in pieces."""
-    while line := stream.readline(_LONGEST):
-        yield line, line.endswith(b"\n") or len(line) == _LONGEST
 
 
 def _take(file: SpanFile, line: bytes, whole: bool) -> None:

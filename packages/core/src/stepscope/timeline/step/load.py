@@ -21,6 +21,7 @@ from stepscope.timeline.model import FileProblem, Process, Span, Timeline, Windo
 from stepscope.timeline.names import names_of
 from stepscope.timeline.sources import Source, read_sources
 from stepscope.timeline.step.captures import of_the_last
+from stepscope.timeline.step.counters import counters_of
 from stepscope.timeline.step.foreign import add_foreign
 from stepscope.timeline.step.profiled import profiled_keys
 from stepscope.timeline.step.stalls import replicas_of, stalls_of
@@ -68,8 +69,10 @@ def _artifacts(sources: Sequence[Source]) -> set[str]:
 
 
 def span_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of span files that `load_step` will read."""
-    return sum(file.stat().st_size for file in StepLayout(path).spans.glob("[!.]*.jsonl") if file.is_file())
+    """Return the bytes of files of spans and counters that `load_step` will read."""
+    layout = StepLayout(path)
+    files = (file for folder in (layout.spans, layout.counters) for file in folder.glob("[!.]*.jsonl"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _order(source: Source) -> tuple[bool, bool, str, int, int]:
@@ -113,6 +116,7 @@ def _assemble(
         window=_window(processes),
         processes=processes,
         spans=spans,
+        counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
         consumed=consumed,
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),

@@ -1,0 +1,36 @@
+"""Contract of a counter: a number that a thread of each process samples while a capture is open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from stepscope.files.counters import CounterKind, CounterScope
+
+
+class CounterSource(Protocol):
+    """One counter: its name, its unit, and its present values. Inherit from it.
+
+    One thread calls all of it, ten times a second: a sample costs microseconds, takes no lock that the
+    recorded code holds, and waits for nobody.
+    """
+
+    name: str
+    """`process CPU`, `GPU memory`."""
+    unit: str
+    """`%`, `B`, `ms`, `W`, `MHz`, `/s`; empty for a plain number."""
+    kind: CounterKind = "level"
+    scope: CounterScope = "process"
+    interval_s: float = 0.0
+    """Shortest time between two samples; 0: each tick of the sampler."""
+
+    def sample(self) -> Mapping[str, float]:
+        """Return the present values by what they are of: `GPU 3`, or `""` for the process or host itself.
+
+        Empty if there is none now. A source that raises is not asked again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what the source holds. Nobody samples it afterwards."""
+        return

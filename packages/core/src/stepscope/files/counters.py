@@ -1,0 +1,70 @@
+"""Records of `counters/*.jsonl`: one JSON object a line, distinguished by the field `kind`.
+
+A file is: one `header`, then `series` and `sample` lines, each series before its first sample, then one
+`end`. A file without `end` belongs to a process that did not close its capture; it lacks at most the last
+second. Times are CLOCK_MONOTONIC ns of the writing process, as in `spans/*.jsonl`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stepscope.files.clock import ClockAnchor, Int
+from stepscope.files.sidecar import ProcessInfo
+
+CounterKind: TypeAlias = Literal["level", "interval", "total"]
+"""`level`: the value at its time. `interval`: of the time since the sample before. `total`: it only grows,
+and its growth counts.
+"""
+CounterScope: TypeAlias = Literal["process", "host"]
+"""Of the process, or of its host, which one process of each host samples."""
+
+EVENT_LOOP = "event loop late"
+GC = "garbage collector"
+GPU = "GPU utilisation"
+NPU = "NPU utilisation"
+KV_CACHE = "KV cache"
+PREEMPTIONS = "preemptions"
+"""Names of counters that a report knows."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
+    format: Int = 1
+    step: Int
+    run_id: str
+    process: ProcessInfo
+    anchor: ClockAnchor
+    hz: float
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True, tag="series", tag_field="kind"):
+    """One counter of one thing. `how` is its `CounterKind`."""
+
+    series: Int
+    """Its number in this file."""
+    name: str
+    of: str = ""
+    """`GPU 3`, `replica 0`; empty for the process or host itself."""
+    unit: str = ""
+    how: CounterKind = "level"
+    scope: CounterScope = "process"
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="kind"):
+    at_ns: Int
+    values: dict[Int, float]
+    """{series: value}. Series that were not due are left out."""
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end", tag_field="kind"):
+    anchor: ClockAnchor
+    samples: Int
+    dropped: Int = 0
+    """Samples that were not written, because there were too many."""
+    absent: dict[str, str] = {}
+    """{source: reason} of counters that could not be sampled."""
+
+
+Line: TypeAlias = Header | Series | Sample | End

@@ -1,0 +1,45 @@
+"""Bytes of torch's caching allocators in this process. Nothing here imports torch or initialises a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stepscope.counters import CounterSource
+
+_MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
+"""(library, its module) of the allocators; `torch_npu.npu` has the functions of `torch.cuda`."""
+
+
+class AllocatorBytes(CounterSource):
+    """One figure of `memory_stats` for each device on which this process holds memory."""
+
+    unit = "B"
+    interval_s = 1.0  # torch makes a dict of 100 figures for it: 0.2 ms
+
+    def __init__(self, name: str, figure: str) -> None:
+        self.name = name
+        self._figure = figure
+
+    def sample(self) -> Mapping[str, float]:
+        return {
+            f"{kind}:{device}": float(stats[self._figure])
+            for kind, module in _initialised()
+            for device in range(module.device_count())
+            if (stats := module.memory_stats(device)).get("reserved_bytes.all.current")
+        }
+
+
+def _initialised() -> Iterator[tuple[str, Any]]:
+    """Yield (`cuda` or `npu`, module) of the devices that this process has initialised."""
+    for library, kind in _MODULES:
+        module = getattr(sys.modules.get(library), kind, None)
+        if module is not None and module.is_initialized():
+            yield kind, module
+
+
+def allocators() -> Iterator[CounterSource]:
+    """Yield the sources: the tensors' bytes, and what the allocators hold for them."""
+    yield AllocatorBytes("torch allocated", "allocated_bytes.all.current")
+    yield AllocatorBytes("torch reserved", "reserved_bytes.all.current")

@@ -1,0 +1,98 @@
+"""Counters of a session: their file, and its entry in the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from stepscope.config import ProfileConfig
+from stepscope.counters import CounterSource
+from stepscope.files.clock import ClockAnchor
+from stepscope.files.layout import StepLayout
+from stepscope.files.manifest.records import Expectation, State, awaited
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.recording.counters.catalogue import openers
+from stepscope.recording.counters.log import CounterLog
+from stepscope.recording.counters.sampler import Sampler
+from stepscope.recording.output.manifest_part import ManifestPart
+from stepscope.recording.spans.log import SpanLog
+
+NAME = "counters"
+"""Of the entry in the manifest."""
+
+
+class Counters:
+    """The counters of one session. Without a rate, `counters: off`, there are none."""
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        layout: StepLayout,
+        spans: SpanLog,
+        *,
+        process: ProcessInfo,
+        step: int,
+        run_id: str,
+        number: int,
+        owner: bool,
+    ) -> None:
+        self._log: CounterLog | None = None
+        if config.counters.hz:
+            self._log = CounterLog(
+                layout.counters_of(process, run_id, number),
+                Sampler(openers(spans, str(layout.root.absolute()), owner=owner)),
+                process=process,
+                step=step,
+                run_id=run_id,
+                hz=config.counters.hz,
+            )
+
+    def add(self, name: str, sources: Callable[[], Iterable[CounterSource]]) -> None:
+        """Sample further sources from now on, until the capture ends here."""
+        if self._log is not None:
+            self._log.sampler.add(name, sources)
+
+    def prepare(self, part: ManifestPart) -> None:
+        """Enter that there will be a file, and open the sources before the step begins."""
+        if self._log is not None:
+            part.expect(awaited(NAME, "counters", "closing"))
+            self._log.prepare()
+
+    def open(self) -> None:
+        """Create the file."""
+        if self._log is not None:
+            self._log.open()
+
+    def start(self, anchor: ClockAnchor) -> None:
+        """Begin at `anchor`, on a thread of their own. Waits for no disk."""
+        if self._log is not None:
+            self._log.start(anchor)
+
+    def end(self) -> None:
+        """Have the sampling end, without a wait. `close` follows."""
+        if self._log is not None:
+            self._log.sampler.end()
+
+    def close(self, part: ManifestPart, ended: ClockAnchor, discard: str | None) -> None:
+        """End the file, and enter its outcome into this process' part of the manifest."""
+        log = self._log
+        if log is not None:
+            log.close(ended)
+            part.expect(_outcome(log, discard))
+            part.spend(counters_ns=log.sampler.cpu_ns)
+
+
+def _outcome(log: CounterLog, discard: str | None) -> Expectation:
+    """Return the entry. A counter that this machine lacks is a note on it, and no problem."""
+    notes = tuple(
+        f"no counters of {source}: {reason}" for source, reason in sorted(log.sampler.absent.items())
+    )
+    if log.failed is not None:
+        state: State = "partial" if log.samples else "failed"
+        return Expectation(name=NAME, kind="counters", state=state, reason=log.failed, notes=notes)
+    if not log.began:
+        reason = discard or "the capture was ended before it began"
+        return Expectation(name=NAME, kind="counters", state="skipped", reason=reason, notes=notes)
+    if log.dropped:
+        reason = f"{log.dropped} samples were dropped: a file holds {log.samples}"
+        return Expectation(name=NAME, kind="counters", state="partial", reason=reason, notes=notes)
+    return Expectation(name=NAME, kind="counters", state="ok", notes=notes)

@@ -1,0 +1,224 @@
+"""The file of counters: whole after a capture, readable after a kill, and named in the manifest."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepscope import ProfileConfig, capture, span
+from stepscope.errors import ConfigError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.parts import read_parts
+from stepscope.files.manifest.records import Expectation
+from stepscope.recording.counters import log as log_module
+from stepscope.recording.counters import nvml as nvml_module
+from stepscope.timeline import load_step
+from stepscope.timeline.readers.counters import CounterFile, read_counters
+
+
+def config(folder: Path, **settings: object) -> ProfileConfig:
+    counters = settings or {"hz": 50}
+    return ProfileConfig(
+        save_path=str(folder), steps=[1], roles={"*": {"profiler": "off"}}, counters=counters
+    )
+
+
+def work(seconds: float = 0.2) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def layout(folder: Path) -> StepLayout:
+    return RunLayout(folder).step(1)
+
+
+def file_of(folder: Path) -> CounterFile:
+    (path,) = layout(folder).counters.glob("*.jsonl")
+    return read_counters(path)
+
+
+def entry(folder: Path) -> Expectation:
+    (part,) = read_parts(layout(folder))[0]
+    (item,) = [item for item in part.expected if item.kind == "counters"]
+    return item
+
+
+def test_a_capture_leaves_a_whole_file_on_its_own_clock(tmp_path: Path) -> None:
+    began_ns = time.monotonic_ns()
+    with capture(1, config=config(tmp_path)), span("update"):
+        work()
+    ended_ns = time.monotonic_ns()
+    file = file_of(tmp_path)
+    assert file.problems == {}
+    assert file.header is not None
+    assert file.end is not None
+    assert file.end.samples == len(file.samples) > 3
+    assert began_ns < file.header.anchor.mono_ns <= file.samples[0].at_ns
+    assert file.samples[-1].at_ns < ended_ns
+    assert entry(tmp_path) == Expectation(name="counters", kind="counters", state="ok")
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_values_stand_on_the_timeline_where_they_were_sampled(tmp_path: Path) -> None:
+    with capture(1, config=config(tmp_path)), span("update"):
+        work()
+    timeline, file = load_step(layout(tmp_path).root), file_of(tmp_path)
+    (cpu,) = [counter for counter in timeline.counters if counter.name == "process CPU"]
+    assert file.header is not None
+    assert cpu.times_ns[0] - timeline.window.start_ns == pytest.approx(
+        file.samples[0].at_ns - file.header.anchor.mono_ns, abs=2_000_000
+    )
+    assert timeline.window.start_ns <= cpu.times_ns[0] < cpu.times_ns[-1]
+
+
+@pytest.mark.parametrize("off", ["off", False, {"hz": 0}])
+def test_off_leaves_no_file_and_no_thread(tmp_path: Path, off: object) -> None:
+    made = ProfileConfig(
+        save_path=str(tmp_path), steps=[1], roles={"*": {"profiler": "off"}}, counters=off  # type: ignore[arg-type]  # a parameter
+    )  # fmt: skip
+    with capture(1, config=made), span("update"):
+        work(0.05)
+    assert not layout(tmp_path).counters.exists()
+    (part,) = read_parts(layout(tmp_path))[0]
+    assert [item.name for item in part.expected if item.kind == "counters"] == []
+
+
+def test_file_environment_and_python_give_the_same_rate(tmp_path: Path) -> None:
+    written = tmp_path / "stepscope.yaml"
+    written.write_text("counters: {hz: 2}")
+    assert ProfileConfig.from_file(written).counters.hz == 2
+    assert ProfileConfig.from_env({"STEPSCOPE_COUNTERS__HZ": "2"}).counters.hz == 2
+    assert ProfileConfig(counters={"hz": 2}).counters.hz == 2
+    written.write_text("counters: off")
+    assert ProfileConfig.from_file(written).counters.hz == 0
+    assert ProfileConfig().counters.hz == 10
+
+
+@pytest.mark.parametrize("hz", [-1, 101, "fast"])
+def test_a_wrong_rate_names_what_is_allowed(hz: object) -> None:
+    with pytest.raises(ConfigError, match=r"counters\.hz is .*a finite number >= 0 and <= 100"):
+        ProfileConfig(counters={"hz": hz})
+
+
+CHILD = """
+import sys, time
+from stepscope import ProfileConfig, capture, span
+config = ProfileConfig(save_path=sys.argv[1], steps=[1], roles={"*": {"profiler": "off"}})
+cap = capture(1, config=config).open()
+with span("hang"):
+    began = time.monotonic()
+    while time.monotonic() < began + 2.5:
+        time.sleep(0.01)
+    print(time.monotonic_ns(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_its_counters_but_for_the_last_second(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        killed_ns = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    file = file_of(tmp_path)
+    assert file.end is None
+    assert file.problems == {}
+    last_ns = file.samples[-1].at_ns
+    assert last_ns > killed_ns - 1_200_000_000, "a second, and a tick"
+    timeline = load_step(layout(tmp_path).root)
+    assert {counter.name for counter in timeline.counters} >= {"process CPU", "process memory"}
+    assert entry(tmp_path).state == "missing"
+
+
+def test_a_machine_without_a_library_says_so_in_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml_module, "DRIVER", "/proc/self/stat")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with capture(1, config=config(tmp_path)), span("update"):
+        work(0.05)
+    item = entry(tmp_path)
+    assert item.state == "ok", "a counter that a machine lacks is no problem"
+    assert item.notes == (f"no counters of NVIDIA GPUs: {nvml_module.MISSING}",)
+    end = file_of(tmp_path).end
+    assert end is not None
+    assert end.absent == {"NVIDIA GPUs": nvml_module.MISSING}
+
+
+def test_a_full_disk_is_the_reason_and_keeps_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    monkeypatch.setattr(log_module, "WRITE_NS", 0)
+    taken = 0
+
+    def write(handle: int, data: memoryview) -> int:
+        nonlocal taken
+        taken += 1
+        if taken > 5:
+            real(handle, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle, data)
+
+    real = os.write
+    monkeypatch.setattr(os, "write", write)
+    with capture(1, config=config(tmp_path)), span("update"):
+        work(0.5)
+    monkeypatch.undo()
+    item = entry(tmp_path)
+    assert item.state == "partial"
+    assert "No space left" in (item.reason or "")
+    file = file_of(tmp_path)
+    assert file.problems == {}, "no half line"
+    assert file.samples
+
+
+def test_samples_beyond_the_bound_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "MOST_SAMPLES", 3)
+    with capture(1, config=config(tmp_path)), span("update"):
+        work()
+    file = file_of(tmp_path)
+    assert len(file.samples) == 3
+    assert file.end is not None
+    assert file.end.dropped > 0
+    assert entry(tmp_path).state == "partial"
+
+
+def test_the_child_of_a_fork_samples_nothing(tmp_path: Path) -> None:
+    with capture(1, config=config(tmp_path)), span("update"):
+        work(0.05)
+        callbacks = len(gc.callbacks)
+        child = os.fork()
+        if child == 0:
+            os._exit(len(gc.callbacks))
+        _, status = os.waitpid(child, 0)
+    assert callbacks >= 1
+    assert os.waitstatus_to_exitcode(status) == callbacks - 1
+
+
+def test_two_captures_of_a_step_have_two_files(tmp_path: Path) -> None:
+    for _ in range(2):
+        with capture(1, config=config(tmp_path)), span("update"):
+            work(0.05)
+    assert len(list(layout(tmp_path).counters.glob("*.jsonl"))) == 2
+    timeline = load_step(layout(tmp_path).root)
+    assert len([counter for counter in timeline.counters if counter.name == "process CPU"]) == 1
+
+
+def test_importing_stepscope_loads_none_of_the_libraries() -> None:
+    code = "import sys, stepscope; print([n for n in ('pynvml','psutil','torch','ray') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,188 @@
+"""Counters of a process against independent measurements: rusage, known allocations, a blocked event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from stepscope import ProfileConfig, capture, span
+from stepscope.files.counters import EVENT_LOOP
+from stepscope.recording.counters import garbage as garbage_module
+from stepscope.recording.counters.garbage import garbage
+from stepscope.recording.counters.host_load import HostClaim, HostCpu
+from stepscope.recording.counters.process_load import OpenFiles, ProcessCpu, ProcessMemory
+from stepscope.timeline import Counter, load_step
+
+MB = 1 << 20
+
+
+def burn(cpu_s: float) -> None:
+    until = time.thread_time() + cpu_s
+    while time.thread_time() < until:
+        pass
+
+
+def used_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_the_cpu_counter_is_what_the_kernel_bills_the_process() -> None:
+    source = ProcessCpu()
+    used, began = used_s(), time.monotonic()
+    burn(0.3)
+    percent = source.sample()[""]
+    used, passed = used_s() - used, time.monotonic() - began
+    assert used > 0.29
+    assert percent == pytest.approx(100 * used / passed, rel=0.05)
+
+
+def test_memory_grows_by_what_is_allocated() -> None:
+    source = ProcessMemory()
+    before = source.sample()[""]
+    block = bytearray(os.urandom(MB) * 64)
+    grown = source.sample()[""] - before
+    assert grown == pytest.approx(len(block), rel=0.1)
+
+
+def test_open_files_are_counted() -> None:
+    source = OpenFiles()
+    before = source.sample()[""]
+    with ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(open(os.devnull))
+        assert source.sample()[""] == before + 10
+    assert source.sample()[""] == before
+
+
+def test_the_pauses_of_the_collector_are_as_long_as_collections_take() -> None:
+    share, longest = garbage()
+    try:
+        longest.sample()
+        share.sample()
+        circles = [[] for _ in range(200_000)]  # type: ignore[var-annotated]  # lists of themselves
+        for circle in circles:
+            circle.append(circle)
+        share.sample()  # building them may have collected too
+        longest.sample()
+        began = time.monotonic_ns()
+        gc.collect()
+        took_ms = (time.monotonic_ns() - began) / 1e6
+        assert longest.sample()[""] == pytest.approx(took_ms, rel=0.1, abs=0.5)
+        assert share.sample()[""] > 50, "almost all of the time since the last sample"
+    finally:
+        share.close()
+    assert not any(isinstance(getattr(c, "__self__", None), garbage_module._Pauses) for c in gc.callbacks)
+
+
+def test_the_host_is_at_least_as_busy_as_this_process(tmp_path: Path) -> None:
+    source = HostCpu(HostClaim(str(tmp_path)))
+    try:
+        began = time.monotonic()
+        burn(0.5)
+        passed = time.monotonic() - began
+        percent = source.sample()[""]
+    finally:
+        source.close()
+    own = 100 * 0.5 / passed / (os.cpu_count() or 1)
+    assert 0.8 * own < percent <= 100
+
+
+def test_one_process_of_a_host_samples_it() -> None:
+    first, second = HostClaim("/run/step_000001"), HostClaim("/run/step_000001")
+    assert (first.taken, second.taken) == (True, False)
+    other = HostClaim("/run/step_000002")
+    assert other.taken
+    other.free()
+    first.free()
+    again = HostClaim("/run/step_000001")
+    assert again.taken
+    again.free()
+
+
+def test_a_killed_process_gives_the_host_back() -> None:
+    code = (
+        "import time; from stepscope.recording.counters.host_load import HostClaim\n"
+        "claim = HostClaim('/run/killed'); print(claim.taken, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        refused = HostClaim("/run/killed")
+        process.kill()
+        process.wait()
+    claim = HostClaim("/run/killed")
+    claim.free()
+    assert (refused.taken, claim.taken) == (False, True)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ProfileConfig:
+    return ProfileConfig(
+        save_path=str(tmp_path),
+        steps=[1],
+        roles={"*": {"profiler": "off"}},
+        counters={"hz": 50},
+    )
+
+
+def counter(config: ProfileConfig, name: str) -> Counter:
+    (only,) = [item for item in load_step(f"{config.save_path}/step_000001").counters if item.name == name]
+    return only
+
+
+async def turns(config: ProfileConfig, block_s: float = 0) -> float:
+    """Run a loop with spans, block it once, and return for how many ms it was blocked."""
+    took_ms = 0.0
+    async with capture(1, config=config):
+        for number in range(10):
+            async with span("turn"):
+                await asyncio.sleep(0.03)  # ticks of the sampler come between
+                if block_s and number == 5:
+                    began = time.monotonic()
+                    time.sleep(block_s)  # noqa: ASYNC251  # the tool that does not await
+                    took_ms = (time.monotonic() - began) * 1000
+    return took_ms
+
+
+def test_a_loop_that_is_blocked_for_300_ms_is_late_by_300_ms(config: ProfileConfig) -> None:
+    took_ms = asyncio.run(turns(config, block_s=0.3))
+    late = counter(config, EVENT_LOOP)
+    assert (late.of, late.unit, late.kind) == ("MainThread", "ms", "interval")
+    tick_ms = 20
+    assert took_ms - 2 * tick_ms < max(late.values) < took_ms + 100
+
+
+def test_a_loop_that_runs_is_not_late(config: ProfileConfig) -> None:
+    asyncio.run(turns(config))
+    values = sorted(counter(config, EVENT_LOOP).values)
+    assert values[len(values) // 2] < 50
+
+
+def test_a_loop_that_has_stopped_is_not_late(config: ProfileConfig) -> None:
+    async def work() -> None:
+        for _ in range(5):
+            with span("turn"):
+                await asyncio.sleep(0.05)
+
+    with capture(1, config=config):
+        asyncio.run(work())
+        time.sleep(0.5)  # it has no loop: nobody waits
+    assert max(counter(config, EVENT_LOOP).values) < 400
+
+
+def test_without_spans_on_a_loop_nothing_is_said_of_loops(config: ProfileConfig) -> None:
+    with capture(1, config=config), span("update"):
+        burn(0.1)
+    names = {item.name for item in load_step(f"{config.save_path}/step_000001").counters}
+    assert EVENT_LOOP not in names
+    assert {"process CPU", "process memory", "open files", "garbage collector"} <= names

@@ -1,0 +1,153 @@
+"""The sampler of counters: its rate, its ring, and sources that fail or are not there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from itertools import count, pairwise
+
+import pytest
+
+from stepscope.counters import CounterSource
+from stepscope.recording.counters import sampler as sampler_module
+from stepscope.recording.counters.sampler import AbsentError, Sampler
+
+
+class Ticks(CounterSource):
+    """A source that counts its samples, and says when there were enough."""
+
+    unit = ""
+
+    def __init__(self, name: str = "ticks", *, enough: int = 5, interval_s: float = 0.0) -> None:
+        self.name = name
+        self.interval_s = interval_s
+        self.numbers = count(1)
+        self.last = 0
+        self.enough = enough
+        self.reached = threading.Event()
+        self.closed = False
+
+    def sample(self) -> Mapping[str, float]:
+        self.last = next(self.numbers)
+        if self.last >= self.enough:
+            self.reached.set()
+        return {"": float(self.last)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def values(sampler: Sampler, name: str) -> list[float]:
+    (number,) = [series.series for series in sampler.series if series.name == name]
+    return [tick.values[number] for tick in sampler.between(0, 1 << 62) if number in tick.values]
+
+
+def run(sampler: Sampler, source: Ticks, hz: float = 100) -> None:
+    sampler.start(hz)
+    assert source.reached.wait(30)
+    assert sampler.stop()
+
+
+def test_every_tick_is_kept_in_order_and_the_last_one_is_taken_at_the_stop() -> None:
+    source = Ticks()
+    sampler = Sampler({"own": lambda: [source]})
+    run(sampler, source)
+    assert values(sampler, "ticks") == [float(number) for number in range(1, source.last + 1)]
+    assert source.closed
+    times = [tick.at_ns for tick in sampler.between(0, 1 << 62)]
+    assert times == sorted(times)
+
+
+def test_a_window_is_cut_out_of_the_ring() -> None:
+    source = Ticks()
+    sampler = Sampler({"own": lambda: [source]})
+    run(sampler, source)
+    ticks = sampler.between(0, 1 << 62)
+    assert sampler.between(ticks[0].at_ns, ticks[2].at_ns) == ticks[1:3]
+
+
+def test_the_ring_keeps_the_latest() -> None:
+    source = Ticks(enough=8)
+    sampler = Sampler({"own": lambda: [source]}, ticks=3)
+    run(sampler, source)
+    assert values(sampler, "ticks") == [source.last - 2, source.last - 1, source.last]
+
+
+def test_the_rate_is_the_one_that_was_asked_for() -> None:
+    source = Ticks(enough=6)
+    sampler = Sampler({"own": lambda: [source]})
+    run(sampler, source, hz=20)
+    ticks = sampler.between(0, 1 << 62)[:-1]  # the last one is that of the stop
+    between = [after.at_ns - before.at_ns for before, after in pairwise(ticks)]
+    assert min(between) > 40_000_000, "never faster than 20 Hz; a busy machine may be slower"
+
+
+def test_a_running_sampler_changes_its_rate_and_a_stopped_one_starts_again() -> None:
+    source = Ticks(enough=3)
+    sampler = Sampler({"own": lambda: [source]})
+    sampler.start(0.001)
+    sampler.start(200)
+    assert source.reached.wait(30)
+    assert sampler.stop()
+    last = source.last
+    source.enough, source.reached = last + 3, threading.Event()
+    run(sampler, source)
+    assert values(sampler, "ticks")[:last] == [float(number) for number in range(1, last + 1)]
+
+
+def test_a_source_with_an_interval_is_asked_less_often() -> None:
+    often, seldom = Ticks(enough=20), Ticks("seldom", interval_s=3600)
+    sampler = Sampler({"own": lambda: [seldom, often]})
+    run(sampler, often)
+    assert seldom.last == 2, "at the first tick and at the last"
+
+
+def test_an_absent_source_is_a_reason_and_the_others_are_sampled() -> None:
+    def missing() -> Iterable[CounterSource]:
+        raise AbsentError("the library is not installed")
+
+    source = Ticks()
+    sampler = Sampler({"GPUs": missing, "own": lambda: [source]})
+    run(sampler, source)
+    assert sampler.absent == {"GPUs": "the library is not installed"}
+    assert [series.name for series in sampler.series] == ["ticks"]
+
+
+class Broken(Ticks):
+    """A source that raises at its third sample."""
+
+    def sample(self) -> Mapping[str, float]:
+        if self.last == 2:
+            raise OSError("the device is gone")
+        return super().sample()
+
+
+def test_a_source_that_raises_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPSCOPE_RAISE", "0")
+    source, broken = Ticks(), Broken("broken")
+    sampler = Sampler({"own": lambda: [broken, source]})
+    run(sampler, source)
+    assert values(sampler, "broken") == [1.0, 2.0]
+    assert sampler.absent == {"broken": "OSError: the device is gone"}
+
+
+class Odd(Ticks):
+    def sample(self) -> Mapping[str, float]:
+        super().sample()
+        return {"a": float("nan"), "b": float("inf"), "c": 1.23456}
+
+
+def test_values_that_json_has_not_are_left_out() -> None:
+    source = Odd()
+    sampler = Sampler({"own": lambda: [source]})
+    run(sampler, source)
+    assert [series.of for series in sampler.series] == ["a", "b", "c"]
+    assert sampler.between(0, 1 << 62)[0].values == {2: 1.235}
+
+
+def test_series_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "MOST_SERIES", 2)
+    source = Ticks()
+    sampler = Sampler({"own": lambda: [Ticks("a"), Ticks("b"), source]})
+    run(sampler, source)
+    assert [series.name for series in sampler.series] == ["a", "b"]
