@@ -13,6 +13,7 @@ from stepscope.report.step import step_report
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
+from stepscope.report.tables.counters import CounterRow, Counters, IdleDevice, step_counters
 from stepscope.report.tables.cuda_memory import CudaMemory, Holder, cuda_memory_peaks
 from stepscope.report.tables.engine import Engine, Load, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import Health, OtherStep, ProcessRow, SpanRow, step_health
@@ -50,6 +51,8 @@ __all__ = [
     "Breakdown",
     "Bubble",
     "Cause",
+    "CounterRow",
+    "Counters",
     "CudaMemory",
     "DeviceRow",
     "Engine",
@@ -59,6 +62,7 @@ __all__ = [
     "Hold",
     "Holder",
     "Idle",
+    "IdleDevice",
     "Lag",
     "Line",
     "Load",
@@ -95,6 +99,7 @@ __all__ = [
     "step_advice",
     "step_baseline",
     "step_breakdown",
+    "step_counters",
     "step_health",
     "step_long_tail",
     "step_report",

@@ -8,6 +8,7 @@ from stepscope.report.advice.evidence import Advice
 from stepscope.report.blocks.block import Block, Paragraph
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
+from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.cuda_memory import CudaMemory
 from stepscope.report.tables.engine import Engine, Phaseless
 from stepscope.report.tables.health import Health
@@ -69,6 +70,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """None: they were not read."""
     cuda_memory: tuple[CudaMemory, ...]
     """Of snapshots of CUDA's allocator, where the traces were read."""
+    counters: Counters | None = None
+    """None: no process sampled any."""
     metrics: dict[str, float] = {}
     """Numbers that the trainer logged of the step."""
     health: Health

@@ -11,6 +11,7 @@ from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.blocks.advice import advice_blocks
 from stepscope.report.blocks.breakdown import breakdown_blocks
+from stepscope.report.blocks.counters import counter_blocks
 from stepscope.report.blocks.cuda_memory import cuda_memory_blocks
 from stepscope.report.blocks.engines import engine_blocks
 from stepscope.report.blocks.health import health_blocks
@@ -23,6 +24,7 @@ from stepscope.report.blocks.traces import trace_blocks
 from stepscope.report.html.account import draw_account
 from stepscope.report.html.advice import draw_advice
 from stepscope.report.html.completeness import draw_health
+from stepscope.report.html.counters import draw_counters
 from stepscope.report.html.engine import draw_engines
 from stepscope.report.html.heat import draw_stages
 from stepscope.report.html.idle import draw_idle
@@ -32,6 +34,7 @@ from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import step_baseline
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
+from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
 from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import cut_processes, step_health
@@ -61,6 +64,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             vain_waits=sources.value_of(VAIN_WAITS),
             engines=sources.value_of(ENGINES),
             traces=sources.value_of(TRACES),
+            counters=sources.value_of(COUNTERS),
             health=sources.value_of(HEALTH),
             profiling=step_profilers(timeline, sources.activities),
             cut=cut_processes(timeline),
@@ -148,6 +152,13 @@ CUDA_MEMORY = Section(
     ),
     terminal=cuda_memory_blocks,
 )
+COUNTERS = Section(
+    name="counters",
+    title="Counters",
+    compute=lambda sources: step_counters(sources.timeline),
+    terminal=counter_blocks,
+    html=draw_counters,
+)
 METRICS = Section(
     name="metrics",
     title="Logged by the trainer",
@@ -175,6 +186,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     PHASELESS,
     TRACES,
     CUDA_MEMORY,
+    COUNTERS,
     METRICS,
     HEALTH,
 )

@@ -9,6 +9,7 @@ import msgspec
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
 from stepscope.report.tables.breakdown import Breakdown
+from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.health import Health
 from stepscope.report.tables.idle import Idle
@@ -35,6 +36,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     vain_waits: Table[VainWait] = Table()
     engines: Table[Engine]
     traces: TraceTables | None
+    counters: Counters | None = None
     health: Health
     profiling: Profiling = Profiling()
     cut: frozenset[str] = frozenset()

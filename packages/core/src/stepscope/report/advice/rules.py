@@ -9,6 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from stepscope.report.advice.balance import straggler, uneven_profiling
+from stepscope.report.advice.counters import (
+    full_kv_cache,
+    garbage_collection,
+    idle_device_of_tools,
+    late_event_loop,
+)
 from stepscope.report.advice.devices import collectives, idle_device, memory_nearly_full
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.profilers import not_typical, profiler_cost
@@ -42,6 +48,10 @@ RULES: Sequence[Rule] = (
     prefill_alone,
     weight_sync,
     vain_wait,
+    late_event_loop,
+    garbage_collection,
+    idle_device_of_tools,
+    full_kv_cache,
     no_rollout,
     blind_spot,
 )

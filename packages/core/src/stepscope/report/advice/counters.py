@@ -1,0 +1,106 @@
+"""Advice that counters give: event loops, the garbage collector, idle devices, full KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepscope.files.counters import EVENT_LOOP, GC, KV_CACHE, PREEMPTIONS
+from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.wording import share_of_step
+from stepscope.report.formatting import count, duration
+from stepscope.report.tables.counters import CounterRow
+
+LATE_MS = 100
+COLLECTING = 5
+"""Percent of the step in the garbage collector."""
+FULL = 95
+"""Percent of a KV cache."""
+
+
+def _rows(evidence: Evidence, name: str) -> Sequence[CounterRow]:
+    rows = () if evidence.counters is None else evidence.counters.rows
+    return [row for row in rows if row.name == name]
+
+
+def late_event_loop(evidence: Evidence) -> Advice | None:
+    """Advise if an event loop was late by more than 100 ms."""
+    late = [row for row in _rows(evidence, EVENT_LOOP) if row.most > LATE_MS]
+    if not late:
+        return None
+    worst = max(late, key=lambda row: row.most)
+    because = [f"a callback on its thread {worst.of} waited for {duration(round(worst.most * 1e6))}"]
+    if len(late) > 1:
+        because.append(f"so it was on {count(len(late), 'loop')}")
+    return Advice(
+        rule="late-event-loop",
+        kind="hint",
+        what=f"something blocks the event loop of {worst.process}",
+        because=tuple(because),
+        do=(
+            "find the call that does not await (a tool, a tokenizer, a file) and run it in a thread: "
+            "asyncio.to_thread; PYTHONASYNCIODEBUG=1 names slow callbacks"
+        ),
+        saves_ns=None,
+    )
+
+
+def garbage_collection(evidence: Evidence) -> Advice | None:
+    """Advise if a process spent 5 % of the step in Python's garbage collector."""
+    worst = max(_rows(evidence, GC), key=lambda row: row.mean, default=None)
+    if worst is None or worst.mean <= COLLECTING:
+        return None
+    paused_ns = round(worst.mean / 100 * worst.covered_ns)
+    return Advice(
+        rule="garbage-collection",
+        kind="hint",
+        what=f"Python's garbage collector stops {worst.process}",
+        because=(share_of_step(paused_ns, evidence),),
+        do=(
+            "gc.freeze() after the set-up, so that it does not look at what stays; or gc.disable(), and "
+            "gc.collect() between steps"
+        ),
+        saves_ns=paused_ns,
+    )
+
+
+def idle_device_of_tools(evidence: Evidence) -> Advice | None:
+    """Advise if a device was at 0 % for 5 % of the step or more while tools ran."""
+    devices = () if evidence.counters is None else evidence.counters.idle_devices
+    worst = max(devices, key=lambda device: device.tools_ns, default=None)
+    if worst is None or worst.tools_ns * 20 < evidence.breakdown.window_ns:
+        return None
+    others = sum(device.tools_ns * 20 >= evidence.breakdown.window_ns for device in devices) - 1
+    because = [f"{share_of_step(worst.tools_ns, evidence)}, of {duration(worst.idle_ns)} at 0 %"]
+    if others:
+        because.append(f"so were {count(others, 'other device')}, for 5 % of the step or more")
+    return Advice(
+        rule="idle-while-tools-run",
+        kind="hint",
+        what=f"{worst.device} of {worst.host} was at 0 % while the rollout waited for tools",
+        because=tuple(because),
+        do="run more tools at once, or let other trajectories generate meanwhile: more prompts in flight",
+        saves_ns=worst.tools_ns,
+    )
+
+
+def full_kv_cache(evidence: Evidence) -> Advice | None:
+    """Advise if an engine preempted requests while its KV cache was full."""
+    preempted = {(row.process, row.of): row.increase for row in _rows(evidence, PREEMPTIONS) if row.increase}
+    full = [
+        row for row in _rows(evidence, KV_CACHE) if row.most >= FULL and (row.process, row.of) in preempted
+    ]
+    if not full:
+        return None
+    worst = max(full, key=lambda row: preempted[row.process, row.of])
+    number = round(preempted[worst.process, worst.of])
+    return Advice(
+        rule="full-kv-cache",
+        kind="hint",
+        what=f"the KV cache of {worst.of or worst.process} is full, and requests start again",
+        because=(f"up to {worst.most:.0f} % in use", f"{count(number, 'preemption')} in the step"),
+        do=(
+            "fewer requests at once (vLLM: max_num_seqs, SGLang: max_running_requests), more memory for the "
+            "cache (gpu_memory_utilization, mem_fraction_static), or shorter answers"
+        ),
+        saves_ns=None,
+    )

@@ -1,0 +1,154 @@
+"""Counters over the step: the least, the mean and the most of each, and devices that idled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.files.counters import GPU, NPU, CounterKind, CounterScope
+from stepscope.report.stage_names import is_tool
+from stepscope.report.table import Table
+from stepscope.timeline import Counter, Timeline
+
+
+class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One counter over the step."""
+
+    process: str
+    """The process that sampled it."""
+    role: str
+    host: str
+    scope: CounterScope
+    name: str
+    of: str
+    """`GPU 3`, `replica 0`; empty for the process, or the host, itself."""
+    unit: str
+    kind: CounterKind
+    samples: int
+    """In the step."""
+    least: float
+    mean: float
+    """Over time: each value counts for the time since the sample before."""
+    most: float
+    covered_ns: int
+    """Part of the step between its first and its last sample."""
+    increase: float | None = None
+    """Growth of a total over the step. None: it is no total."""
+
+
+class IdleDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU or NPU at 0 %."""
+
+    device: str
+    host: str
+    idle_ns: int
+    """Time at 0 %, to the length of a sample."""
+    tools_ns: int
+    """Of that, while a tool or an environment ran."""
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    rows: Table[CounterRow]
+    """By process, in the order in which it sampled them first."""
+    idle_devices: Table[IdleDevice]
+    """Devices that were at 0 % at some time, the most idle first."""
+
+
+class Piece(NamedTuple):
+    """A value, and the time for which it stands: since the sample before."""
+
+    start_ns: int
+    end_ns: int
+    value: float
+
+
+def step_counters(timeline: Timeline) -> Counters | None:
+    """Return the counters of the step; None if none were sampled."""
+    sampled = [(counter, pieces) for counter in timeline.counters if (pieces := pieces_of(counter, timeline))]
+    if not sampled:
+        return None
+    idle = sorted(_idle(timeline, sampled), key=lambda device: (-device.idle_ns, device.host, device.device))
+    rows = (_row(counter, pieces, timeline) for counter, pieces in sampled)
+    return Counters(rows=Table(rows), idle_devices=Table(idle))
+
+
+def pieces_of(counter: Counter, timeline: Timeline) -> list[Piece]:
+    """Return the values of the step. The first sample of a counter has no length.
+
+    An unaligned process has no place in the step, so that all of its values count.
+    """
+    times = counter.times_ns
+    pieces = map(Piece, (*times[:1], *times), times, counter.values)
+    if not timeline.processes[counter.process].aligned:
+        return list(pieces)
+    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
+    return [
+        Piece(max(piece.start_ns, start_ns), min(piece.end_ns, end_ns), piece.value)
+        for piece in pieces
+        if piece.end_ns >= start_ns and piece.start_ns <= end_ns
+    ]
+
+
+def _row(counter: Counter, pieces: Sequence[Piece], timeline: Timeline) -> CounterRow:
+    process = timeline.processes[counter.process]
+    values = [piece.value for piece in pieces]
+    covered_ns = sum(piece.end_ns - piece.start_ns for piece in pieces)
+    weighed = sum(piece.value * (piece.end_ns - piece.start_ns) for piece in pieces)
+    return CounterRow(
+        process=process.name,
+        role=process.info.role,
+        host=process.info.host,
+        scope=counter.scope,
+        name=counter.name,
+        of=counter.of,
+        unit=counter.unit,
+        kind=counter.kind,
+        samples=len(pieces),
+        least=min(values),
+        mean=weighed / covered_ns if covered_ns else sum(values) / len(values),
+        most=max(values),
+        covered_ns=covered_ns,
+        increase=values[-1] - values[0] if counter.kind == "total" else None,
+    )
+
+
+def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) -> Iterator[IdleDevice]:
+    tools = _joined(
+        (span.start_ns, timeline.until_ns(span))
+        for span in timeline.spans
+        if is_tool(span.role, span.stage) and timeline.processes[span.process].aligned
+    )
+    for counter, pieces in sampled:
+        idle = [(piece.start_ns, piece.end_ns) for piece in pieces if piece.value == 0]
+        if counter.name in (GPU, NPU) and (idle_ns := sum(end - start for start, end in idle)):
+            process = timeline.processes[counter.process]
+            tools_ns = _common_ns(idle, tools) if process.aligned else 0
+            yield IdleDevice(
+                device=counter.of or counter.name, host=process.info.host, idle_ns=idle_ns, tools_ns=tools_ns
+            )
+
+
+def _joined(intervals: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of intervals, disjoint and in order."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _common_ns(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Return the time that both lists cover; each is disjoint and in order."""
+    common_ns = at = 0
+    for start, end in some:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        for other_start, other_end in others[at:]:
+            if other_start >= end:
+                break
+            common_ns += max(0, min(end, other_end) - max(start, other_start))
+    return common_ns
