@@ -77,9 +77,7 @@ def tell_summary(session: Session, files: CapturedFiles, manifest: Manifest) -> 
     if has_peers and not create_once(session.layout.logged(session.run_id, session.number)):
         return  # two ranks that close at the same moment both are the last
     line = outcome.summary(manifest, session.layout.root, session.config.save_path, files.apart)
-    failures.tell("stepscope: %s", line)
-    if about := _about_torch():
-        failures.tell("stepscope: %s", about)
+    failures.tell("stepscope: %s%s", line, _about_torch())
 
 
 def _enter_omissions(
@@ -126,4 +124,4 @@ def _about_torch() -> str:
     if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:
         return ""
     _is_torch_explained = True
-    return "lines with `USDT:` or `External init callback` are torch's own and harmless"
+    return ". The lines that torch's profiler prints at its first start are harmless"
