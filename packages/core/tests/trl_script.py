@@ -1,4 +1,4 @@
-"""An ordinary TRL script: nothing in it knows of any profiler.
+"""Trainers of TRL on a toy model; GRPO is that of `examples/trl_grpo.py`. Nothing here knows of any profiler.
 
 python trl_script.py FOLDER CASE...
 """
@@ -11,16 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-)
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from examples.trl_grpo import PROMPTS, count_ones, make_trainer, save_model, save_tokenizer
 
 SMALL: dict[str, Any] = {
     "max_steps": 3,
@@ -35,47 +29,15 @@ SMALL: dict[str, Any] = {
 SUMS = [(f"{number}+{number}=", f"{2 * number}") for number in range(8)] * 4
 
 
-def save_tokenizer(*folders: str) -> int:
-    """Return the number of its words."""
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *"0123456789+= "])}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    for folder in folders:
-        tokenizer.save_pretrained(folder)
-    return len(words)
-
-
 def save_tiny_models(folder: str) -> None:
-    torch.manual_seed(0)
-    words = save_tokenizer(f"{folder}/model", f"{folder}/judge")
-    config = Qwen2Config(
-        vocab_size=words,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        num_labels=1,
-    )
-    for model, name in (
-        (Qwen2ForCausalLM(config), "model"),
-        (Qwen2ForSequenceClassification(config), "judge"),
-    ):
-        model.save_pretrained(f"{folder}/{name}")
-
-
-def count_ones(completions: list[str], **_: object) -> list[float]:
-    return [float(completion.count("1")) for completion in completions]
+    save_model(f"{folder}/model")
+    save_tokenizer(f"{folder}/judge")
+    config = Qwen2Config.from_pretrained(f"{folder}/model", num_labels=1)
+    Qwen2ForSequenceClassification(config).save_pretrained(f"{folder}/judge")
 
 
 def prompts() -> Dataset:
-    return Dataset.from_list([{"prompt": prompt} for prompt, _ in SUMS])
+    return Dataset.from_list(PROMPTS)
 
 
 def answers() -> Dataset:
@@ -87,13 +49,7 @@ def pairs() -> Dataset:
 
 
 def grpo(folder: str) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
-
-    # A beta above 0 needs a reference model. The second step trains on what the first generated.
-    args = GRPOConfig(
-        f"{folder}/out", num_generations=4, num_iterations=2, max_completion_length=4, beta=0.1, **SMALL
-    )
-    return GRPOTrainer(model=f"{folder}/model", reward_funcs=count_ones, args=args, train_dataset=prompts())
+    return make_trainer(f"{folder}/model", f"{folder}/out")
 
 
 def rloo(folder: str) -> Any:

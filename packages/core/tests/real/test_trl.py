@@ -18,9 +18,16 @@ from stepscope.cli.report import read_reports
 from stepscope.config.presets import read_preset
 from stepscope.files.layout import RunLayout
 from stepscope.report.model import StepReport
+from tests.tree import ROOT
 
 SCRIPT = Path(__file__).parents[1] / "trl_script.py"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}
+EXAMPLE = ROOT / "examples" / "trl_grpo.py"
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+}
 Calls = Mapping[tuple[str, str], int]
 UPDATE: Calls = {
     ("actor", "update_actor_forward"): 2,  # two batches make one step of the optimizer
@@ -110,6 +117,20 @@ def test_little_of_a_step_is_unaccounted(run: Run) -> None:
 
 def test_the_final_weights_are_those_of_a_run_without_stepscope(case: str, run: Run, plain: Run) -> None:
     assert run.weights == {("rank0", case): plain.weights["rank0", case]}
+
+
+def test_the_command_of_the_example_profiles_it_and_its_file_knows_of_no_profiler(tmp_path: Path) -> None:
+    docstring, code = EXAMPLE.read_text().removeprefix('"""').split('"""', 1)
+    assert "stepscope" not in code
+    (command,) = [line for line in docstring.splitlines() if line.startswith("stepscope run")]
+    words = command.replace("examples/", f"{EXAMPLE.parent}/").split()[1:]
+    subprocess.run(
+        [sys.executable, "-m", "stepscope", *words], cwd=tmp_path, env={**os.environ, **OFFLINE}, check=True
+    )
+    steps = RunLayout(tmp_path / "outputs/trl_grpo").steps()
+    assert list(steps) == [0, 2]
+    for report in read_reports(list(steps.values()), traces=False).steps:
+        assert {(stage.role, stage.stage) for stage in report.stages} == set(CASES["grpo"][0])
 
 
 def test_ranks_of_torchrun_are_captured_and_end_with_the_same_weights(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import trl  # noqa: F401  where it is not installed this file is left out
 
 from stepscope.cli.report import read_reports
 from stepscope.files.layout import RunLayout
+from tests.tree import ROOT
 
 MAIN = Path(__file__).with_name("trl_vllm_main.py")
 STAGES = {
@@ -37,9 +38,10 @@ def no_limit_of_the_test() -> None:
 def weights_after(folder: Path, *options: str) -> tuple[str, list[str]]:
     """Return the hash of the final weights, and what stepscope complained about."""
     folder.mkdir()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *options, str(MAIN), str(folder)],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from packages.core.tests.trl_script import count_ones, save_tokenizer
+from examples.trl_grpo import count_ones, save_tokenizer
 
 
 def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
