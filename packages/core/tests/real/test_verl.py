@@ -1,14 +1,13 @@
-"""verl, unedited: its default trainer with a tool, under `stepscope run --preset verl`."""
+"""verl, unedited: its default trainer with a tool, under the command of `examples/verl_grpo.sh`."""
 
 from __future__ import annotations
 
 import faulthandler
-from pathlib import Path
 
 import pytest
 
 from packages.core.tests.verl_cpu.launch import TOOLS
-from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, captured_training
+from packages.core.tests.verl_cpu.runs import CAPTURED, Step, Training, example_training
 
 pytest.importorskip("verl")
 TRAJECTORIES = 4 * 4
@@ -28,7 +27,7 @@ TIMINGS = {
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return a training of four steps, of which two were captured."""
     faulthandler.cancel_dump_traceback_later()  # the limit of a test is less than verl takes to start
-    return captured_training(tmp_path_factory.mktemp("verl"), *TOOLS)
+    return example_training(tmp_path_factory.mktemp("verl"), *TOOLS)
 
 
 @pytest.fixture(params=CAPTURED)
@@ -95,7 +94,7 @@ def test_the_numbers_are_those_of_verls_own_logger(training: Training, step: Ste
 
 
 def test_an_uncaptured_step_keeps_no_numbers(training: Training) -> None:
-    folders = {path.parent.name for path in training.folder.glob("run/*/metrics_*.json")}
+    folders = {path.parent.name for path in training.save_path.glob("*/metrics_*.json")}
     assert folders == {f"step_{number:06d}" for number in CAPTURED}
 
 
@@ -105,6 +104,6 @@ def test_the_wait_for_verls_poll_is_not_blamed_on_anybody(step: Step) -> None:
 
 
 def test_no_prompt_or_response_is_recorded(training: Training) -> None:
-    spans = b"".join(path.read_bytes() for path in Path(training.folder).glob("run/step_*/spans/*"))
+    spans = b"".join(path.read_bytes() for path in training.save_path.glob("step_*/spans/*"))
     assert spans
     assert b"im_start" not in spans

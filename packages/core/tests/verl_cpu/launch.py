@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[3] / "examples" / "verl_grpo.sh"
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     "VERL_PLATFORM": "cpu",
@@ -35,56 +38,76 @@ def train(folder: Path, *overrides: str, before: Sequence[str] = (), gpus: int =
     """Run a training in `folder`. Return its exit code and output.
 
     Args:
-        overrides: Hydra overrides of the configuration below.
+        overrides: Hydra overrides of the example's settings and of those below.
         before: A command in front of the training's: `stepscope run ...`.
         gpus: What Ray shall believe that this machine has.
     """
-    data = folder / "data"
-    if not data.exists():
-        subprocess.run([sys.executable, str(HERE / "make_data.py"), str(data)], check=True)
+    data = made_data(folder)
+    settings = [*example_settings(data), *sizes_of_a_cpu(data, gpus)]
+    command = [*before, sys.executable, "-m", "verl.trainer.main_ppo", *settings, *overrides]
+    return run(folder, command, {})
+
+
+def run_example(folder: Path, *overrides: str) -> tuple[int, str]:
+    """Run `examples/verl_grpo.sh` in `folder`, as a user would. Return its exit code and output."""
+    data, programs = made_data(folder), folder / "bin"
+    programs.mkdir()
+    for name, words in (("python", ""), ("stepscope", "-m stepscope")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (programs / name).chmod(0o755)
+    variables = {
+        "MODEL": str(data / "model"),
+        "DATA": str(data),
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+    }
+    return run(folder, ["bash", str(EXAMPLE), *sizes_of_a_cpu(data, 1), *overrides], variables)
+
+
+def run(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
         **ENVIRONMENT,
         "PYTHONPATH": path,
         "VERL_FILE_LOGGER_PATH": str(folder / LOGGED),
+        **variables,
     }
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids ray.init(num_gpus=1)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *configuration(data, gpus), *overrides]
     log = folder / "output.log"
     with log.open("w") as output:  # not a pipe: Ray's processes may outlive the training, and hold it open
-        code = subprocess.call(
-            [*before, *command], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+        code = subprocess.call(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     return code, log.read_text()
 
 
-def configuration(data: Path, gpus: int) -> list[str]:
-    """Return GRPO of the tiny model in `data`: four steps of 4 prompts x 4 responses."""
+def made_data(folder: Path) -> Path:
+    """Return the folder of the tiny model and its prompts; make them if necessary."""
+    data = folder / "data"
+    if not data.exists():
+        subprocess.run([sys.executable, str(HERE / "make_data.py"), str(data)], check=True)
+    return data
+
+
+def example_settings(data: Path) -> list[str]:
+    """Return the overrides that `examples/verl_grpo.sh` gives to verl."""
+    command = EXAMPLE.read_text().partition("main_ppo")[2].partition('"$@"')[0].replace("\\\n", " ")
+    return shlex.split(Template(command).substitute(MODEL=data / "model", DATA=data))
+
+
+def sizes_of_a_cpu(data: Path, gpus: int) -> list[str]:
+    """Return overrides for two CPU cores: four steps of 4 prompts x 4 responses."""
     rollout, actor, model = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "model"))
     return [
-        "algorithm.adv_estimator=grpo",
-        f"data.train_files={data / 'train.parquet'}",
-        f"data.val_files={data / 'val.parquet'}",
         "data.train_batch_size=4",
         "data.max_prompt_length=64",
         "data.max_response_length=32",
         "data.dataloader_num_workers=0",
-        f"{model}.path={data / 'model'}",
         f"+{model}.override_config.attn_implementation=sdpa",  # flash attention has no CPU build
         f"{model}.use_remove_padding=False",
         f"{model}.enable_gradient_checkpointing=False",
-        f"{actor}.strategy=fsdp2",
         f"{actor}.ppo_mini_batch_size=4",
-        f"{actor}.ppo_micro_batch_size_per_gpu=8",
-        f"{actor}.use_kl_loss=True",
         f"{actor}.use_torch_compile=False",
-        "actor_rollout_ref.ref.strategy=fsdp2",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-        f"{rollout}.name=vllm",
         f"{rollout}.n=4",
         f"{rollout}.agent.num_workers=1",
-        f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.enforce_eager=True",
         f"{rollout}.enable_chunked_prefill=False",
         f"{rollout}.free_cache_engine=False",
@@ -92,18 +115,13 @@ def configuration(data: Path, gpus: int) -> list[str]:
         f"{rollout}.max_model_len=256",
         f"{rollout}.max_num_batched_tokens=512",
         f"{rollout}.max_num_seqs=16",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
         f"{rollout}.gpu_memory_utilization=0.1",
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={HERE / 'reward.py'}",
         "trainer.device=cpu",
         f"trainer.n_gpus_per_node={gpus}",
-        "trainer.nnodes=1",
         "trainer.total_training_steps=4",
         "trainer.logger=[console]",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
         f"trainer.default_local_dir={data.parent / 'checkpoints'}",
         # verl's queue takes a CPU per storage unit and one more, and waits for ever for those it lacks
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",

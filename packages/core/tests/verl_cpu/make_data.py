@@ -53,7 +53,7 @@ def save_prompts(folder: Path) -> None:
         for number in range(64)
     ]
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
-    pandas.DataFrame(rows[:8]).to_parquet(folder / "val.parquet")
+    pandas.DataFrame(rows[:8]).to_parquet(folder / "test.parquet")
 
 
 if __name__ == "__main__":

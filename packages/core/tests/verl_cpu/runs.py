@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from packages.core.tests.verl_cpu.launch import LOGGED, train
+from packages.core.tests.verl_cpu.launch import LOGGED, run_example, train
 
 CAPTURED = (2, 3)
 LOGGERS = "trainer.logger=[console,file,stepscope]"
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 class Training(NamedTuple):
     """A training that ended."""
 
-    folder: Path
+    save_path: Path
     output: str
     metrics: dict[int, dict[str, float]]
     """Numbers that verl printed, by step."""
@@ -84,7 +84,19 @@ def captured_training(
     before = [*stepscope, "run", *configuration, "--save-path", str(save_path)]
     code, output = train(folder, LOGGERS, *selection, *overrides, before=before, gpus=gpus)
     assert code == 0, output[-5000:]
-    command = [*stepscope, "report", str(save_path), "--no-html", "--json"]
+    return read_training(folder, save_path, output)
+
+
+def example_training(folder: Path, *overrides: str) -> Training:
+    """Train in `folder` with the example, which captures two of the four steps."""
+    code, output = run_example(folder, LOGGERS, *overrides)
+    assert code == 0, output[-5000:]
+    return read_training(folder, folder / "outputs" / "verl_grpo", output)
+
+
+def read_training(folder: Path, save_path: Path, output: str) -> Training:
+    """Return what verl printed, and what `stepscope report` says of the captured steps."""
+    command = [sys.executable, "-m", "stepscope", "report", str(save_path), "--no-html", "--json"]
     # 3: a part of a step is missing, which is for the tests to say
     reported = subprocess.run(command, capture_output=True, text=True)
     assert reported.returncode in (0, 3), reported.stderr
@@ -95,7 +107,7 @@ def captured_training(
         )
         for report in json.loads(reported.stdout)["steps"]
     }
-    return Training(folder, output, metrics, logged_numbers(folder), steps)
+    return Training(save_path, output, metrics, logged_numbers(folder), steps)
 
 
 def logged_numbers(folder: Path) -> dict[int, dict[str, float]]:
