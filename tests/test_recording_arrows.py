@@ -19,7 +19,7 @@ BELOW = {
     "counters": {"spans", "output", "process"},
     "instrument": {"spans", "output", "process"},
     "session": {"counters", "spans", "output", "process"},
-    "recorder": {"session", "spans", "output", "process"},
+    "recorder": {"session", "counters", "spans", "output", "process"},
     "after": {"session", "instrument", "spans", "output", "process"},
     "fanout": {"after", "recorder", "session", "instrument", "spans", "output", "process"},
     "capture": {"fanout", "after", "recorder", "session", "instrument", "spans", "output", "process"},

@@ -46,6 +46,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dur_ns: Int
     stages: dict[str, float] = {}
     """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
+    counters: dict[str, float] = {}
+    """{name: mean} of the counters of that process and its host; empty for a step shorter than a second."""
     captured: bool = False
     """True if it has a folder with traces of its profilers."""
     error: str | None = None

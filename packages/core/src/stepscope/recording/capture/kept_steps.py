@@ -58,7 +58,7 @@ def begin(
 def _start(config: ProfileConfig, role: str, rank: int | None, workers: object) -> Recorder:
     """Start the recorder of this process, and once, in the background, those of its workers."""
     before = standing.standing()
-    recorder = standing.start(config, identify(role, rank=rank), run.run_id())
+    recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
     recorder.config = config
     recorder.later(partial(run.record, config, versions.versions))
     if recorder is not before and workers is not None and not omissions.none_meant(workers):

@@ -20,6 +20,8 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import CONSUME
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.values import AttrValue, attr_values
+from stepscope.recording.counters.catalogue import openers
+from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.work_queue import WorkQueue
 from stepscope.recording.recorder import step_lines
@@ -27,7 +29,14 @@ from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.state import state_of
 from stepscope.recording.recorder.steps import RecordedStep, Steps
 from stepscope.recording.recorder.triggers import Triggers
-from stepscope.recording.recorder.write import StepWriter, Window, Written, window_of, windows_by_time
+from stepscope.recording.recorder.write import (
+    COUNTERS_HZ,
+    StepWriter,
+    Window,
+    Written,
+    window_of,
+    windows_by_time,
+)
 from stepscope.recording.spans import slot, span
 from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
@@ -51,7 +60,10 @@ class Recorder:
 
     calls_attrs = False
 
-    def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str) -> None:
+    def __init__(self, config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool) -> None:
+        """Args:
+        owner: Whether this process bounds steps.
+        """
         self.config = config
         self.process = process
         self.run_id = run_id
@@ -62,6 +74,10 @@ class Recorder:
             memory_mb=config.recorder.memory_mb,
             redact=config.redact,
         )
+        self.sampler: Sampler | None = None
+        """Of the counters between captures."""
+        if config.counters.hz:
+            self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers that record too."""
         self.steps = Steps(config.recorder.keep_steps)
@@ -69,6 +85,19 @@ class Recorder:
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
         self._is_hurried = False
         """True if the process ends: nobody waits for the workers' files."""
+
+    def sample(self) -> None:
+        """Begin to sample counters."""
+        if self.sampler is not None:
+            try:
+                self.sampler.start(COUNTERS_HZ)
+            except RuntimeError as error:  # the system has no thread for it
+                failures.note("sampling counters for the flight recorder", error)
+
+    def stop(self) -> None:
+        """Let go of what samples."""
+        if self.sampler is not None:
+            self.sampler.end()
 
     # What the recorded code calls, besides `log.new` and `log.begin`.
 
@@ -192,7 +221,7 @@ class Recorder:
     # On the recorder's thread.
 
     def _write_line(self, step: RecordedStep) -> None:
-        line = step_lines.line_of(step, self.log.since(step.after))
+        line = step_lines.line_of(step, self.log.since(step.after), self.sampler)
         step_lines.append(self.layout.step_lines(self.run_id), line)
         oldest = self.steps.oldest
         if oldest is not None:
@@ -204,7 +233,7 @@ class Recorder:
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
         except OSError as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
-        writer = StepWriter(self.log, self.config, order)
+        writer = StepWriter(self.log, self.sampler, self.config, order)
         written = writer.write(windows, owner=True, began=self.workers)
         self._fold(written)
         for step in written:
@@ -220,14 +249,16 @@ class Recorder:
         now = clock.read_anchor()
         known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
         if not known:
-            StepWriter(self.log, self.config, order).write(windows_by_time(order, now), owner=False)
+            StepWriter(self.log, self.sampler, self.config, order).write(
+                windows_by_time(order, now), owner=False
+            )
             return
         own = [known[step.step] for step in order.steps if step.step in known]
         unwritten = [step for step in own if not step.is_written]
         for step in unwritten:
             step.is_written = True
         windows = [window_of(step, now) for step in unwritten]
-        StepWriter(self.log, self.config, order).write(windows, owner=True, began=self.workers)
+        StepWriter(self.log, self.sampler, self.config, order).write(windows, owner=True, began=self.workers)
 
     def _fold(self, written: Sequence[Written]) -> None:
         """Write the manifests, and once more when the workers' parts are there."""

@@ -21,8 +21,12 @@ def standing() -> Recorder | None:
     return _standing
 
 
-def start(config: ProfileConfig, process: ProcessInfo, run_id: str) -> Recorder:
-    """Start this process' recorder, or return the one that stands for the same folder and run."""
+def start(config: ProfileConfig, process: ProcessInfo, run_id: str, *, owner: bool = False) -> Recorder:
+    """Start this process' recorder, or return the one that stands for the same folder and run.
+
+    Args:
+        owner: Whether this process bounds steps.
+    """
     global _standing, _watch
     recorder = _standing
     if recorder is not None:
@@ -30,7 +34,8 @@ def start(config: ProfileConfig, process: ProcessInfo, run_id: str) -> Recorder:
             return recorder
         stop()
     shutdown.install()
-    recorder = _standing = Recorder(config, process, run_id)
+    recorder = _standing = Recorder(config, process, run_id, owner=owner)
+    recorder.sample()
     _watch = Watch(recorder)
     activation.keep(recorder)
     return recorder
@@ -41,6 +46,8 @@ def stop() -> None:
     global _standing, _watch
     if _watch is not None:
         _watch.stop()
+    if _standing is not None:
+        _standing.stop()
     _standing = _watch = None
     activation.keep(None)
 

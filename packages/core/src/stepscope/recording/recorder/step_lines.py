@@ -12,6 +12,7 @@ import msgspec
 from stepscope.files.recorder import StepLine
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.values import bounded
+from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import failures
 from stepscope.recording.recorder.steps import RecordedStep
 from stepscope.recording.spans import scopes
@@ -21,11 +22,12 @@ MOST_BYTES = 4 << 20
 """The older half of the file goes when it is larger: some 20,000 steps stay."""
 
 
-def line_of(step: RecordedStep, spans: Sequence[Span]) -> StepLine:
+def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) -> StepLine:
     """Return the line of a step that is over.
 
     Args:
         spans: Those that opened in it, and perhaps others.
+        sampler: Of the counters; None without any.
     """
     first_ns, last_ns = step.opened.mono_ns, step.opened.mono_ns + step.dur_ns
     took: dict[str, int] = defaultdict(int)
@@ -40,8 +42,24 @@ def line_of(step: RecordedStep, spans: Sequence[Span]) -> StepLine:
         start_ns=step.opened.wall_ns,
         dur_ns=step.dur_ns,
         stages={stage: round(ns / 1e9, 6) for stage, ns in took.items()},
+        counters={} if sampler is None else _means(sampler, first_ns, last_ns),
         error=None if step.ending is None else step.ending.error,
     )
+
+
+def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
+    """Return the means of counters that are no totals, over the step; empty for one between two samples."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for tick in sampler.between(first_ns, last_ns):
+        for number, value in tick.values.items():
+            values[number].append(value)
+    return {
+        f"{series.name} {series.of}".strip(): round(
+            sum(values[series.series]) / len(values[series.series]), 3
+        )
+        for series in sampler.series
+        if series.how != "total" and values.get(series.series)
+    }
 
 
 def append(path: Path, line: StepLine) -> None:

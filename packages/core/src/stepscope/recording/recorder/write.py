@@ -6,15 +6,20 @@ import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from stepscope.config import ProfileConfig
+from stepscope.files import counters
 from stepscope.files import spans as records
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
 from stepscope.files.recorder import Order
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
@@ -23,6 +28,8 @@ from stepscope.recording.recorder.steps import RecordedStep
 from stepscope.recording.spans import lines
 from stepscope.recording.spans.span import Span
 
+COUNTERS_HZ = 1.0
+"""Samples of counters in a second, between captures."""
 WHY = "the flight recorder keeps spans, and starts no profiler"
 _BATCH = 500
 """Spans that are encoded at a stretch: some 2 ms, after which other threads have the GIL for as long."""
@@ -69,8 +76,9 @@ def windows_by_time(order: Order, now: ClockAnchor) -> list[Window]:
 class StepWriter:
     """Writes what this process recorded of the steps of one order."""
 
-    def __init__(self, ring: Ring, config: ProfileConfig, order: Order) -> None:
+    def __init__(self, ring: Ring, sampler: Sampler | None, config: ProfileConfig, order: Order) -> None:
         self._ring = ring
+        self._sampler = sampler
         self._config = config
         self._order = order
 
@@ -124,8 +132,36 @@ class StepWriter:
                 roles=tuple(dict.fromkeys((process.role, *sorted(self._ring.roles)))),
             )
             manifest_part.expect(self._outcome(window))
+        if self._sampler is not None:
+            self._write_counters(
+                layout.counters_of(process, run_id, number), self._sampler, window, manifest_part
+            )
         manifest_part.write()
         return Written(layout, manifest_part)
+
+    def _write_counters(
+        self, path: Path, sampler: Sampler, window: Window, manifest_part: ManifestPart
+    ) -> None:
+        try:
+            write_atomic(path, self._counters(sampler, window))
+        except OSError as error:
+            manifest_part.fail("counters", describe(error), kind="counters")
+        else:
+            manifest_part.expect(Expectation(name="counters", kind="counters", state="ok"))
+
+    def _counters(self, sampler: Sampler, window: Window) -> bytes:
+        """Return the content of the counter file."""
+        ticks = sampler.between(window.opened.mono_ns, window.closed.mono_ns)
+        head = counters.Header(
+            step=window.step,
+            run_id=self._order.run_id,
+            process=self._ring.process,
+            anchor=window.opened,
+            hz=COUNTERS_HZ,
+        )
+        samples = [counters.Sample(at_ns=tick.at_ns, values=tick.values) for tick in ticks]
+        end = counters.End(anchor=window.closed, samples=len(samples), absent=sampler.absent)
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in (head, *sampler.series, *samples, end))
 
     def _file(self, window: Window, spans: Sequence[Span]) -> bytes:
         """Return the content of the span file, and leave other threads half of the time meanwhile."""
