@@ -72,7 +72,7 @@ class Environment:
     bare: str | None = None
     """A file of requirements that are installed without what they require in turn."""
     base: str = getattr(sys, "_base_executable", sys.executable)
-    """The Python it is made with. Not that of a virtual environment, which may be the very one to rebuild."""
+    """The Python it is made with. Not that of a virtual environment, which may be the one to rebuild."""
     gigabytes: float = 3
 
     @property

@@ -1,7 +1,7 @@
 """Steps to merge, of any size: made from a real torch trace, the same for the same trace and seed.
 
-Each rank gets the trace under its own pids and tids, begun a few seconds after the others', and repeated,
-some seconds later each time, until it is as large as asked for.
+Each rank gets the trace under its own pids and tids, a few seconds after the others'. There it repeats every
+few seconds until it has the size asked for.
 """
 
 from __future__ import annotations

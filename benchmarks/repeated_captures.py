@@ -1,7 +1,7 @@
 """Resident memory of a process that captures 200 steps, one after the other; torch.profiler alone beside it.
 
 Each side has a process of its own, since memory is a process' own. The slope is that of the straight line
-through all captures after the first 50 (allocators fill their arenas before that), in KB for each capture.
+through all captures after the first 50, in KB for each capture. Allocators fill their arenas before that.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Cost of reading torch traces for a report: `read_trace` against HolisticTraceAnalysis.
 
-Compared are its breakdown of each rank into idle, compute and other device time, and its kernels of each
-rank, and the numbers must be the same. `read_trace` also makes operators with their own time, memory and
-iterations. CPU time of this process and its children, for the same files, in turning order; peak memory in
-processes of their own. Input: traces as a GPU makes them, from a seeded generator; or a folder with traces of
-GPUs (`.json.gz`; an argument), for instance `tests/data` of a clone of HolisticTraceAnalysis: neither its
-wheel nor its sdist has them.
+Its breakdown of each rank into idle, compute and other device time must have the same numbers, and so must
+its kernels of each rank. `read_trace` also makes operators with their own time, memory and iterations. CPU
+time of this process and its children, for the same files, in turning order; peak memory in processes of their
+own. Input: traces as a GPU makes them, from a seeded generator; or a folder with traces of GPUs (`.json.gz`;
+an argument), for instance `tests/data` of a clone of HolisticTraceAnalysis: neither its wheel nor its sdist
+has them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ What each part models (Guide: NVIDIA's Nsight Systems User Guide, "CLI Profile C
   one report, and later ranges are not recorded (Guide, the two options).
 * `%p` in `--output` is the program's process id; reports of `repeat` are numbered from 1 (Guide, `--output`).
 * `report`: a raw `.qdstrm` becomes the `.nsys-rep` beside it (Guide, "Installing the CLI on Your Target").
-* NSYS_PROFILING_SESSION_ID is set for what is recorded: others rely on it; it was not found in the Guide.
+* NSYS_PROFILING_SESSION_ID is set for what is recorded: others rely on it, and the Guide does not have it.
 * STANDIN_REFUSES: a range is refused with an error code. Which one a driver gives is not documented.
 
 Not modelled, and so shown by no test: that NVTX start/end ranges are in a report; how long one takes and

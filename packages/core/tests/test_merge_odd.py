@@ -1,4 +1,4 @@
-"""Steps with traces as they really come: careless text, impossible times, ranks that two processes claim."""
+"""Steps with traces as they come: careless text, impossible times, ranks that two processes claim."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A TokenizerManager whose schedulers exist only in memory, with SGLang's rules as running it showed them.
 
-Those that make an adapter's life hard are here: a start that replaces a running profile in silence, a trigger
-that nothing disarms, a stop that cannot tell why it is refused, a call that must not be cancelled.
+Those that make an adapter's life hard are here: a start that replaces a running profile in silence; a trigger
+that nothing disarms; a stop that cannot tell why it is refused; a call that must not be cancelled.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ async def test_a_stop_that_was_given_up_still_leaves_its_files(tmp_path: Path) -
 
 
 class Taken:
-    """A loop that somebody begins to run just after we have looked."""
+    """A loop that somebody begins to run after we have looked."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -12,7 +12,7 @@ from stepscope_sglang._versions import PLUGINS_SINCE, SCOPED_BATCHES_SINCE, SINC
 from tests.downloads import members, wheel
 
 VERSIONS = ("0.5.3", "0.5.4", "0.5.5", "0.5.6", "0.5.14", "0.5.15", "0.5.19")
-"""Those in which an option, or the form of a start, appeared, and most of those just before."""
+"""Those in which an option, or the form of a start, appeared, and most of those before them."""
 _PARTS = ("io_struct", "profiler", "tokenizer")
 
 

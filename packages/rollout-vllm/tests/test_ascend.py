@@ -1,7 +1,7 @@
 """Notes about vllm-ascend before it is profiled, and the treatment of its folders.
 
 It was not run: no NPU here. What it does is read from its code (test_ascend_wheels.py): a worker's profiler
-is made at its first start, keeps the name it was given then, and leaves a folder at each stop.
+begins with its first start, keeps the name of that start, and leaves a folder at each stop.
 """
 
 from __future__ import annotations

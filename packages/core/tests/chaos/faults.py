@@ -1,6 +1,6 @@
 """Faults for a step: each strikes at one moment of it, and is undone after it.
 
-Just above 400 lines: one function a fault.
+Above 400 lines: one function a fault.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ COUNTERS = "SELECT ts, value FROM counter"
 
 
 def traced(folder: Path) -> Path:
-    """Return a step of 8 ranks: trajectories, calls to the engine, and on each rank operators, kernels on two
-    streams of two devices, launches that lead to them, counters and asynchronous requests."""
+    """Return a step of 8 ranks: trajectories and calls to the engine; on each rank operators, kernels on two
+    streams of two devices, their launches, counters and asynchronous requests."""
     step = rl_step(folder)
     for process in step.processes:
         if process.info.role == "actor":

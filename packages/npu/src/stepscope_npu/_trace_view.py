@@ -5,9 +5,9 @@ Only `process_name` tells the meaning of a pid: `Python` has the real one, every
 (`os_pid << 10 | layer << 5 | device`, above 2^32 in older files, or -1). These names may follow the events,
 so the file is read twice.
 
-Layers: `Python`, `Python GC`; `CANN` (its calls), one named after the process (mstx ranges), `Ascend
-Hardware` (a thread for each stream), `Communication` (formerly `HCCL`), `Overlap Analysis` (derived from the
-two before), and counters.
+Layers: `Python`, `Python GC`; `CANN` (its calls); one named after the process (mstx ranges); `Ascend
+Hardware` (a thread for each stream); `Communication` (formerly `HCCL`); `Overlap Analysis` (derived from the
+two before); counters.
 Format: torch_npu's and msprof's own writers, and their published guides.
 """
 

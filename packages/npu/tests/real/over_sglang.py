@@ -1,8 +1,7 @@
 """SGLang's own profiler code, from its wheels, over the unmodified torch_npu and a stand-in for CANN.
 
-SGLang is not installed: of its module the block that runs on NPUs when it is imported, and the class that
-starts and stops the profiler, are executed as they stand there. `test_torch_npu.py` starts pytest on this
-file.
+SGLang is not installed. Of its module, these run as they stand there: the block for NPUs, and the class that
+starts and stops the profiler. `test_torch_npu.py` starts pytest on this file.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(run_folder: Path) -> ProfileConfig:
     """Of the run that the engine of a file is built for. Only engines are profiled: an LLM may live in this
-    very process, which has one torch.profiler.
+    process, which has one torch.profiler.
     """
     return ProfileConfig(save_path=run_folder, steps="0:1000", roles={"rollout": {"ranks": "all"}})
 

@@ -1,7 +1,7 @@
 """A process that owns an AsyncLLM whose own profiler records as well; `test_owner.py` reads what it prints.
 
-Before vLLM 0.31 one stop too many ends such a process in a segmentation fault, and so does leaving with a
-recording that was not stopped.
+Before vLLM 0.31 one stop too many ends such a process in a segmentation fault. So does an exit during a
+recording.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The synchronous LLM, in this very process: most of what a profiler of vLLM has to do."""
+"""The synchronous LLM, in this process: most of what a profiler of vLLM has to do."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _cancel(layout: RunLayout, asked: str) -> None:
 
 
 def _await_folder(run: Path, seconds: float) -> None:
-    """Wait for the folder of a run that has just begun."""
+    """Wait for the folder of a run that began a moment ago."""
     with screen.waiting(f"waiting for {run}"):
         _comes(run.is_dir, seconds)
 

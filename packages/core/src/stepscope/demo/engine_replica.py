@@ -23,7 +23,7 @@ class EngineReplica(ABC):
     """An engine with the methods of `stepscope.demo.rollout.RolloutReplica`, in an async Ray actor."""
 
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that are set before the engine is built, unless they are set already."""
+    """Variables for the environment of the engine. Those that are set already stay."""
 
     def __init__(self, seed: int, config: ProfileConfig, replica: int) -> None:
         self.config = config

@@ -1,8 +1,8 @@
 """Engines behind HTTP: one request, its answer, and errors that say what to do. Nothing is ever sent twice.
 
 The standard library does it: a client library's pools and retries are what a start must not meet, and what it
-costs to import would be paid by every process. Each request has a thread, so that one server that hangs for
-minutes delays no other, and a connection, which is shut down when the caller gives up.
+costs to import would be paid by every process. Each request has a thread, so that a server that hangs for
+minutes delays no other. It also has a connection, which is shut down when the caller gives up.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RayRollout(EngineProfilerBase):
 
     Works with sync, threaded and async actors; an async actor's engine is driven on the actor's own loop. A
     busy sync actor answers after the method that it runs: the caller's deadline decides how long that may
-    take, and a start that was given up is taken back as soon as the actor gets to it.
+    take. The actor takes a start back that the caller gave up, as soon as it gets to it.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class RayRollout(EngineProfilerBase):
             actor: Handle of the replica's actor.
             engine: The adapter's name (`torch`, `vllm`, `sglang`), or (engine, replica) -> profiler.
             attribute: Where the engine is in the actor's object: `llm` for `self.llm`, `server.engine`...
-                None: the engine that an `instrument` entry has found there, the object itself, the one
-                attribute of it that the adapter recognises, or else the one engine of the adapter's kind in
-                the actor's process.
+                None: the engine that an `instrument` entry has found there, the object itself, or the one
+                attribute that the adapter recognises. Else the one engine of the adapter's kind in the
+                actor's process.
             replica: The replica's number; None for its position in `capture(engines=[...])`.
         """
         super().__init__(replica)

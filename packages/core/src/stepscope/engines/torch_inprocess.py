@@ -1,7 +1,7 @@
 """The profiler of torch generation in this process: Hugging Face `generate`, or a decode loop of one's own.
 
-Generation may run on the main thread, on a worker's, on an event loop's, or move between them, so all threads
-are recorded (2.2x an operator's time instead of 1.4x, while a capture runs). The torch backend does it with
+Generation may run on the main thread, on a worker's, on an event loop's, or move between them. So all threads
+are recorded: 2.2x an operator's time instead of 1.4x, while a capture runs. The torch backend does it with
 all its guards: one torch.profiler session per process, never nested, never left open.
 """
 

@@ -1,9 +1,8 @@
 """A stand-in for CANN's tool `msprof`, as far as torch_npu's analysis starts it.
 
-It turns the ranges that the stand-in for CANN saw (`host/fake_ranges.tsv`) into files with the names and
-columns that the real tool writes (its published reference), so that the real analysis has something to merge.
-For each range it invents one task of half its length on stream 0, named `fake_kernel_<n>`. Nothing of it was
-measured.
+It turns the ranges that the stand-in for CANN saw (`host/fake_ranges.tsv`) into files. Names and columns are
+those of the real tool, by its published reference. So the real analysis has something to merge. For each
+range it invents one task of half its length on stream 0, named `fake_kernel_<n>`. Nothing of it was measured.
 """
 
 from __future__ import annotations

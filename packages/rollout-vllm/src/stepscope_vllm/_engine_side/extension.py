@@ -1,7 +1,7 @@
 """Extension of vLLM's workers: aims the profiler at one capture's folder, name and options.
 
 `WorkerExtension` goes to the engine as `worker_extension_cls`, by name. An engine whose worker lives in this
-very process needs no extension and gets `aim` itself. It changes these attributes of vLLM:
+process needs no extension and gets `aim` itself. It changes these attributes of vLLM:
 
 >= 0.31   `TorchProfilerWrapper._profiler_kwargs`, of which every start makes a new torch.profiler.profile
 >= 0.12   `TorchProfilerWrapper.profiler`, one torch.profiler.profile for the life of the process
@@ -51,8 +51,8 @@ class WorkerExtension:
         """Restore the profiler after a stop, for others who start it themselves.
 
         Returns:
-            Its host and process, the files that it wrote, the times at which its profiler started and wrote
-            (it served nothing meanwhile), and the number of iterations that it ran since `stepscope_aim`.
+            Its host and process, the files that it wrote, and the number of iterations that it ran since
+            `stepscope_aim`. Also the times at which its profiler started and wrote, when it served nothing.
         """
         return release(self)
 

@@ -73,7 +73,7 @@ def _decoded(data: bytes) -> ProcessPart:
 
 
 def _reread(path: Path, part: ProcessPart | str) -> ProcessPart | str:
-    """Read an abandoned part again: its process may have written it just before it ended."""
+    """Read an abandoned part again: its process may have written it shortly before it ended."""
     if isinstance(part, str) or not _is_abandoned(part):
         return part
     last = _part(path)

@@ -23,13 +23,13 @@ State: TypeAlias = Literal["ok", "pending", "partial", "missing", "failed", "ski
 set, which means that files may still come.
 """
 Kind: TypeAlias = Literal["spans", "counters", "trace", "engine", "fetch", "after", "selection", "memory"]
-"""The sort of thing that is expected: the span file, the file of counters, a recording of this process'
-profiler, a recording of an inference engine, files fetched from another host, work after the capture (hooks,
-`finish`), something that the configuration selects, a CUDA out-of-memory snapshot.
+"""The sort of thing that is expected: the span file; the file of counters; a recording of this process'
+profiler, or of an inference engine; files from another host; work after the capture (hooks, `finish`);
+something that the configuration selects; a CUDA out-of-memory snapshot.
 """
 Pending: TypeAlias = Literal["closing", "exporting", "fetching", "running", "late"]
-"""The event that a thing waits for: its process closes the capture, the file is written, it is fetched from
-its host, the program ends, the engine writes after the deadline of its stop.
+"""The event that a thing waits for: its process closes the capture; the file is written; it comes from its
+host; the program ends; the engine writes after the deadline of its stop.
 """
 EndedBy: TypeAlias = Literal["exception", "signal", "exit", "rollback"]
 """The cause of an early end: an exception of the user's, SIGTERM, the end of the process, a capture whose

@@ -223,7 +223,7 @@ def _end_of_process(ending: Ending, deadline_s: float) -> None:
 
 
 def end(reason: str, deadline_s: float, *, patient: bool) -> None:
-    """End the work with the process. Commands under way are killed, hooks are left, and both are recorded.
+    """End the work with the process. This kills commands under way, leaves hooks, and records both.
 
     Args:
         patient: Commands get their own time; else `deadline_s` is for all.

@@ -118,7 +118,7 @@ def _retain(session: Session) -> None:
 
 
 def _about_torch() -> str:
-    """Return words about the lines that torch's profiler has just printed; none after the first time."""
+    """Return words about the lines that torch's profiler printed at its start; none after the first time."""
     global _is_torch_explained
     torch_window = sys.modules.get("stepscope.backends.torch.window")
     if _is_torch_explained or torch_window is None or not torch_window.kineto_has_started:

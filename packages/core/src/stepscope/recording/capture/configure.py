@@ -40,9 +40,9 @@ def configure(
         The configuration as resolved.
 
     Raises:
-        ConfigError: A value is wrong, a tool is not installed or the folder cannot be written: the message
-            says which field, what was found, what is allowed and the fix. With STEPSCOPE_DISABLE=1 that is a
-            warning, and what is returned are the defaults.
+        ConfigError: A value is wrong, a tool is missing or the folder is not writable. The message names the
+            field, its value, the allowed ones and the fix. With STEPSCOPE_DISABLE=1 that is a warning, and
+            what is returned are the defaults.
     """
     global _configured
     if switch.DISABLED:

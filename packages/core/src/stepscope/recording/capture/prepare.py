@@ -1,7 +1,7 @@
 """prepare(): checks and one-off costs before the first step.
 
 Without it the first captured step does both: its body is not slower for it, but the run waits some seconds
-before it (torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine).
+before it. torch.profiler's first start in a process takes 1.2 to 2.5 s, more on a busy machine.
 """
 
 from __future__ import annotations

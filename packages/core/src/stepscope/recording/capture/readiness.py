@@ -36,8 +36,8 @@ async def make_ready(
 
     Args:
         edited: The program calls `prepare` itself: it declares its roles, and nothing is at work yet. In one
-            that nobody edits, roles come with the modules that it imports, and a busy worker is not waited
-            for longer than in a capture.
+            that nobody edits, roles come with the modules that it imports. A busy worker gets no more time
+            than in a capture.
         alone: The outcome of preparing this process; None if it is not prepared yet.
 
     Raises:

@@ -1,7 +1,7 @@
 """Worker's side of a fanned-out capture: plain functions that a fleet runs inside the worker process.
 
-A worker holds at most one session. Requests carry the capture's id: a start for a capture that was already
-stopped (the worker was busy past its deadline) is refused, and a stop for a capture that is not open answers
+A worker holds at most one session. Requests carry the capture's id: a start is refused if its capture was
+already stopped, because the worker was busy past its deadline. A stop for a capture that is not open answers
 so and does nothing.
 """
 

@@ -1,6 +1,6 @@
 """Background export of recordings to files.
 
-torch holds the GIL while it writes a trace (3 us an event), so a job may be *deferred* to a moment when the
+torch holds the GIL while it writes a trace (3 us an event). So a job may be *deferred* to a moment when the
 process waits anyway. A forked child would write it without our GIL, but a process that holds CUDA or threads
 is not safe to fork. Compression (igzip, which releases the GIL) is most of the rest.
 

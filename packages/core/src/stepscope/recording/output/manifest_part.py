@@ -108,7 +108,7 @@ class ManifestPart:
             self._items[item.name] = item
 
     def skip(self, name: str, reason: str, *, kind: Kind) -> None:
-        """Record why an item is skipped, unless it is known: a stage may be recorded at another time."""
+        """Record why an item is skipped, unless it is known: another call of a stage may have a recording."""
         with self._lock:
             if name not in self._items:
                 self.expect(Expectation(name=name, kind=kind, state="skipped", reason=reason))

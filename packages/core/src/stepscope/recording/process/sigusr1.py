@@ -1,7 +1,7 @@
 """Handler of SIGUSR1, which asks the receiving process for its next step.
 
 Until a handler stands, the signal ends a process (its default). So it is installed as early as this process
-is known to listen, and in workers too, which open no captures and only come to no harm.
+is known to listen. Workers have it too: they open no captures, and the signal does not end them.
 """
 
 from __future__ import annotations

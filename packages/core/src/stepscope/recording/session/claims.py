@@ -46,7 +46,7 @@ class Claim:
         return None if holder is self else holder
 
     def free(self) -> None:
-        """Give the process back, if this very claim holds it."""
+        """Give the process back, if this claim holds it."""
         if _held.get(_KEY) is self:
             _held.pop(_KEY, None)  # a signal's handler, or another thread, may have freed it just now
 

@@ -146,8 +146,8 @@ class Scope:
     def awaits_place(self, process: str) -> bool:
         """Return whether a carrier from `process` may become the parent of this scope.
 
-        True for a running top span without a place of its own, entered by this very task or thread, in a
-        process other than `process` (a key, or the end of one: host and pid).
+        True for a running top span without a place of its own, entered by this task or thread. Its process is
+        not `process` (a key, or the end of one: host and pid).
         """
         return False
 

@@ -18,8 +18,8 @@ _STALLED = (
 
 
 def not_typical(evidence: Evidence) -> Advice | None:
-    """Advise if the step took a tenth more than uncaptured ones near it and more than nine tenths of them, or
-    a tenth less and less than all.
+    """Advise if the step took a tenth more than uncaptured ones near it, and more than nine tenths of them.
+    Also if it took a tenth less, and less than all.
 
     Also advise if engines stood still for a tenth of it because their own profilers wrote.
     """

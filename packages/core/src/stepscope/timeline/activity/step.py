@@ -71,7 +71,7 @@ def load_traces(
     Args:
         path: The step's folder.
         timeline: Timeline of the same folder, with its processes and their clocks.
-        on_read: Called with the number of bytes just read of the files.
+        on_read: Called with the number of bytes of each read of the files.
     """
     files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
     torch = [trace for trace in files.traces if trace.reader is None]

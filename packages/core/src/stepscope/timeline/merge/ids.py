@@ -1,9 +1,9 @@
 """New pids, tids and ids for events of many files, so that nothing collides in one.
 
-A row has its process' own pid, where no other row has it, and a thread its own tid, where no other thread of
-the row has it: most events need no change. Others get free numbers, far below 2^32, which is as much as
-Perfetto takes. Flow and async ids get some digits put in front, other ones for each file, so that they are
-moved by replacing what stands before them. All stay below 10^15, exact in a double.
+A row keeps the pid of its process unless another row has it. A thread keeps its tid unless another thread of
+the row has it. So most events need no change. Others get free numbers, far below 2^32, which is as much as
+Perfetto takes. Flow and async ids get digits of their file in front. The merge moves them by replacing what
+stands before. All stay below 10^15, exact in a double.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def read_blocks(
     """Yield the decompressed content up to the file's end or damage, which `notes` records.
 
     Args:
-        on_read: Called with the number of bytes of the file just read.
+        on_read: Called with the number of bytes of each read of the file.
         size: Size of a block. A smaller one is better only for the beginning of a file.
     """
     try:

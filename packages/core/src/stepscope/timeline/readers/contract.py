@@ -21,8 +21,8 @@ from stepscope.files.storage.reading import open_file
 from stepscope.timeline.readers.blocks import Notes
 
 Clock: TypeAlias = Literal["realtime", "monotonic", "monotonic_raw", "unknown"]
-"""Clock of a recording's times: unix ns of its host's wall clock, ns of CLOCK_MONOTONIC or
-CLOCK_MONOTONIC_RAW there (placed by the anchors in the file's sidecar), or ns since an unknown time."""
+"""Clock of a recording's times: unix ns of its host's wall clock; ns of CLOCK_MONOTONIC or
+CLOCK_MONOTONIC_RAW there, placed by the anchors in the file's sidecar; or ns since an unknown time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ def read_counters(path: Path, on_read: Callable[[int], None] | None = None) -> C
 
     Args:
         path: A `.jsonl` file.
-        on_read: Called with the number of bytes just read.
+        on_read: Called with the number of bytes of each read.
     """
     file = CounterFile(path)
     try:

@@ -34,7 +34,7 @@ def read_spans(path: Path, on_read: Callable[[int], None] | None = None) -> Span
 
     Args:
         path: A `.jsonl` file.
-        on_read: Called with the number of bytes just read.
+        on_read: Called with the number of bytes of each read.
     """
     file = SpanFile(path)
     try:

@@ -37,7 +37,7 @@ def load_step(
         path: A step's folder (`.../step_000002`).
         run_id: The run to load, if several wrote into the folder. None: the one that opened it last. If a
             process captured the step several times, the last capture counts (`Timeline.captures`).
-        on_read: Called with the number of bytes just read of the span files.
+        on_read: Called with the number of bytes of each read of the span files.
 
     Raises:
         RecordError: no process of a capture left a record, or none of the requested run did.

@@ -26,7 +26,7 @@ _PIDS = 1 << 31
 _EXACT = ((0, 1000 << 42), (1 << 52, 1000 << 43))
 """Distances in ns at which Perfetto's trace processor finds every ns of a `ts`.
 
-It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43, and rounds a
+It reads a double of us, whose steps are half a ns below 2^42 us and a whole one below 2^43. It rounds a
 thousand times that, which is a whole number from 2^52 on. Between these (days 50.9 to 52.1) one in four would
 be a ns late; one that ends with its parent would end behind it, and not be shown at all.
 """
@@ -86,8 +86,8 @@ def axis_of(timeline: Timeline, bases: Iterable[int] = ()) -> Axis:
     """Return the axis that most traces use already, so that their times need no change.
 
     Args:
-        bases: Bases of the step's traces. A base is not used if a viewer cannot show every ns at its distance
-            from the step (`_EXACT`), or if it lies behind the step's start. Our own base replaces it.
+        bases: Bases of the step's traces. Our own base replaces a base at whose distance from the step a
+            viewer cannot show every ns (`_EXACT`), and one behind the step's start.
     """
     start_ns = timeline.window.start_ns - MARGIN_NS
     end_ns = timeline.window.end_ns + MARGIN_NS
