@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -509,3 +510,47 @@ def test_counters_are_off_where_the_configuration_says_so(tmp_path: Path) -> Non
     recorder = standing.standing()
     assert recorder is not None
     assert recorder.sampler is None
+
+
+def test_triggers_at_once_write_each_step_once(tmp_path: Path) -> None:
+    steps_of(config_in(tmp_path), {}, 8)
+    recorder = standing.standing()
+    assert recorder is not None
+    barrier = threading.Barrier(8)
+
+    def fire(number: int) -> None:
+        barrier.wait()
+        recorder.write_last(number)
+
+    threads = [threading.Thread(target=fire, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    layout = drained(tmp_path)
+    assert list(layout.steps()) == list(range(8))
+    assert all(len(manifest_of(layout, step).processes) == 1 for step in range(8))
+
+
+KILLED = """
+import os, signal, sys
+from stepscope import capture, configure, span
+from stepscope.recording.recorder import standing, write
+configure(save_path=sys.argv[1], record="spans", recorder={"triggers": []}, counters="off")
+with capture(0):
+    for _ in range(5000):
+        with span("token", role="rollout"):
+            pass
+write.time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)  # after the first piece
+standing.standing().write_last(1)
+standing.standing().drain(60)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_truth(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    layout = RunLayout(tmp_path)
+    (problem,) = manifest_of(layout, 0).problems()
+    assert "spans: missing: the process is gone" in problem
+    assert not list(layout.step(0).spans.glob("[!.]*")), "no half of a file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -83,6 +84,7 @@ class Recorder:
         self.steps = Steps(config.recorder.keep_steps)
         self._triggers = Triggers(config.recorder)
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
+        self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
         self._is_hurried = False
         """True if the process ends: nobody waits for the workers' files."""
 
@@ -155,24 +157,32 @@ class Recorder:
 
     def fire(self, trigger: str, reason: str) -> str | None:
         """Write the last steps in the background, if the trigger may. Return the trigger if so."""
-        unwritten = [step for step in self.steps.last(self.config.recorder.last) if not step.is_written]
-        if not unwritten or not self._triggers.fire(trigger):
-            return None
-        self._order(unwritten, trigger, f"step {unwritten[-1].number}: {reason}")
+        with self._taking:
+            steps = [step for step in self.steps.last(self.config.recorder.last) if not step.is_written]
+            if not steps or not self._triggers.fire(trigger):
+                return None
+            taken = self._take(steps)
+        self._order(taken, trigger, f"step {taken[-1].number}: {reason}")
         return trigger
 
     def write_last(self, number: int) -> list[int]:
         """Write the last steps that have ended, in the background. Return those that are new."""
-        unwritten = [step for step in self.steps.last(number, ended=True) if not step.is_written]
-        if unwritten:
-            self._order(unwritten, "request", "somebody asked for it")
-        return [step.number for step in unwritten]
+        taken = self._take(self.steps.last(number, ended=True))
+        if taken:
+            self._order(taken, "request", "somebody asked for it")
+        return [step.number for step in taken]
 
-    def _order(self, unwritten: Sequence[RecordedStep], trigger: str, reason: str) -> None:
-        for step in unwritten:
-            step.is_written = True
+    def _take(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+        """Return those of the steps that nobody writes yet: the caller does."""
+        with self._taking:
+            taken = [step for step in steps if not step.is_written]
+            for step in taken:
+                step.is_written = True
+            return taken
+
+    def _order(self, steps: Sequence[RecordedStep], trigger: str, reason: str) -> None:
         now = clock.read_anchor()
-        windows = [window_of(step, now) for step in unwritten]
+        windows = [window_of(step, now) for step in steps]
         order = Order(
             run_id=self.run_id,
             trigger=trigger,
@@ -253,11 +263,8 @@ class Recorder:
                 windows_by_time(order, now), owner=False
             )
             return
-        own = [known[step.step] for step in order.steps if step.step in known]
-        unwritten = [step for step in own if not step.is_written]
-        for step in unwritten:
-            step.is_written = True
-        windows = [window_of(step, now) for step in unwritten]
+        own = self._take([known[step.step] for step in order.steps if step.step in known])
+        windows = [window_of(step, now) for step in own]
         StepWriter(self.log, self.sampler, self.config, order).write(windows, owner=True, began=self.workers)
 
     def _fold(self, written: Sequence[Written]) -> None:
