@@ -161,16 +161,8 @@ def _usual_ns(layout: StepLayout, owner: ProcessPart) -> int | None:
 
 def _render(run: Path, rows: Sequence[StepRow]) -> Iterator[RenderableType]:
     columns = (
-        ">step",
-        "run",
-        "state",
-        "opened",
-        ">step time",
-        ">uncaptured",
-        ">processes",
-        ">artifacts",
-        ">size",
-    )
+        ">step", ">run", "state", ">opened, UTC", ">took", ">uncaptured", ">processes", ">files", ">size",
+    )  # fmt: skip
     yield table(str(run), columns, map(_cells, rows))
     lists = {
         "Ended early, by": [(row, row.error) for row in rows if row.error is not None],
@@ -214,7 +206,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         str(row.step),
         row.run_id or "-",
         _state(row),
-        "-" if row.opened_ns is None else moment(row.opened_ns),
+        "-" if row.opened_ns is None else moment(row.opened_ns).removesuffix(" UTC"),
         duration(row.wall_ns),
         duration(row.uncaptured_ns),
         str(row.processes),
