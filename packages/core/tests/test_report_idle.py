@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packages.core.tests.pictures import rl_step
 from packages.core.tests.traces import add_trace, event, kernel, op
 from stepscope.report import Idle, idle_times
-from stepscope.report.blocks.idle import say_collectives
+from stepscope.report.blocks.idle import say_causes, say_collectives
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step, load_traces
 
@@ -57,6 +57,14 @@ def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
     ]
     assert causes(by_process["actor 1"])[1] == ("weight sync", "sync_weights", 100)
     assert (by_process["actor 0"].busy_ns, by_process["actor 1"].busy_ns) == (200 * MS, 300 * MS)
+
+
+def test_the_printed_causes_add_up_to_the_idle_time(tmp_path: Path) -> None:
+    """Actor 0 works from 400 to 500 and from 600 to 700 of 1000 ms; of four kinds of causes three are named."""
+    assert say_causes(rows(step(tmp_path))["actor 0"]) == (
+        "rollout 400 ms, slowest rank 200 ms (update_actor), other work 150 ms (compute_log_prob), "
+        "others 50.0 ms"
+    )
 
 
 def test_the_owners_spans_around_workers_are_waiting_for_them(tmp_path: Path) -> None:

@@ -40,7 +40,15 @@ def _cells(row: Idle, window_ns: int) -> tuple[str, ...]:
 
 
 def say_causes(row: Idle, most: int = 3) -> str:
-    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob)`: by kind, the longest first."""
+    """Return `rollout 2.06 s, slowest rank 196 ms (compute_log_prob), others 52.0 ms`: by kind, the longest
+    first.
+    """
+    named, others_ns = name_causes(row, most)
+    return ", ".join([*named, *([f"others {duration(others_ns)}"] if others_ns else [])])
+
+
+def name_causes(row: Idle, most: int) -> tuple[list[str], int]:
+    """Return the longest kinds of causes in words, and the time of the others in sum."""
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for cause in row.causes:
         by_kind[cause.kind][cause.stage or ""] += cause.wall_ns
@@ -50,7 +58,7 @@ def say_causes(row: Idle, most: int = 3) -> str:
         stages = [stage for stage, _ in by_kind[kind].most_common(1) if stage]
         named = f" ({', '.join(stages)})" if stages and kind in ("slowest rank", "other work") else ""
         parts.append(f"{kind} {duration(by_kind[kind].total())}{named}")
-    return ", ".join(parts)
+    return parts, sum(by_kind[kind].total() for kind in kinds[most:])
 
 
 def say_collectives(row: Idle) -> str:

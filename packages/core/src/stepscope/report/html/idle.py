@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from stepscope.report.blocks.idle import say_causes, say_collectives
+from stepscope.report.blocks.idle import name_causes, say_collectives
 from stepscope.report.blocks.profiled import say_profiled, starred
 from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import count, duration, percents
@@ -71,7 +71,7 @@ def _row(row: Idle, window_ns: int, collectives: bool) -> tuple[str | Html, ...]
         duration(row.busy_ns),
         duration(row.idle_ns),
         share,
-        say_causes(row, most=2),
+        ", ".join(name_causes(row, most=2)[0]),
     )
     return (*cells, say_collectives(row)) if collectives else cells
 
