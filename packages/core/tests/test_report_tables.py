@@ -85,6 +85,23 @@ def test_an_engine_whose_stages_nobody_named_is_told_how(tmp_path: Path) -> None
         assert "their stages are generate_batch. Call them `prefill` and `decode`" in output
 
 
+def test_a_trainer_that_generates_in_a_span_is_no_engine(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainer = folder.process("trainer", owner=True)
+    trainer.span("generate", 0, 9 * MS, role="rollout")
+    trainer.close(10 * MS)
+    assert step_report(load_step(folder.write())).phaseless == ()
+
+
+def test_a_replica_that_only_loaded_weights_has_no_phases_to_name(tmp_path: Path) -> None:
+    folder = StepFolder(tmp_path)
+    trainer, replica = folder.process("trainer", owner=True), folder.process("rollout", 0)
+    replica.span("load_weights", 0, 9 * MS)
+    for process in (trainer, replica):
+        process.close(10 * MS)
+    assert step_report(load_step(folder.write())).phaseless == ()
+
+
 def test_of_many_processes_those_that_matter_stand_first(tmp_path: Path) -> None:
     folder = StepFolder(tmp_path)
     driver = folder.process("trainer", owner=True)

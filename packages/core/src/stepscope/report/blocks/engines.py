@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.files.manifest.records import OpenedBy
 from stepscope.report.blocks.block import Block, Listing, TextTable
 from stepscope.report.blocks.profiled import PROFILED, starred
 from stepscope.report.formatting import LISTED, duration, percents
@@ -21,22 +20,17 @@ def engine_blocks(rows: Sequence[Engine], report: StepReport) -> Iterator[Block]
         yield Listing("No engine phases", (say_phaseless(report.phaseless),))
 
 
-_NAME_PHASES: dict[tuple[OpenedBy, bool], str] = {
-    ("program", False): (
+_NAME_PHASES = {
+    False: (
         'Call them `prefill` and `decode`, as in span("decode", role="rollout"), or give the engine to '
         "capture(engines=...)"
     ),
-    ("program", True): (
+    True: (
         'Call them `prefill` and `decode`, as in span("decode", role="rollout"): no trace of the engines '
         "given names their iterations"
     ),
-    ("instrument", False): (
-        "List the functions that do so under `instrument`, with role: rollout and stage: prefill or decode"
-    ),
-    ("instrument", True): (
-        "List the functions that do so under `instrument`, with role: rollout and stage: prefill or decode"
-    ),
 }
+"""By `Phaseless.given`."""
 
 
 def say_phaseless(rows: Sequence[Phaseless]) -> str:
@@ -45,7 +39,7 @@ def say_phaseless(rows: Sequence[Phaseless]) -> str:
     stages = ", ".join(sorted({stage for row in rows for stage in row.stages})[:LISTED])
     return (
         f"{names}: unknown when they read prompts and when they wrote tokens; their stages are {stages}"
-        f". {_NAME_PHASES[rows[0].opened_by, rows[0].given]}"
+        f". {_NAME_PHASES[rows[0].given]}"
     )
 
 

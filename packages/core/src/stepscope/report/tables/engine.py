@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from stepscope.files.manifest.records import OpenedBy
 from stepscope.files.spans import WAITING
 from stepscope.report.table import Table
-from stepscope.report.tables.replicas import Replica, find_replicas
-from stepscope.timeline import Timeline, TraceActivity
+from stepscope.report.tables.replicas import SERVED, Replica, find_replicas, mark_of
+from stepscope.timeline import Span, Timeline, TraceActivity
 
 BINS = 120
 """Stretches of time that the load is averaged over."""
@@ -84,7 +83,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at once in passes, or in prefill and decode; on average while there were any."""
     running_most: int | None
     waiting_mean: float | None
-    """Requests at once that waited for a place; on average while it had any request."""
+    """Requests at once that waited for a place; on average while it had any request. None as well if requests
+    waited and nothing says for which replica."""
     waiting_most: int | None
     load: tuple[Load, ...]
 
@@ -100,50 +100,54 @@ class Phaseless(msgspec.Struct, frozen=True, kw_only=True):
     process: str
     stages: tuple[str, ...]
     """The stages of its work."""
-    opened_by: OpenedBy = "program"
-    """As `Health.opened_by`."""
     given: bool = False
     """True if engines were given to the capture: none of their traces names iterations."""
 
 
 def engine_usage(timeline: Timeline, activities: Sequence[TraceActivity] = ()) -> Table[Engine]:
     """Return a row for each replica whose work is known, or known to be none."""
-    replicas = [replica for replica in find_replicas(timeline, activities) if _is_known(replica)]
+    candidates = find_replicas(timeline, activities)
+    replicas = [replica for replica in candidates if _is_known(replica)]
+    unplaced = any(_waited(replica) for replica in candidates if not _is_known(replica))
     pieces = [list(_pieces(timeline, replica)) for replica in replicas]
     window = _window(timeline, pieces)
     attributed = any(replica.served for replica in replicas)
     return Table(
-        _engine(timeline, replica, own, window, attributed)
+        _engine(timeline, replica, own, window, attributed, unplaced)
         for replica, own in zip(replicas, pieces, strict=True)
     )
 
 
 def phaseless_engines(timeline: Timeline, engines: Sequence[Engine]) -> Table[Phaseless]:
-    """Return the processes that seem to be engines, and have no row in `engine_usage`.
+    """Return the processes of replicas that did work and have no row in `engine_usage`.
 
-    None where an engine's trace names its iterations: that engine may run in any of the processes. Spans of
-    role `rollout` in a process that is no replica are taken for the wait for one, unless it is the only
-    process.
+    None where an engine's trace names its iterations: that engine may run in any of the processes. None in an
+    unedited program either, since its framework does not call the phases. Moving weights, pausing and spans
+    of role `rollout` in a process that is no replica, which wait for one, are no such work.
     """
-    if any(engine.source == "iterations" for engine in engines):
+    unedited = timeline.manifest is not None and timeline.manifest.opened_by == "instrument"
+    if unedited or any(engine.source == "iterations" for engine in engines):
         return Table()
     seen = {name for engine in engines for name in engine.processes}
     stages: dict[int, set[str]] = defaultdict(set)
     for span in timeline.spans:
-        if span.role == "rollout" and span.stage not in _STAGES:
+        if span.role == "rollout" and span.stage not in _STAGES and not _is_beside(span):
             stages[span.process].add(span.stage)
-    alone = len(timeline.processes) == 1
-    opened_by = "program" if timeline.manifest is None else timeline.manifest.opened_by
+    named = {span.process for span in timeline.spans if span.role == "rollout" and span.stage in SERVED}
     return Table(
         Phaseless(
             process=process.name,
             stages=tuple(sorted(stages[index])),
-            opened_by=opened_by,
             given=timeline.replicas > 0,
         )
         for index, process in enumerate(timeline.processes)
-        if index in stages and process.aligned and process.name not in seen and (alone or process.is_replica)
+        if index in stages and process.aligned and process.is_replica
+        if index not in named and process.name not in seen
     )
+
+
+def _is_beside(span: Span) -> bool:
+    return span.waits or mark_of(span) is not None
 
 
 class _Kind(IntEnum):
@@ -188,6 +192,10 @@ def _is_known(replica: Replica) -> bool:
     )
 
 
+def _waited(replica: Replica) -> bool:
+    return any(span.stage in WAITING for span in replica.served)
+
+
 def _pieces(timeline: Timeline, replica: Replica) -> Iterator[_Piece]:
     for span in replica.served:
         yield _Piece(span.start_ns, timeline.until_ns(span), _STAGES[span.stage])
@@ -208,8 +216,19 @@ def _window(timeline: Timeline, pieces: Iterable[Iterable[_Piece]]) -> tuple[int
 
 
 def _engine(
-    timeline: Timeline, replica: Replica, work: list[_Piece], window: tuple[int, int], attributed: bool
+    timeline: Timeline,
+    replica: Replica,
+    work: list[_Piece],
+    window: tuple[int, int],
+    attributed: bool,
+    unplaced: bool,
 ) -> Engine:
+    """Return the row of a replica.
+
+    Args:
+        attributed: Requests are known, and whose they are.
+        unplaced: Other requests waited, and nothing says for which replica.
+    """
     idle = not work
     source: Source = "iterations" if idle or replica.passes else "requests"
     counted = source == "iterations"
@@ -220,6 +239,7 @@ def _engine(
     if not replica.served and replica.passes:
         present_ns = max(ran.end_ns for ran in work) - min(ran.start_ns for ran in work)
     known = bool(replica.served) or (idle and attributed)
+    waited = bool(replica.served) and (_waited(replica) or not unplaced)
     return Engine(
         replica=replica.name,
         number=replica.number,
@@ -246,8 +266,8 @@ def _engine(
         preemptions=tokens.preemptions,
         running_mean=_per(times.running, times.running_ns),
         running_most=times.running_most if times.running_ns else None,
-        waiting_mean=_per(times.waiting, times.present_ns) if replica.served else None,
-        waiting_most=times.waiting_most if replica.served else None,
+        waiting_mean=_per(times.waiting, times.present_ns) if waited else None,
+        waiting_most=times.waiting_most if waited else None,
         load=_load(work, window, timeline.window.start_ns),
     )
 

@@ -18,7 +18,8 @@ REPLICA = "replica"
 """The attribute of a span that names the replica by its number, for requests that somebody else records."""
 _CALLERS = frozenset({"trainer", "driver", "agent_loop", "env", "reward"})
 """Roles of processes that call a replica and are none."""
-_SERVED = frozenset({"prefill", "decode"})
+SERVED = frozenset({"prefill", "decode"})
+"""Stages in which a replica works on a request."""
 _PAUSES = re.compile(r"pause(_generation)?|sleep|release_memory_occupation")
 _RESUMES = re.compile(r"(resume|continue)(_generation)?|wake_up|resume_memory_occupation")
 
@@ -103,6 +104,8 @@ class _Search:
                     self._number_of.setdefault(activity.process, activity.replica)
             elif activity.content.iterations and activity.process is not None:
                 self._recorded["process", activity.process].append(activity)
+        for index, number in _numbers_in_spans(timeline).items():
+            self._number_of.setdefault(index, number)
         self._announced = dict(_announced(timeline))
         recorded = {number for kind, number in self._recorded if kind == "replica"}
         self._numbers = sorted({*self._number_of.values(), *recorded, *self._announced})
@@ -139,10 +142,10 @@ class _Search:
         return self._replicas[key]
 
     def _take(self, span: Span, marks: dict[_Key, list[tuple[int, int, Mark]]]) -> None:
-        if span.role == "rollout" and span.stage in _SERVED | WAITING:
+        if span.role == "rollout" and span.stage in SERVED | WAITING:
             self._replica(self._owner_of(span)).served.append(span)
             return
-        mark = _mark(span)
+        mark = mark_of(span)
         key = None if mark is None else self._owner_of(span)
         if mark is not None and key is not None and key[0] != "requests of":
             marks[key].append((span.start_ns, self._timeline.until_ns(span), mark))
@@ -188,14 +191,37 @@ class _Search:
         """Return the number that the span, or one around it, gives as its attribute."""
         above: Span | None = span
         while above is not None:
-            value = (above.attrs or {}).get(REPLICA)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
+            number = _stated(above)
+            if number is not None:
+                return number
             above = None if above.parent is None else self._timeline.spans[above.parent]
         return None
 
 
-def _mark(span: Span) -> Mark | None:
+def _stated(span: Span) -> int | None:
+    value = (span.attrs or {}).get(REPLICA)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _numbers_in_spans(timeline: Timeline) -> dict[int, int]:
+    """Return the number of each replica's process whose spans `prefill` and `decode` all name the same one.
+
+    Its other spans, as of a queue, need not repeat it.
+    """
+    stated: dict[int, set[int | None]] = defaultdict(set)
+    for span in timeline.spans:
+        if span.role == "rollout" and span.stage in SERVED and timeline.processes[span.process].is_replica:
+            stated[span.process].add(_stated(span))
+    return {
+        index: number
+        for index, numbers in stated.items()
+        for number in numbers
+        if number is not None and len(numbers) == 1
+    }
+
+
+def mark_of(span: Span) -> Mark | None:
+    """Return the effect of a span on its engine. None: it has none."""
     if span.role != "rollout":
         return None
     if _PAUSES.fullmatch(span.stage):
