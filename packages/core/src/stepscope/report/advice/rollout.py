@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stepscope.report.advice.evidence import GENERATES, Advice, Evidence
 from stepscope.report.advice.profilers import is_stalled
@@ -11,6 +11,9 @@ from stepscope.report.formatting import count, duration
 from stepscope.report.stage_names import MOVES_WEIGHTS, is_tool
 from stepscope.report.tables.long_tail import LongTail
 from stepscope.report.tables.stages import Stage
+
+NAMED = 3
+"""Stages that a sentence names."""
 
 
 def long_tail(evidence: Evidence) -> Advice | None:
@@ -109,9 +112,8 @@ def _in_trajectories(
     tail = evidence.long_tail
     whole_ns = sum(stage.total_ns for stage in evidence.stages if stage.stage == "trajectory")
     inside = set() if tail is None else {(spread.role, spread.stage) for spread in tail.spreads}
-    part_ns = sum(
-        stage.total_ns for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside
-    )
+    parts = [stage for stage in evidence.stages if counts(stage) and (stage.role, stage.stage) in inside]
+    part_ns = sum(stage.total_ns for stage in parts)
     if tail is None or not tail.rollout_ns or not whole_ns or part_ns * 5 < whole_ns:
         return None
     return Advice(
@@ -120,13 +122,18 @@ def _in_trajectories(
         what=what,
         because=(
             (
-                f"{duration(part_ns)} of the {duration(whole_ns)} that all trajectories took in sum: "
-                f"{percentage_of(part_ns, whole_ns)}"
+                f"spans {_names(parts)}: {duration(part_ns)} of the {duration(whole_ns)} that all "
+                f"trajectories took in sum, {percentage_of(part_ns, whole_ns)}"
             ),
         ),
         do=do,
         saves_ns=tail.rollout_ns * part_ns // whole_ns,
     )
+
+
+def _names(stages: Sequence[Stage]) -> str:
+    names = [f"{stage.role} {stage.stage}" for stage in stages]
+    return ", ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 
 def prefill_alone(evidence: Evidence) -> Advice | None:
@@ -164,7 +171,7 @@ def weight_sync(evidence: Evidence) -> Advice | None:
     wall_ns = sum(line.wall_ns for line in lines)
     if not lines or wall_ns * 20 < evidence.breakdown.window_ns:
         return None
-    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:3])
+    names = ", ".join(f"{line.role} {line.stage}" for line in lines[:NAMED])
     local = _stays_in_its_process(evidence)
     profiling = evidence.profiling
     over = "HCCL or " if profiling.npu else "NCCL or " if profiling.gpu else ""
