@@ -14,7 +14,8 @@ from stepscope.report.tables.stages import Share, Stage
 def straggler(evidence: Evidence) -> Advice | None:
     """Advise if one process of a role is busy 1.2 times the mean of its stage, and that is 2 % of the step.
 
-    A process that a profiler recorded is compared with other recorded ones.
+    Its calls then take that much longer too, in sum or each: of calls that run at once, busy time alone may
+    only tell how well they overlap. A process that a profiler recorded is compared with other recorded ones.
     """
     gaps = [gap for stage in _comparable(evidence) for gap in _gaps(stage) if _is_large(gap, evidence)]
     worst = max(gaps, key=lambda gap: gap.lost_ns, default=None)
@@ -25,7 +26,8 @@ def straggler(evidence: Evidence) -> Advice | None:
         (
             f"busy for {duration(slowest.worked_ns)}, {duration(worst.mean_ns)} on average over "
             f"{count(worst.processes, 'process')}"
-        )
+        ),
+        *_calls(worst),
     ]
     if stage.uneven and slowest.profiled:
         because.append("a profiler recorded each of these; the others are not compared with it")
@@ -43,8 +45,22 @@ def straggler(evidence: Evidence) -> Advice | None:
             if stage.role in ROLLOUT
             else "balance the batch by tokens, not by samples; if it is always that rank, look at its host"
         ),
-        saves_ns=worst.lost_ns,
+        saves_ns=worst.saves_ns,
     )
+
+
+def _calls(gap: _Gap) -> list[str]:
+    """Return the number of its calls and their mean, beside the others': more work, or slower work."""
+    slowest, calls = gap.slowest, sum(share.calls for share in gap.others)
+    if not (calls and slowest.calls):
+        return []
+    mean_ns = sum(share.total_ns for share in gap.others) // calls
+    return [
+        (
+            f"{count(slowest.calls, 'call')} of {duration(slowest.total_ns // slowest.calls)} on average, "
+            f"the others {round(calls / len(gap.others)):,} of {duration(mean_ns)}"
+        )
+    ]
 
 
 def uneven_profiling(evidence: Evidence) -> Advice | None:
@@ -91,13 +107,47 @@ class _Gap(NamedTuple):
 
     stage: Stage
     slowest: Share
-    mean_ns: int
-    processes: int
-    """The number of processes in the mean."""
+    compared: Sequence[Share]
+    """Those that are in the mean; the slowest one may be one of them."""
+
+    @property
+    def mean_ns(self) -> int:
+        return sum(share.worked_ns for share in self.compared) // len(self.compared)
+
+    @property
+    def processes(self) -> int:
+        return len(self.compared)
 
     @property
     def lost_ns(self) -> int:
         return self.slowest.worked_ns - self.mean_ns
+
+    @property
+    def others(self) -> Sequence[Share]:
+        return [share for share in self.compared if share is not self.slowest]
+
+    @property
+    def saves_ns(self) -> int:
+        """The most that it gains if it becomes as the others are on average: by busy time, by work, or by
+        the time of a call, since it may be slow in fewer calls, or in more of them at once.
+        """
+        slowest, others = self.slowest, self.others
+        total_ns, calls = sum(share.total_ns for share in others), sum(share.calls for share in others)
+        ratios = [
+            sum(share.worked_ns for share in others) / (len(others) * slowest.worked_ns),
+            total_ns / (len(others) * slowest.total_ns),
+        ]
+        if calls and slowest.calls:
+            ratios.append(total_ns * slowest.calls / (calls * slowest.total_ns))
+        return round(slowest.worked_ns * (1 - min(ratios)))
+
+    @property
+    def works_more(self) -> bool:
+        """Return whether its calls also take 1.2 times the mean: in sum, or each."""
+        total_ns = sum(share.total_ns for share in self.compared)
+        calls = sum(share.calls for share in self.compared)
+        in_sum = self.slowest.total_ns * len(self.compared) * 5 >= total_ns * 6
+        return in_sum or self.slowest.total_ns * calls * 5 >= total_ns * self.slowest.calls * 6
 
 
 def _comparable(evidence: Evidence) -> list[Stage]:
@@ -110,7 +160,7 @@ def _comparable(evidence: Evidence) -> list[Stage]:
 
 def _is_large(gap: _Gap, evidence: Evidence) -> bool:
     large = gap.lost_ns * 50 >= evidence.breakdown.window_ns
-    return large and gap.slowest.worked_ns * 5 >= gap.mean_ns * 6
+    return large and gap.slowest.worked_ns * 5 >= gap.mean_ns * 6 and gap.works_more
 
 
 def _gaps(stage: Stage) -> list[_Gap]:
@@ -135,8 +185,7 @@ def _gap_to_unprofiled(stage: Stage) -> _Gap:
 
 def _gap(stage: Stage, candidates: Sequence[Share], compared: Sequence[Share]) -> _Gap:
     slowest = max(candidates, key=lambda share: share.worked_ns)
-    mean_ns = sum(share.worked_ns for share in compared) // len(compared)
-    return _Gap(stage, slowest, mean_ns, len(compared))
+    return _Gap(stage, slowest, compared)
 
 
 def _cut_off(stage: Stage, evidence: Evidence) -> bool:

@@ -22,6 +22,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     busy_ns: int
     """The time in which at least one call ran. Calls that run at once in one process count once."""
+    total_ns: int
+    """The sum over its calls: more than `busy_ns` if some ran at once."""
     stalled_ns: int = 0
     """Of `busy_ns`, while its engine served nothing because its own profiler started or wrote."""
     profiled: bool = False
@@ -115,6 +117,7 @@ def _share(timeline: Timeline, index: int, spans: Sequence[Span]) -> Share:
         rank=process.info.rank,
         calls=sum(span.dur_ns is not None for span in spans),
         busy_ns=busy_ns,
+        total_ns=sum(end_ns - start_ns for start_ns, end_ns in running),
         stalled_ns=busy_ns + union_ns(stalls) - union_ns([*running, *stalls]),
         profiled=process.profiled,
     )
