@@ -373,7 +373,9 @@ def test_an_option_of_merge_that_means_nothing_is_refused(
 
 def test_merging_a_run_names_a_step_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["merge", str(a_run(tmp_path))]) == 2
-    assert f"give one step's, such as {tmp_path / 'step_000002'}" in capsys.readouterr().err
+    assert "give --step too, such as --step 2" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--step", "2"]) == 0
+    assert (tmp_path / "step_000002" / "timeline.json.gz").exists()
 
 
 def test_the_demo_without_its_libraries_says_what_to_install(

@@ -11,7 +11,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_run, is_step
+from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
@@ -22,7 +22,10 @@ _SHOWN = 20
 
 
 def merge(
-    path: Annotated[Path, typer.Argument(metavar="STEP_DIR", help="Folder of one captured step.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="STEP_DIR", help="Folder of one step, or of a run with --step.")
+    ],
+    step: Annotated[int | None, typer.Option(help="The step, where the folder is a run's.")] = None,
     roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
     ranks: Annotated[str | None, typer.Option(help="Only these, such as 0,8-15.")] = None,
     from_ms: Annotated[
@@ -46,7 +49,7 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
-    _check_step(path)
+    path = _step_of(path, step)
     selection = Selection(
         roles=None if roles is None else tuple(role.strip() for role in roles.split(",")),
         ranks=_ranks(ranks),
@@ -65,12 +68,14 @@ def merge(
     raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
 
 
-def _check_step(path: Path) -> None:
+def _step_of(path: Path, step: int | None) -> Path:
+    """Return the folder of the step that is meant."""
+    if step is not None:
+        return find_steps(path, step)[0].root
     if is_step(path):
-        return
+        return path
     steps = find_run(path)  # says what is there instead, if it is no run either
-    first = next(iter(steps.values())).root
-    raise CommandError(f"{path} is the folder of a run: give one step's, such as {first}")
+    raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
 
 
 def _ranks(text: str | None) -> frozenset[int] | None:
