@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "counters": {"files"},
     "files": {"errors"},
     "backends": ON_DISK,
-    "engines": ON_DISK | {"backends"},
+    "engines": ON_DISK | {"backends", "counters"},
     "recording": ON_DISK | {"backends", "counters", "engines", "switch"},
     "fleet": ON_DISK | {"backends", "engines", "recording"},
     "timeline": {"files", "errors"},
@@ -53,7 +53,10 @@ PUBLIC = (
             "writers",
         )
     }
-    | {f"stepscope.engines.{name}" for name in ("artifacts", "fetch", "http", "own_thread", "supported")}
+    | {
+        f"stepscope.engines.{name}"
+        for name in ("artifacts", "fetch", "http", "metrics", "own_thread", "supported")
+    }
     | {f"stepscope.demo.{name}" for name in ("engine_replica", "model", "task")}
     | {
         f"stepscope.backends.{name}"

@@ -189,7 +189,7 @@ def test_samples_beyond_the_bound_are_dropped_and_counted(
 ) -> None:
     monkeypatch.setattr(log_module, "MOST_SAMPLES", 3)
     with capture(1, config=config(tmp_path)), span("update"):
-        work()
+        work(1.0)
     file = file_of(tmp_path)
     assert len(file.samples) == 3
     assert file.end is not None

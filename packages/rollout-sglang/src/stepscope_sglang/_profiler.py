@@ -12,15 +12,18 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from stepscope import ProfileConfig
+from stepscope.counters import CounterSource
 from stepscope.engines import (
     EngineCapture,
     EngineFactory,
     EngineProfiler,
     patience_s,
 )
+from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import is_ours
 from stepscope_sglang._capture.checks import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
+from stepscope_sglang._driving.counters import counters_here
 from stepscope_sglang._driving.facts import EngineFacts
 from stepscope_sglang._driving.in_process import Engine, InProcessTarget, TokenizerManager
 from stepscope_sglang._driving.target import Target
@@ -52,6 +55,10 @@ class SglangProfiler(ReplicaProfiler):
 
     def check(self) -> None:
         check_facts(self.facts)
+
+    def counters(self) -> Sequence[CounterSource]:
+        """Return its counters. They are empty unless it was built with `enable_metrics=True`."""
+        return EngineMetrics(counters_here, f"replica {self.replica or 0}", blocks=True).sources()
 
     @contextmanager
     def _waited_for(self, capture: EngineCapture) -> Iterator[None]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from stepscope.counters import CounterSource
 from stepscope.engines.http import Server, workers_of
+from stepscope.engines.metrics import EngineMetrics
 from stepscope_sglang._capture.checks import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
+from stepscope_sglang._driving.counters import counters_of
 from stepscope_sglang._driving.http import ServerTarget
 from stepscope_sglang._driving.target import Target
 
@@ -52,6 +56,17 @@ class SglangServer(ReplicaProfiler):
     def check(self) -> None:
         for engine in self._engines:
             check_facts(engine.facts())
+
+    def counters(self) -> Sequence[CounterSource]:
+        """Return the counters of each of its servers."""
+        of, several = f"replica {self.replica or 0}", len(self._servers) > 1
+        names = [f"{of} {server.url}" if several else of for server in self._servers]
+        engines = zip(self._servers, names, strict=True)
+        return [
+            source
+            for server, name in engines
+            for source in EngineMetrics(partial(counters_of, server), name, blocks=True).sources()
+        ]
 
     def _targets(self) -> Sequence[tuple[Target, str | None]]:
         if len(self._engines) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -13,11 +14,14 @@ import msgspec
 import pytest
 from live_server import Live, live_router, live_server, post
 
+from stepscope import ProfileConfig, capture
 from stepscope.engines.http import Server
 from stepscope.engines.protocol import EngineProfiler, Iterations
 from stepscope.errors import EngineError
 from stepscope.files.manifest.records import IDLE
+from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture, assert_complete
+from stepscope.timeline import load_step
 from stepscope_sglang import SglangServer, request_facts
 
 
@@ -50,6 +54,22 @@ async def test_a_server_says_what_it_is(server: str) -> None:
     assert profiler.world_size is None
     await asyncio.to_thread(profiler.check)
     assert profiler.world_size == 1
+
+
+def test_the_counters_of_a_server_are_what_its_client_counts(server: str, tmp_path: Path) -> None:
+    config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
+    with capture(1, engines=[SglangServer(server)], config=config) as cap:
+        time.sleep(1.5)  # it is asked once a second
+        for _ in range(3):
+            post(server, 4)
+        time.sleep(2.5)
+    assert cap.result.path is not None
+    counters = step_report(load_step(cap.result.path)).counters
+    assert counters is not None
+    rows = {row.name: row for row in counters.rows if row.of == "replica 0"}
+    assert rows["finished requests"].increase == 3
+    assert rows["prompt tokens"].increase == 9
+    assert rows["generation tokens"].increase == 12
 
 
 async def test_sglang_stops_by_itself_after_the_count(server: str, tmp_path: Path) -> None:

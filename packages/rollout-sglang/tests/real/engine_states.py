@@ -29,7 +29,7 @@ from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.sidecar import Artifact, Sidecar, Stall
 from stepscope.recording.capture.result import CaptureResult
-from stepscope.report import step_report
+from stepscope.report import CounterRow, step_report
 from stepscope.testing.engine_conformance import a_capture, assert_complete, files_below
 from stepscope.timeline import load_step
 from stepscope_sglang import SglangProfiler
@@ -58,6 +58,33 @@ def record(engine: Any, wanted: EngineCapture, *, tokens: int = 5, requests: int
         return await profiler.stop()
 
     return on_its_loop(engine, scenario())
+
+
+def counted(result: CaptureResult) -> dict[str, CounterRow]:
+    assert result.path is not None
+    counters = step_report(load_step(result.path)).counters
+    assert counters is not None
+    return {row.name: row for row in counters.rows if row.of == "replica 0"}
+
+
+def test_the_counters_of_a_step_are_what_the_loop_counts(engine: Any, tmp_path: Path) -> None:
+    on_its_loop(engine, generate(engine, 2, 4))  # totals count from the start of the engine
+    config = ProfileConfig(save_path=tmp_path, steps=[1], roles={"rollout": {"ranks": "all"}})
+
+    async def step() -> CaptureResult:
+        async with capture(1, engines=[engine], config=config) as cap:
+            await asyncio.sleep(1.5)  # it is read once a second
+            for _ in range(3):
+                await generate(engine, requests=2, tokens=5)
+            await asyncio.sleep(2.5)
+        return cap.result
+
+    rows = counted(on_its_loop(engine, step()))
+    assert rows["finished requests"].increase == 6
+    assert rows["prompt tokens"].increase == 6 * 8
+    assert rows["generation tokens"].increase == 6 * 5
+    assert 0 <= rows["KV cache"].most <= 100
+    assert {"running requests", "waiting requests"} <= rows.keys()
 
 
 def events_of(artifact: Artifact, wanted: EngineCapture) -> list[dict[str, Any]]:

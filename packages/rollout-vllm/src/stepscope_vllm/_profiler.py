@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from stepscope import ProfileConfig
+from stepscope.counters import CounterSource
 from stepscope.engines import EngineCapture, EngineFactory, EngineProfiler
+from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
@@ -15,7 +17,7 @@ from stepscope_vllm._arming import folders, unedited
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.desk import Desk
 from stepscope_vllm._capture.replica import ReplicaProfiler
-from stepscope_vllm._driving import ascend_profiler, discovery
+from stepscope_vllm._driving import ascend_profiler, discovery, facts
 from stepscope_vllm._driving.in_process import InProcessTarget
 from stepscope_vllm._engine_side import plugin
 
@@ -70,6 +72,10 @@ class VllmProfiler(ReplicaProfiler):
         ):
             raise EngineError(plugin.MISSING)
         self._ignored = ascend_profiler.check(target.settings, target.environment)
+
+    def counters(self) -> Sequence[CounterSource]:
+        """Return its counters. They are empty unless it was built with `disable_log_stats=False`."""
+        return EngineMetrics(facts.counters_here, f"replica {self.replica or 0}", blocks=False).sources()
 
     async def start(self, capture: EngineCapture) -> None:
         ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from stepscope.counters import CounterSource
 from stepscope.engines import EngineCapture
 from stepscope.engines.http import Answer, AnswerLostError, Server, UnreachableError, workers_of
+from stepscope.engines.metrics import EngineMetrics
 from stepscope.engines.own_thread import own_thread
 from stepscope.errors import EngineError
 from stepscope_vllm import _versions
 from stepscope_vllm._capture import options
 from stepscope_vllm._capture.desk import Desk
 from stepscope_vllm._capture.replica import ReplicaProfiler
-from stepscope_vllm._driving.http import ASK_S, BUILT, ServerTarget, as_object
+from stepscope_vllm._driving.http import ASK_S, BUILT, ServerTarget, as_object, counters_of
 from stepscope_vllm._engine_side import plugin
 from stepscope_vllm._files.ranks import Layout
 from stepscope_vllm._versions import Dialect
@@ -116,6 +118,10 @@ class VllmServer(ReplicaProfiler):
     @property
     def world_size(self) -> int:
         return self._layout.size
+
+    def counters(self) -> Sequence[CounterSource]:
+        of = f"replica {self.replica or 0}"
+        return EngineMetrics(lambda: counters_of(self._server), of, blocks=True).sources()
 
     def check(self) -> None:
         self._refuse_a_router()

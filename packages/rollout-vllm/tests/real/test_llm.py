@@ -52,6 +52,25 @@ def iterations_in(trace: dict[str, Any]) -> int:
     return sum(str(event.get("name")).startswith("execute_") for event in trace["traceEvents"])
 
 
+def test_the_counters_of_a_step_are_what_the_loop_counts(llm: LLM, config: ProfileConfig) -> None:
+    generate(llm)  # totals count from the start of the engine: these are not the step's
+    with capture(910, engines=[llm], config=config) as cap:
+        outputs = [output for _ in range(3) for output in generate(llm, tokens=5, requests=2)]
+    assert cap.result.path is not None
+    counters = step_report(load_step(cap.result.path)).counters
+    assert counters is not None
+    rows = {row.name: row for row in counters.rows if row.of == "replica 0"}
+    assert {name: row.increase for name, row in rows.items() if row.increase is not None} == {
+        "finished requests": len(outputs),
+        "prompt tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "generation tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+        "preemptions": 0,
+    }
+    assert rows["running requests"].most <= 2
+    assert 0 <= rows["KV cache"].most <= 100
+    assert {"waiting requests", "KV cache"} <= rows.keys()
+
+
 async def record(llm: LLM, given: EngineCapture, tokens: int = 4) -> tuple[list[Artifact], VllmProfiler]:
     profiler = VllmProfiler(llm, replica=given.replica)
     await profiler.start(given)

@@ -25,7 +25,9 @@ from stepscope.errors import EngineError
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.late import waiting
 from stepscope.files.manifest.records import Manifest
+from stepscope.report import step_report
 from stepscope.testing.engine_conformance import EngineConformance, MakeProfiler, a_capture
+from stepscope.timeline import load_step
 from stepscope_vllm import VllmServer
 from stepscope_vllm._files import names, traces
 
@@ -75,6 +77,21 @@ def test_a_loop_captures_two_steps_of_a_server(
         assert sidecar["artifact"]["rank"] == 0
         assert sidecar["options"]["generation_tokens_at_stop"] >= 4
     assert not [name for name in os.listdir(served.folder) if "trace" in name]
+
+
+def test_the_counters_of_a_server_are_what_its_client_counts(served: Served, config: ProfileConfig) -> None:
+    with capture(920, engines=[VllmServer(served.url, served.folder)], config=config) as cap:
+        for _ in range(3):
+            served.complete(tokens=4)
+        time.sleep(2.5)  # it is asked once a second
+    assert cap.result.path is not None
+    counters = step_report(load_step(cap.result.path)).counters
+    assert counters is not None
+    rows = {row.name: row for row in counters.rows if row.of == "replica 0"}
+    assert rows["finished requests"].increase == 3
+    assert rows["generation tokens"].increase == 12
+    assert rows["preemptions"].increase == 0
+    assert rows["KV cache"].unit == "%"
 
 
 async def test_what_a_server_was_built_with_is_not_guessed(served: Served, tmp_path: Path) -> None:

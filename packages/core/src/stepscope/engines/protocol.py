@@ -14,6 +14,7 @@ from typing import Protocol, cast, runtime_checkable
 import msgspec
 
 from stepscope.config import ProfileConfig
+from stepscope.counters import CounterSource
 from stepscope.errors import EngineError
 from stepscope.files.sidecar import Artifact
 
@@ -120,6 +121,13 @@ class EngineProfiler(Protocol):
         """Return the files, complete on disk, ranks known or None."""
         ...
 
+    def counters(self) -> Sequence[CounterSource]:
+        """Return the counters of the engine for one capture; empty if there are none.
+
+        The caller samples them in their order, on one thread, and closes them.
+        """
+        ...
+
     @property
     def ignored(self) -> Mapping[str, str]:
         """Options of the latest capture that the engine could not honour: {option: reason}. `artifacts` among
@@ -142,6 +150,9 @@ class EngineProfilerBase(EngineProfiler):
 
     @property
     def workers(self) -> Sequence[object]:
+        return ()
+
+    def counters(self) -> Sequence[CounterSource]:
         return ()
 
     @property

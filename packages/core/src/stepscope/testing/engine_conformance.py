@@ -114,6 +114,15 @@ class EngineConformance:
 
         self.run(scenario())
 
+    def test_its_counters_can_be_sampled_and_closed(
+        self, make_profiler: MakeProfiler, tmp_path: Path
+    ) -> None:
+        sources = make_profiler(tmp_path, 0).counters()
+        sampled = [of for source in sources for of in source.sample()]
+        for source in sources:
+            source.close()
+        assert all(of.startswith("replica 0") for of in sampled)
+
     def test_artifacts_are_complete_when_stop_returns(
         self, make_profiler: MakeProfiler, tmp_path: Path
     ) -> None:

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from stepscope.engines import metrics
+from stepscope.files.counters import KV_CACHE, PREEMPTIONS
+
 Fact: TypeAlias = str | int | float | bool | None
 
 _METRICS = {
@@ -20,6 +23,21 @@ _METRICS = {
     "vllm:iteration_tokens_total_count": "iterations",
 }
 """vLLM's Prometheus names -> ours."""
+_COUNTERS = {
+    "vllm:num_requests_running": metrics.RUNNING,
+    "vllm:num_requests_waiting": metrics.WAITING,
+    "vllm:request_success_total": metrics.FINISHED,
+    "vllm:kv_cache_usage_perc": KV_CACHE,
+    "vllm:gpu_cache_usage_perc": KV_CACHE,
+    "vllm:num_preemptions_total": PREEMPTIONS,
+    "vllm:prompt_tokens_total": metrics.PROMPT_TOKENS,
+    "vllm:generation_tokens_total": metrics.GENERATION_TOKENS,
+    "vllm:prefix_cache_queries_total": metrics.PREFIX_QUERIES,
+    "vllm:prefix_cache_hits_total": metrics.PREFIX_HITS,
+    "vllm:gpu_prefix_cache_queries_total": metrics.PREFIX_QUERIES,  # their names until vLLM 0.9
+    "vllm:gpu_prefix_cache_hits_total": metrics.PREFIX_HITS,
+}
+"""vLLM's Prometheus names -> those of counters."""
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
@@ -41,6 +59,23 @@ def scheduler_here() -> dict[str, Fact]:
     """Read the scheduler's metrics of this process; empty if its engines keep no statistics."""
     client = sys.modules.get("prometheus_client")
     return {} if client is None else scheduler(client.generate_latest().decode())
+
+
+def counters_here() -> dict[str, float]:
+    """Read the counters of this process' engines; empty if they keep no statistics.
+
+    Only the metrics that are wanted are collected: all of them, with their histograms, take 10 ms.
+    """
+    client = sys.modules.get("prometheus_client")
+    if client is None:
+        return {}
+    wanted = client.REGISTRY.restricted_registry(list(_COUNTERS))
+    return counters(client.generate_latest(wanted).decode())
+
+
+def counters(page: str) -> dict[str, float]:
+    """Read the counters from a Prometheus page of vLLM."""
+    return metrics.read_page(page, _COUNTERS)
 
 
 def scheduler(text: str) -> dict[str, Fact]:

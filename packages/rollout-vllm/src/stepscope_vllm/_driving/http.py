@@ -105,6 +105,16 @@ class ServerTarget:
             raise EngineError(f"POST {self._server.url}/{what}: {answer.status} {answer.text}")
 
 
+def counters_of(server: Server) -> dict[str, float]:
+    """Ask a server for its counters.
+
+    Raises:
+        EngineError: it does not answer.
+    """
+    answer = server.request_now("GET", "/metrics", timeout_s=ASK_S)
+    return facts.counters(answer.body.decode(errors="replace"))
+
+
 def as_object(answer: Answer) -> dict[str, object]:
     """Return the JSON object of an answer; empty if it holds none."""
     try:

@@ -138,9 +138,9 @@ class Sampler:
             _samplers.discard(self)
 
     def _loop(self, began_ns: int) -> None:
-        due_ns = monotonic_ns()
+        due_ns, first = monotonic_ns(), True
         while self._period_ns:
-            last = self._stopping
+            last, first = self._stopping and not first, False
             self._tick()
             self.cpu_ns += (now_ns := thread_time_ns()) - began_ns
             began_ns = now_ns
@@ -162,6 +162,11 @@ class Sampler:
         self._due_ns.clear()
         for name, opener in self._openers.items():
             self._open(name, opener)
+        self._open_added()
+
+    def _open_added(self) -> None:
+        while self._added:
+            self._open(*self._added.popleft())
 
     def _open(self, name: str, opener: Opener) -> None:
         try:
@@ -179,8 +184,7 @@ class Sampler:
                 source.close()
 
     def _tick(self) -> None:
-        while self._added:
-            self._open(*self._added.popleft())
+        self._open_added()
         at_ns, values = monotonic_ns(), dict[int, float]()
         for source in tuple(self._sources):
             if self._is_due(source, at_ns):

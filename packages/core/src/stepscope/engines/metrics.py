@@ -1,0 +1,174 @@
+"""Counters of an inference engine, from the metrics that it keeps itself.
+
+A server is behind HTTP, and its answer waits for its event loop. So a thread of the engine's own asks it, and
+the sampler takes the latest answer. Metrics of this process are read by the sampler itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from stepscope.counters import CounterSource
+from stepscope.files.counters import KV_CACHE, PREEMPTIONS, CounterKind
+
+ASK_S = 1.0
+"""Time between an answer of a server and the next question. A page of metrics costs it some 10 ms of CPU."""
+READ_S = 0.5
+"""Time between two readings of metrics in this process."""
+RUNNING = "running requests"
+WAITING = "waiting requests"
+FINISHED = "finished requests"
+PROMPT_TOKENS = "prompt tokens"
+GENERATION_TOKENS = "generation tokens"
+HITS = "prefix cache hits"
+"""In percent of the prompt tokens that were looked up since the answer before, unless the engine says it."""
+PREFIX_QUERIES = "prefix cache queries"
+PREFIX_HITS = "prefix cache hit tokens"
+"""Totals that an adapter reads for `HITS`."""
+_LEVELS = {WAITING: "", KV_CACHE: "%"}
+_TOTALS = (PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS, FINISHED)
+
+
+class EngineMetrics:
+    """The latest metrics of one engine, and the thread that asks for them while somebody samples them."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]], of: str, *, blocks: bool) -> None:
+        """
+        Args:
+            read: Returns the metrics by the names of this module; empty if the engine keeps none. An
+                exception is an answer without metrics.
+            of: `replica 0`.
+            blocks: `read` may wait for somebody, so a thread calls it.
+        """
+        self.latest: Mapping[str, float] = {}
+        self.interval_s = ASK_S if blocks else READ_S
+        self._read = read
+        self._of = of
+        self._blocks = blocks
+        self._over = threading.Event()
+        self._is_fresh = False
+
+    def sources(self) -> Sequence[CounterSource]:
+        """Return a source for each counter. Sample the first one first, and close it: it is the reader."""
+        levels = [_Metric(self, name, unit, "level") for name, unit in _LEVELS.items()]
+        totals = [_Metric(self, name, "", "total") for name in _TOTALS]
+        if self._blocks:
+            threading.Thread(target=self._run, name="stepscope-engine-metrics", daemon=True).start()
+        else:
+            self._take()  # before the step begins: the totals of its first tick
+            self._is_fresh = True
+        return [_Reader(self), *levels, *totals, _HitRate(self)]
+
+    def refresh(self) -> None:
+        """Read the metrics, unless a thread does, or they were just read."""
+        if not self._blocks and not self._is_fresh:
+            self._take()
+        self._is_fresh = False
+
+    def end(self) -> None:
+        """Let the thread end, after its present question."""
+        self._over.set()
+
+    def values(self, name: str) -> Mapping[str, float]:
+        """Return the latest value of a metric, as a source has it."""
+        value = self.latest.get(name)
+        return {} if value is None else {self._of: value}
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._take()
+            self._over.wait(self.interval_s)
+
+    def _take(self) -> None:
+        try:
+            self.latest = dict(self._read())
+        except Exception:  # it does not answer now: its profiler's start or stop says why
+            self.latest = {}
+
+
+class _Metric(CounterSource):
+    """One metric of an engine."""
+
+    def __init__(self, metrics: EngineMetrics, name: str, unit: str, kind: CounterKind) -> None:
+        self.name = name
+        self.unit = unit
+        self.kind = kind
+        self.interval_s = metrics.interval_s
+        self._metrics = metrics
+
+    def sample(self) -> Mapping[str, float]:
+        return self._metrics.values(self.name)
+
+
+class _Reader(_Metric):
+    """The number of running requests. Its sample reads all metrics, for the sources behind it."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        super().__init__(metrics, RUNNING, "", "level")
+
+    def sample(self) -> Mapping[str, float]:
+        self._metrics.refresh()
+        return super().sample()
+
+    def close(self) -> None:
+        self._metrics.end()
+
+
+class _HitRate(_Metric):
+    """The part of prompt tokens that the prefix cache had, since the sample before."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        super().__init__(metrics, HITS, "%", "interval")
+        self._last: tuple[float, float] | None = None
+
+    def sample(self) -> Mapping[str, float]:
+        latest = self._metrics.latest
+        if HITS in latest:
+            return self._metrics.values(HITS)
+        queries, hits = latest.get(PREFIX_QUERIES), latest.get(PREFIX_HITS)
+        if queries is None or hits is None:
+            return {}
+        last, self._last = self._last, (queries, hits)
+        if last is None or queries <= last[0]:
+            return {}
+        rate = 100 * (hits - last[1]) / (queries - last[0])
+        return dict.fromkeys(self._metrics.values(PREFIX_QUERIES), rate)
+
+
+def read_page(
+    page: str, names: Mapping[str, str], *, percents: Iterable[str] = (KV_CACHE, HITS)
+) -> dict[str, float]:
+    """Return metrics of a Prometheus page, summed over the engines that it names.
+
+    Args:
+        names: {name on the page: ours}.
+        percents: Ours that the page gives as a part of 1: the mean over the engines, in percent.
+    """
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for line in page.splitlines():
+        name, value = _sample(line)
+        ours = names.get(name)
+        if ours is not None and value is not None:
+            sums[ours] = sums.get(ours, 0.0) + value
+            counts[ours] = counts.get(ours, 0) + 1
+    for ours in percents:
+        if ours in sums:
+            sums[ours] = 100 * sums[ours] / counts[ours]
+    return sums
+
+
+def _sample(line: str) -> tuple[str, float | None]:
+    """Return name and value of a line `name{labels} value [timestamp]`."""
+    if line.startswith("#"):
+        return "", None
+    name, _, rest = line.partition("{")
+    if rest:
+        words = rest.rpartition("}")[2].split()
+    else:
+        name, *words = line.split() or [""]
+    try:
+        return name.strip(), float(words[0])
+    except (IndexError, ValueError):
+        return name, None
