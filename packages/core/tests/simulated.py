@@ -15,7 +15,7 @@ from typing import Any
 
 from stepscope.report import Advice, StepReport, step_report
 from stepscope.testing.steps import FakeProcess, StepFolder
-from stepscope.timeline import load_step
+from stepscope.timeline import Timeline, load_step
 
 MS = 1_000_000
 Time = Callable[[int, int], float]
@@ -73,10 +73,13 @@ class Rollout:
     """After its turns, in a span of role `reward`."""
     wall_ns: int = 0
     """Its duration."""
-    _records: list[_Record] = field(default_factory=list)
+    _records: list[_Record] = field(default_factory=list, init=False)
 
     def report(self, root: Path) -> StepReport:
-        """Play it, and return the report of a step that is nothing else."""
+        return step_report(self.timeline(root))
+
+    def timeline(self, root: Path) -> Timeline:
+        """Play it, and return a step that is nothing else."""
         folder = StepFolder(root)
         self._driver = folder.process("trainer", owner=True)
         self._replicas = [folder.process("rollout", number) for number in range(self.replicas)]
@@ -96,7 +99,7 @@ class Rollout:
             )  # fmt: skip
         for process in folder.processes:
             process.close(self.wall_ns)
-        return step_report(load_step(folder.write()))
+        return load_step(folder.write())
 
     def advice(self, root: Path) -> dict[str, Advice]:
         return {advice.rule: advice for advice in self.report(root).advice}

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from packages.core.tests.simulated import MS, Rollout
+from stepscope.report import step_report
+from stepscope.report.tables.bounds import step_bounds
+from stepscope.testing.steps import StepFolder
+from stepscope.timeline import load_step
 
 
 def test_calls_of_two_replicas_that_only_overlap_differently_are_no_straggler(tmp_path: Path) -> None:
@@ -33,3 +40,96 @@ def test_a_straggler_costs_no_more_than_advice_says(tmp_path: Path) -> None:
     assert advice.saves_ns is not None
     assert advice.saves_ns >= slow.wall_ns - sound.wall_ns
     assert advice.saves_ns <= 1.1 * (slow.wall_ns - sound.wall_ns)
+
+
+def one_slow(number: int, turn: int) -> float:
+    return 1500 if (number, turn) == (2, 1) else 30
+
+
+def in_turn(number: int, turn: int) -> float:
+    return 200
+
+
+def first_alone(number: int, turn: int) -> float:
+    return 200 if number == 0 else 0
+
+
+TOOLS = {
+    "one slow call": Rollout(slots=2, tool_ms=one_slow),
+    "twenty trajectories": Rollout(slots=2, trajectories=20, tool_ms=one_slow),
+    "all alike": Rollout(tool_ms=in_turn),
+    "one trajectory at a time": Rollout(at_once=1, tool_ms=in_turn),
+    "others queue behind its requests": Rollout(
+        replicas=1, slots=1, trajectories=2, turns=2, tool_ms=first_alone,
+        prepare_ms=lambda number, turn: 210 if (number, turn) == (1, 0) else 0,
+        prefill_ms=lambda number, turn: 0,
+        decode_ms=lambda number, turn: 300 if number + turn == 1 else 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_without_its_tools_a_step_loses_no_more_than_the_bound(tmp_path: Path, name: str) -> None:
+    rollout = TOOLS[name]
+    bound_ns = step_bounds(rollout.timeline(tmp_path / "with")).tools_ns
+    before_ns = rollout.wall_ns
+    quick = replace(rollout, tool_ms=lambda number, turn: 0)
+    assert step_bounds(quick.timeline(tmp_path / "without")).tools_ns == 0
+    assert 0 < before_ns - quick.wall_ns <= bound_ns <= before_ns
+
+
+def test_the_advice_on_tools_gives_the_bound_of_the_slow_one(tmp_path: Path) -> None:
+    """One call of 1.5 s among 24 of 30 ms. The bound was once the tools' share of all trajectories' time."""
+    slow = Rollout(slots=2, tool_ms=one_slow)
+    sound = Rollout(slots=2, tool_ms=lambda number, turn: 30)
+    saves_ns = slow.advice(tmp_path / "slow")["slow-tools"].saves_ns
+    sound.report(tmp_path / "sound")
+    assert saves_ns is not None
+    assert slow.wall_ns - sound.wall_ns <= saves_ns <= 1.2 * (slow.wall_ns - sound.wall_ns)
+
+
+@pytest.mark.parametrize("at_once", [100, 5])
+def test_with_a_slot_for_each_request_a_step_loses_no_more_than_the_bound(
+    tmp_path: Path, at_once: int
+) -> None:
+    tight = Rollout(slots=1, trajectories=20, at_once=at_once, tool_ms=lambda number, turn: 20)
+    bound_ns = step_bounds(tight.timeline(tmp_path / "tight")).queue_ns
+    free = replace(tight, slots=100)
+    free.report(tmp_path / "free")
+    assert 0 < tight.wall_ns - free.wall_ns <= bound_ns <= tight.wall_ns
+
+
+def test_the_advice_on_queues_gives_the_bound(tmp_path: Path) -> None:
+    tight = Rollout(slots=1)
+    free = replace(tight, slots=100)
+    saves_ns = tight.advice(tmp_path / "tight")["queueing"].saves_ns
+    free.report(tmp_path / "free")
+    assert saves_ns is not None
+    assert tight.wall_ns - free.wall_ns <= saves_ns <= 1.1 * (tight.wall_ns - free.wall_ns)
+
+
+def test_without_prefill_a_step_loses_no_more_than_the_bound(tmp_path: Path) -> None:
+    """Each replica reads prompts for 90 ms while it writes for others, and for 90 ms alone."""
+    rollout = Rollout(prefill_ms=lambda number, turn: 60, begin_ms=lambda number: 40 if number > 3 else 0)
+    cached = replace(rollout, prefill_ms=lambda number, turn: 0)
+    saves_ns = rollout.advice(tmp_path / "with")["prefill-alone"].saves_ns
+    cached.report(tmp_path / "without")
+    assert saves_ns is not None
+    assert rollout.wall_ns - cached.wall_ns <= saves_ns
+
+
+def test_without_moving_weights_a_step_loses_no_more_than_the_bound(tmp_path: Path) -> None:
+    """Weights move for 100 of 500 ms, half of that beside work that does not wait for them."""
+    folder = StepFolder(tmp_path)
+    trainer, actor, reward = (
+        folder.process("trainer", owner=True), folder.process("actor", 0), folder.process("reward", 0),
+    )  # fmt: skip
+    actor.span("update_actor", 0, 400 * MS)
+    actor.span("sync_weights", 400 * MS, 500 * MS)
+    reward.span("score", 400 * MS, 450 * MS)
+    for process in (trainer, actor, reward):
+        process.close(500 * MS)
+    (advice,) = (
+        advice for advice in step_report(load_step(folder.write())).advice if advice.rule == "weight-sync"
+    )
+    assert advice.saves_ns == 100 * MS

@@ -182,7 +182,7 @@ def test_the_calls_of_a_killed_process_are_named_and_not_those_that_it_kept_wait
         ("queueing", queue, 150),
         ("slow-tools", tools, 200),
         ("prefill-alone", prompts, 200),
-        ("weight-sync", weights, 85),
+        ("weight-sync", weights, 120),
     ],
 )
 def test_a_rule_speaks_and_names_its_numbers(

@@ -33,6 +33,7 @@ from stepscope.report.html.traces import draw_traces
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import step_baseline
+from stepscope.report.tables.bounds import step_bounds
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
@@ -67,6 +68,7 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
             counters=sources.value_of(COUNTERS),
             health=sources.value_of(HEALTH),
             profiling=step_profilers(timeline, sources.activities),
+            bounds=step_bounds(timeline),
             cut=cut_processes(timeline),
             over_budget=cut_processes(timeline, by_a_budget=True),
         )

@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
+from stepscope.report.tables.bounds import Bounds
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
@@ -39,6 +40,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters | None = None
     health: Health
     profiling: Profiling = Profiling()
+    bounds: Bounds = Bounds()
     cut: frozenset[str] = frozenset()
     """Names of processes whose recording ended before their work did: it ended calls that went on."""
     over_budget: frozenset[str] = frozenset()
@@ -55,4 +57,5 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that it rests on."""
     do: str
     saves_ns: int | None
-    """Of the step, at most. None: unknown."""
+    """Of the step, at most: the time that it would lose if the cause took none, and everything else as long
+    as it did, in the same order. None: unknown."""
