@@ -1,29 +1,19 @@
-"""Prose that is held to rules: the first words of docstrings, and the length of decisions."""
+"""Prose that is held to rules: first words, sentences, and the length of decisions."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.sentences import docstrings, messages, offences, sentences
 from tests.tree import ROOT, files
 
 QUESTIONS = {"What", "Which", "Whose", "Whom", "Who", "How", "Where", "When", "Whether"}
 CLEAN = ["benchmarks", "conftest.py", "dev.py", "docs", "examples", "packages", "tests"]
 """Folders and files that the rule holds for."""
-
-
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring, of attributes too."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
-        for child in node.body if isinstance(node, owners) else []:
-            match child:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield child.lineno, text
 
 
 def questions(path: Path) -> list[str]:
@@ -40,6 +30,64 @@ def test_docstrings_open_with_a_subject_or_a_verb(place: str) -> None:
     paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
     assert paths, f"{place} has no Python file"
     assert [line for path in paths for line in questions(path)] == []
+
+
+def wrong_sentences(path: Path, texts: Iterable[tuple[int, str]]) -> list[str]:
+    """Return the offences in texts of a file, with their lines."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {offence}: {sentence}"
+        for line, text in texts
+        for sentence in sentences(text)
+        for offence in offences(sentence)
+    ]
+
+
+@pytest.mark.parametrize("place", [*CLEAN, "tools"])
+def test_docstrings_are_short_and_plain(place: str) -> None:
+    paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
+    assert paths, f"{place} has no Python file"
+    wrong = [line for path in paths for line in wrong_sentences(path, docstrings(path.read_text()))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pages_are_short_and_plain() -> None:
+    wrong = [line for page in files(".md") for line in wrong_sentences(page, [(1, page.read_text())])]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_errors_and_helps_are_short_and_plain() -> None:
+    sources = [path for path in files(".py") if "/src/" in path.as_posix()]
+    texts = {path: list(messages(path.read_text())) for path in sources}
+    assert sum(map(len, texts.values())) > 400
+    wrong = [line for path, told in texts.items() for line in wrong_sentences(path, told)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "offence"),
+    [
+        (f"A sentence of {'one word ' * 12}and more.", "29 words, more than 25: split it"),
+        (
+            "It was made, is kept and is read.",
+            "3 passive verbs (was made, is kept, is read): say who does it",
+        ),
+        ("It is very slow.", "'very' adds nothing: leave it out, or say what is meant"),
+        ("It opens the the file.", "'the' twice"),
+    ],
+)
+def test_an_offence_is_named(sentence: str, offence: str) -> None:
+    assert list(offences(sentence)) == [offence]
+
+
+def test_values_of_a_message_are_code() -> None:
+    source = 'raise ConfigError(f"{name} is wrong. Fix: " f"use {other}")\noption(help="Very good.")'
+    assert sorted(messages(source)) == [(1, "`X` is wrong. Fix: use `X`"), (2, "Very good.")]
+
+
+def test_code_links_and_tables_are_not_read_as_prose() -> None:
+    skipped = "# very\n\n| very | very |\n\n```\nvery\n```\n\n"
+    page = f"See [a page](very.md) and `very`.\nIt ends. `x` is next:\n\n{skipped}* An item.\n"
+    assert list(sentences(page)) == ["See a page and X.", "It ends.", "X is next:", "An item."]
 
 
 def test_docstrings_of_attributes_are_found() -> None:

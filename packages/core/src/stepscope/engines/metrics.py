@@ -61,7 +61,7 @@ class EngineMetrics:
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics, unless a thread does, or they were just read."""
+        """Read the metrics, unless a thread does, or they are fresh."""
         if not self._blocks and not self._is_fresh:
             self._take()
         self._is_fresh = False

@@ -48,10 +48,10 @@ def refuse_disabled(settings: Mapping[str, object]) -> None:
     if settings["profiler"] == "cuda":
         if _NSYS_SESSION not in os.environ:
             raise EngineError(
-                "this engine was built with profiler='cuda', which opens CUDA profiler ranges for Nsight "
-                f"Systems, and nsys did not start this process ({_NSYS_SESSION} is not set). Fix: start the "
-                "process that builds the engine under nsys (stepscope.backends.nsys: runtime_env, command), "
-                "or build it with profiler='torch'"
+                "this engine was built with profiler='cuda', which opens ranges for Nsight Systems. But nsys "
+                f"did not start this process ({_NSYS_SESSION} is not set). Fix: start the process that "
+                "builds the engine under nsys (stepscope.backends.nsys: runtime_env, command), or build it "
+                "with profiler='torch'"
             )
         return
     if settings["profiler"] != "torch":

@@ -128,8 +128,8 @@ class _Gap(NamedTuple):
 
     @property
     def saves_ns(self) -> int:
-        """The most that it gains if it becomes as the others are on average: by busy time, by work, or by
-        the time of a call, since it may be slow in fewer calls, or in more of them at once.
+        """The most that it gains if it becomes as the others are on average: by busy time, by work, or by the
+        time of a call. It may be slow in fewer calls, or in more of them at once.
         """
         slowest, others = self.slowest, self.others
         total_ns, calls = sum(share.total_ns for share in others), sum(share.calls for share in others)
