@@ -39,11 +39,12 @@ def legacy(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return captured_training(tmp_path_factory.mktemp("legacy"), "trainer.use_v1=False", gpus=2)
 
 
-@pytest.fixture(scope="session")
-def selected(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Return a training whose steps verl's own configuration selects."""
+@pytest.fixture(scope="session", params=[True, False], ids=["v1", "legacy"])
+def selected(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Training:
+    """Return a training whose steps verl's own configuration selects, with either trainer."""
     faulthandler.cancel_dump_traceback_later()
-    return captured_training(tmp_path_factory.mktemp("selected"), by_verl=True)
+    folder = tmp_path_factory.mktemp("selected")
+    return captured_training(folder, f"trainer.use_v1={request.param}", by_verl=True)
 
 
 @pytest.fixture(params=CAPTURED)
