@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,3 +134,43 @@ def test_without_moving_weights_a_step_loses_no_more_than_the_bound(tmp_path: Pa
         advice for advice in step_report(load_step(folder.write())).advice if advice.rule == "weight-sync"
     )
     assert advice.saves_ns == 100 * MS
+
+
+def slow_once(number: int, turn: int) -> float:
+    return 1500 if (number, turn) == (2, 1) else 50
+
+
+def quick(number: int, turn: int) -> float:
+    return 50
+
+
+TAILS: dict[str, tuple[Rollout, dict[str, Any], str, str]] = {
+    "tool": (Rollout(tool_ms=slow_once), {"tool_ms": quick}, "env tool", "deadline"),
+    "tool of twenty": (
+        Rollout(trajectories=20, tool_ms=slow_once), {"tool_ms": quick}, "env tool", "pool that serves",
+    ),
+    "decode": (Rollout(decode_ms=slow_once), {"decode_ms": quick}, "rollout decode", "limit turns"),
+    "queue": (
+        Rollout(replicas=1, turns=1, slots=7, decode_ms=quick), {"slots": 8}, "rollout queue", "max_num_seqs",
+    ),
+    "judge": (
+        Rollout(score_ms=lambda number: 500 if number == 2 else 20),
+        {"score_ms": lambda number: 20}, "reward score", "judge",
+    ),
+    "no place": (Rollout(at_once=7), {"at_once": 8}, "t7, began 180 ms after", "more trajectories at once"),
+    "no span": (
+        Rollout(prepare_ms=slow_once), {"prepare_ms": quick}, "agent_loop trajectory", "open a span",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_a_tail_costs_what_advice_says_and_its_remedy_is_for_its_cause(tmp_path: Path, name: str) -> None:
+    rollout, cure, stage, remedy = TAILS[name]
+    advice = rollout.advice(tmp_path / "slow")["long-tail"]
+    cured = replace(rollout, **cure)
+    assert "long-tail" not in cured.advice(tmp_path / "cured")
+    assert advice.saves_ns == rollout.wall_ns - cured.wall_ns
+    assert stage in advice.because[-1]
+    assert remedy in advice.do
+    assert ("limit turns" in advice.do) is (name == "decode")

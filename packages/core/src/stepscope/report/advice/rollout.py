@@ -1,4 +1,4 @@
-"""Advice on the rollout: trajectories, tools, engines, and weights on their way to these."""
+"""Advice on the rollout: queues, tools, engines, and weights on their way to these."""
 
 from __future__ import annotations
 
@@ -12,74 +12,10 @@ from stepscope.report.advice.wording import percentage_of, share_of_step
 from stepscope.report.formatting import count, duration
 from stepscope.report.stage_names import MOVES_WEIGHTS, TRANSFER, is_tool
 from stepscope.report.tables.engine import Engine
-from stepscope.report.tables.long_tail import LongTail
 from stepscope.report.tables.stages import Stage
 
 NAMED = 3
 """Stages that a sentence names."""
-
-
-def long_tail(evidence: Evidence) -> Advice | None:
-    """Advise if the last tenth of the trajectories took 15 % of the rollout or more, and 2 % of the step."""
-    tail = evidence.long_tail
-    if tail is not None and not tail.trajectories:
-        return _begun_before(tail, evidence)
-    if tail is None or tail.held_ns is None or not tail.rollout_ns or tail.trajectories < 10:
-        return None
-    held_ns = tail.held_ns - tail.stalled_ns
-    if held_ns * 100 < 15 * tail.rollout_ns or held_ns * 50 < evidence.breakdown.window_ns:
-        return None
-    if tail.last_profiled == tail.last:
-        return None  # a profiler made these the last ones, as far as anybody can tell
-    return Advice(
-        rule="long-tail",
-        kind="hint",
-        what="the step waits for its slowest trajectories",
-        because=tuple(_tail_facts(tail, tail.held_ns, tail.rollout_ns)),
-        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
-        saves_ns=held_ns,
-    )
-
-
-def _tail_facts(tail: LongTail, held_ns: int, rollout_ns: int) -> list[str]:
-    because = [
-        (
-            f"the last {tail.last} of {tail.trajectories} trajectories ended {duration(held_ns)} after "
-            f"the others: {percentage_of(held_ns, rollout_ns)} of the rollout"
-        )
-    ]
-    if tail.stalled_ns:
-        because.append(f"for {duration(tail.stalled_ns)} of that an engine's profiler wrote")
-    if tail.bubble is not None and tail.bubble.replicas:
-        because.append(
-            f"{tail.bubble.in_flight:g} at once in that time, {tail.bubble.in_flight_before:g} "
-            f"before; replicas idle for {duration(tail.bubble.idle_ns)} of it in sum"
-        )
-    if tail.last_profiled:
-        because.append(f"a profiler slowed {tail.last_profiled} of them and not all others")
-    return because
-
-
-def _begun_before(tail: LongTail, evidence: Evidence) -> Advice | None:
-    """Advise if, of ten or more trajectories that the step consumes, the last tenth had begun before and went
-    on for 2 % of it.
-    """
-    late = tail.late
-    if late is None or tail.consumed < 10 or late.trajectories > -(-tail.consumed // 10):
-        return None
-    if late.until_ns * 50 < evidence.breakdown.window_ns:
-        return None
-    return Advice(
-        rule="long-tail",
-        kind="hint",
-        what="the step waits for its slowest trajectories, begun before it",
-        because=(
-            f"of the {tail.consumed} that it consumes, {late.trajectories} went on when it began",
-            f"the last, {late.last}, for {share_of_step(late.until_ns, evidence)}",
-        ),
-        do="limit turns and tokens, start long prompts first, or train on what there is and keep the rest",
-        saves_ns=late.until_ns,
-    )
 
 
 def queueing(evidence: Evidence) -> Advice | None:

@@ -17,10 +17,10 @@ from stepscope.report.advice.counters import (
 )
 from stepscope.report.advice.devices import collectives, idle_device, memory_nearly_full
 from stepscope.report.advice.evidence import Advice, Evidence
+from stepscope.report.advice.long_tail import long_tail
 from stepscope.report.advice.profilers import not_typical, profiler_cost
 from stepscope.report.advice.recording import blind_spot, dropped, never_ended, no_rollout, unaligned
 from stepscope.report.advice.rollout import (
-    long_tail,
     prefill_alone,
     queueing,
     slow_tools,

@@ -96,6 +96,16 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
     """Its name."""
 
 
+class Excess(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of the trajectory that ended last with the one of median length among the others."""
+
+    trajectory: str
+    later_ns: int
+    """It began so much later. 0: it began earlier."""
+    stages: tuple[Wait, ...]
+    """The excess of its time over the other's, by stage, the most first."""
+
+
 class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Spans of stage `trajectory` that ended and that this step consumes."""
@@ -128,6 +138,8 @@ class LongTail(msgspec.Struct, frozen=True, kw_only=True):
     role: their trajectories took longer for that."""
     last_profiled: int = 0
     """Number of trajectories of the last tenth that they served."""
+    excess: Excess | None = None
+    """None with fewer than two trajectories."""
     stalled_ns: int = 0
     """Of `held_ns`, while the last trajectory waited for an engine whose own profiler started or wrote."""
 
@@ -166,7 +178,26 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
+        excess=_excess(timeline, members, placed),
         stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
+    )
+
+
+def _excess(timeline: Timeline, members: Mapping[str, list[int]], placed: Sequence[Span]) -> Excess | None:
+    if len(placed) < 2:
+        return None
+    *others, last = sorted(placed, key=lambda span: span.end_ns or 0)
+    usual = sorted(others, key=lambda span: (span.end_ns or 0) - span.start_ns)[len(others) // 2]
+    own, theirs = (
+        divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0).wall_ns
+        for span in (last, usual)
+    )
+    return Excess(
+        trajectory=last.trajectory or "",
+        later_ns=max(0, last.start_ns - usual.start_ns),
+        stages=tuple(
+            Wait(role=role, stage=stage, wall_ns=ns) for (role, stage), ns in (own - theirs).most_common()
+        ),
     )
 
 
