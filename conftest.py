@@ -39,6 +39,7 @@ ENGINES = {
     "hydra",
     "mkdocs",
     "loguru",
+    "nbclient",
 }
 """And what else has an environment of its own for its tests."""
 OPTIONAL = {"torch", "ray", "numpy", *ENGINES}
