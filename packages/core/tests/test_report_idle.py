@@ -60,7 +60,7 @@ def test_each_idle_instant_has_its_likely_cause(tmp_path: Path) -> None:
 
 
 def test_the_printed_causes_add_up_to_the_idle_time(tmp_path: Path) -> None:
-    """Actor 0 works from 400 to 500 and from 600 to 700 of 1000 ms; of four kinds of causes three are named."""
+    """Actor 0 works from 400 to 500 and from 600 to 700 of 1000 ms; three of four causes are named."""
     assert say_causes(rows(step(tmp_path))["actor 0"]) == (
         "rollout 400 ms, slowest rank 200 ms (update_actor), other work 150 ms (compute_log_prob), "
         "others 50.0 ms"
