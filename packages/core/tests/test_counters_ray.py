@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import ray
 
+from stepscope import ProfileConfig, capture
+from stepscope.counters import CounterSource
+from stepscope.engines.metrics import FINISHED, EngineMetrics
+from stepscope.engines.ray import ProfilerFactory, RayRollout
 from stepscope.recording.counters.ray_store import ray_store
+from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
+from stepscope.timeline import load_step
 
 MB = 1 << 20
 
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Engine(FakeEngine):
+    """A fake engine that knows how many iterations it ran."""
+
+    ran = 0
+
+    async def generate(self, iterations: int) -> None:
+        await super().generate(iterations)
+        self.ran += iterations
+
+
+class Counting(FakeEngineProfiler):
+    """The profiler of such an engine."""
+
+    def counters(self) -> Sequence[CounterSource]:
+        engine = cast(Engine, self.engine)
+        metrics = EngineMetrics(lambda: {FINISHED: float(engine.ran)}, "replica 0", blocks=False)
+        return metrics.sources()
+
+
+class Rollout:
+    """An actor that knows nothing of stepscope."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+    def generate(self, iterations: int) -> None:
+        asyncio.run(self.engine.generate(iterations))
+
+
+def test_the_engine_of_an_actor_is_sampled_in_the_actor(tmp_path: Path) -> None:
+    config = ProfileConfig(
+        save_path=tmp_path, steps=[1, 2], roles={"rollout": {"ranks": "all"}, "*": {"profiler": "off"}}
+    )
+    remote: Any = ray.remote
+    actor = remote(Rollout).remote()
+    for step in (1, 2):  # in the first one its process may begin after its engine, or before
+        factory = cast(ProfilerFactory, Counting)
+        rollout = RayRollout(actor, engine=factory, attribute="engine")
+        with capture(step, workers={}, engines=[rollout], config=config):
+            ray.get(actor.generate.remote(3))
+        timeline = load_step(tmp_path / f"step_{step:06d}")
+        (counter,) = [item for item in timeline.counters if item.name == FINISHED]
+        assert timeline.processes[counter.process].info.role == "rollout"
+        assert counter.values[-1] - counter.values[0] == 3
+    ray.kill(actor)
 
 
 def test_the_store_grows_by_the_objects_that_are_put() -> None:

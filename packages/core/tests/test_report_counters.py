@@ -74,6 +74,12 @@ def test_a_total_grows(case: Case) -> None:
     assert row.increase == 700
 
 
+def test_a_total_grows_from_its_last_value_before_the_step(case: Case) -> None:
+    case.trainer.counter("generation tokens", {-S: 900.0, -MS: 1000.0, 9 * S: 1700.0}, kind="total")
+    (row,) = case.rows()
+    assert (row.samples, row.increase) == (1, 700)
+
+
 def test_a_step_without_counters_has_no_section(case: Case) -> None:
     report = case.report()
     assert report.counters is None

@@ -18,7 +18,9 @@ from stepscope import ProfileConfig, capture
 from stepscope.engines import EngineCapture
 from stepscope.engines.ray import RayRollout
 from stepscope.errors import EngineError
+from stepscope.report import step_report
 from stepscope.testing.engine_conformance import a_capture
+from stepscope.timeline import load_step
 
 assert vllm
 
@@ -88,6 +90,11 @@ def test_a_loop_captures_two_steps_of_an_actors_engine(
         cap.result.raise_for_missing()
         (trace,) = (run_folder / f"step_{step:06d}" / "traces").rglob("*.pt.trace.json.gz")
         assert f"step_{step:06d}" in trace.name
+        assert cap.result.path is not None
+        counters = step_report(load_step(cap.result.path)).counters
+        assert counters is not None
+        grown = {row.name: row.increase for row in counters.rows if row.of == "replica 0"}
+        assert (grown["finished requests"], grown["generation tokens"]) == (3, 12)
 
 
 async def test_an_error_of_vllms_own_type_reaches_the_caller_as_text(actor: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from stepscope.engines import driven_engines
 from stepscope.engines.actor_call import ActorLine, CallFailedError, present
 from stepscope.engines.fetch import bring_home
 from stepscope.engines.instrumented_engines import adapters, registered, replica_of
@@ -177,6 +178,7 @@ class Seat:
 
     def end(self) -> asyncio.Future[list[Artifact]]:
         self.token = None
+        driven_engines.end(self.profiler)
         self.stopping = asyncio.ensure_future(self.profiler.stop())
         self.stopping.add_done_callback(_seen)
         return self.stopping
@@ -223,6 +225,7 @@ async def start(
     async with seat.starting:
         await seat.await_stop()
         if token not in _taken_back:
+            driven_engines.begin(seat.profiler)
             await seat.profiler.start(capture)
             seat.token = token
     if token in _taken_back:

@@ -98,8 +98,9 @@ class Sampler:
         self._wake.put(None)
 
     def add(self, name: str, opener: Opener) -> None:
-        """Sample further sources from the next tick on, until the next stop. From any thread."""
+        """Open further sources now, and sample them until the next stop. From any thread."""
         self._added.append((name, opener))
+        self._wake.put(None)
 
     def stop(self, timeout_s: float = _JOIN_S) -> bool:
         """Take a last sample and end the thread. Return False if a source still holds it. Idempotent."""
@@ -130,6 +131,7 @@ class Sampler:
             self._open_sources()
             while not self._period_ns and not self._stopping:
                 self._wake.get()
+                self._open_added()
             self._loop(began_ns)
         except Exception as error:
             failures.note("the sampler of counters", error)
@@ -157,6 +159,8 @@ class Sampler:
                 self._wake.get(timeout=left_ns / 1e9)
             except Empty:
                 return
+            if self._open_added():
+                return  # their first values are of now
 
     def _open_sources(self) -> None:
         self._due_ns.clear()
@@ -164,9 +168,12 @@ class Sampler:
             self._open(name, opener)
         self._open_added()
 
-    def _open_added(self) -> None:
+    def _open_added(self) -> bool:
+        """Open the sources that were added, and return whether there were any."""
+        added = bool(self._added)
         while self._added:
             self._open(*self._added.popleft())
+        return added
 
     def _open(self, name: str, opener: Opener) -> None:
         try:

@@ -43,7 +43,7 @@ class Participants:
         part, layout, config = session.manifest_part.record, session.layout, session.config
         self._manifest_part, self._home = session.manifest_part, Home(layout, config)
         for profiler in self.profilers:
-            session.counters.add(f"replica {profiler.replica or 0}", profiler.counters)
+            session.counters.add_engine(profiler)
         self._group = EngineGroup(
             self.profilers,
             config=config,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Iterable
 
 from stepscope import switch
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
+from stepscope.engines import EngineProfiler, driven_engines
 from stepscope.files.manifest.records import Ending
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.after import pipeline
@@ -96,6 +98,7 @@ def _start(
         pipeline.promise_in_worker(session, apart=apart)
         if apart and request.config.finish.fetches:
             fetch.keep(session)
+        _sample_engines(session)
         session.open_files()
         session.start_profiler()
         activation.activate(session)
@@ -112,6 +115,18 @@ def _start(
         return StartAnswer(process=process, recorded=False, why="", refused=_OVER)
     decision = session.decision
     return StartAnswer(process=process, recorded=decision.record, why=decision.reason, apart=apart)
+
+
+def _sample_engines(session: Session) -> None:
+    """Sample the engines of this process that the capture drives, also those that begin later."""
+    reference = weakref.ref(session)
+
+    def join(profiler: EngineProfiler) -> None:
+        opened = reference()
+        if opened is not None:
+            opened.counters.add_engine(profiler)
+
+    driven_engines.listen(join)
 
 
 def stop_worker(request: StopRequest) -> StopAnswer:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from stepscope.config import ProfileConfig
 from stepscope.counters import CounterSource
+from stepscope.engines import EngineProfiler
 from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, State, awaited
@@ -36,6 +37,7 @@ class Counters:
         owner: bool,
     ) -> None:
         self._log: CounterLog | None = None
+        self._added: set[str] = set()
         if config.counters.hz:
             self._log = CounterLog(
                 layout.counters_of(process, run_id, number),
@@ -47,9 +49,14 @@ class Counters:
             )
 
     def add(self, name: str, sources: Callable[[], Iterable[CounterSource]]) -> None:
-        """Sample further sources from now on, until the capture ends here."""
-        if self._log is not None:
+        """Sample further sources from now on, until the capture ends here. Once for each name."""
+        if self._log is not None and name not in self._added:
+            self._added.add(name)
             self._log.sampler.add(name, sources)
+
+    def add_engine(self, profiler: EngineProfiler) -> None:
+        """Sample the counters of an engine."""
+        self.add(f"replica {profiler.replica or 0}", profiler.counters)
 
     def prepare(self, part: ManifestPart) -> None:
         """Enter that there will be a file, and open the sources before the step begins."""

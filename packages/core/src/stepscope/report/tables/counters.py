@@ -110,8 +110,18 @@ def _row(counter: Counter, pieces: Sequence[Piece], timeline: Timeline) -> Count
         mean=weighed / covered_ns if covered_ns else sum(values) / len(values),
         most=max(values),
         covered_ns=covered_ns,
-        increase=values[-1] - values[0] if counter.kind == "total" else None,
+        increase=values[-1] - _at_start(counter, timeline) if counter.kind == "total" else None,
     )
+
+
+def _at_start(counter: Counter, timeline: Timeline) -> float:
+    """Return the latest value from before the step, or the first one."""
+    earlier = [
+        value
+        for at_ns, value in zip(counter.times_ns, counter.values, strict=True)
+        if at_ns <= timeline.window.start_ns and timeline.processes[counter.process].aligned
+    ]
+    return earlier[-1] if earlier else counter.values[0]
 
 
 def _idle(timeline: Timeline, sampled: Sequence[tuple[Counter, list[Piece]]]) -> Iterator[IdleDevice]:
