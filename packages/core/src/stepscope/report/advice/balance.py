@@ -36,7 +36,7 @@ def straggler(evidence: Evidence) -> Advice | None:
     return Advice(
         rule="straggler",
         kind="hint",
-        what=f"{slowest.process} is slower than the others in {stage.role} {stage.stage}",
+        what=f"{slowest.process} is slower than the others in {stage.role} {stage.title}",
         because=tuple(because),
         do=(
             "balance requests by length and load, not in turn"
@@ -85,7 +85,7 @@ def uneven_profiling(evidence: Evidence) -> Advice | None:
         rule="uneven-profiling",
         kind="hint",
         what=(
-            f"{slowest.process} took longer in {stage.role} {stage.stage}, and a profiler slowed it and not "
+            f"{slowest.process} took longer in {stage.role} {stage.title}, and a profiler slowed it and not "
             "the others"
         ),
         because=(

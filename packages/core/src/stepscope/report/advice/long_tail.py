@@ -121,7 +121,7 @@ def _cause(excess: Excess | None, evidence: Evidence) -> _Cause:
             kind, (f"the last to end, {excess.trajectory}, began {duration(ns)} after a usual one",)
         )
     wait = longest[kind]
-    took = f"{wait.role} {wait.stage} took {duration(wait.wall_ns)} longer than in one of median length"
+    took = f"{wait.role} {wait.title} took {duration(wait.wall_ns)} longer than in one of median length"
     return _Cause(kind, (f"in the last to end, {excess.trajectory}, {took}",))
 
 

@@ -75,7 +75,7 @@ def _in_trajectories(
 
 
 def _names(stages: Sequence[Stage]) -> str:
-    names = [f"{stage.role} {stage.stage}" for stage in stages]
+    names = [f"{stage.role} {stage.title}" for stage in stages]
     return ", ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")
 
 

@@ -26,7 +26,7 @@ def long_tail_blocks(tail: LongTail | None, report: StepReport) -> Iterator[Bloc
 def _spread(spread: Spread) -> tuple[str, ...]:
     times = (spread.p50_ns, spread.p90_ns, spread.p99.ns, spread.max.ns)
     named = (name_extreme(spread.p99), name_extreme(spread.max))
-    return spread.role, spread.stage, f"{spread.calls:,}", *map(duration, times), *named
+    return spread.role, spread.title, f"{spread.calls:,}", *map(duration, times), *named
 
 
 def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
@@ -37,7 +37,7 @@ def slow_cells(slow: SlowTrajectory) -> tuple[str, str, str]:
 
 def waits(slow: SlowTrajectory) -> str:
     """Return the stages that took most of it."""
-    return ", ".join(f"{wait.stage} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
+    return ", ".join(f"{wait.title} {duration(wait.wall_ns)}" for wait in slow.waits[:4])
 
 
 def name_extreme(extreme: Extreme) -> str:

@@ -21,7 +21,7 @@ def stage_blocks(stages: Sequence[Stage], report: StepReport) -> Iterator[Block]
     del report
     if stages:
         columns, cells = call_columns(stages)
-        rows = tuple((stage.role, stage.stage, *cells(stage)) for stage in stages)
+        rows = tuple((stage.role, stage.title, *cells(stage)) for stage in stages)
         yield TextTable("Calls", ("role", "stage", *columns), rows, CALLS_NOTE)
     for role, group in roles_of_several(stages).items():
         yield _busy_table(role, group)
@@ -69,13 +69,13 @@ def _busy_table(role: str, stages: Sequence[Stage]) -> TextTable:
 
 def _side_by_side(stage: Stage, names: Mapping[str, None]) -> tuple[str, ...]:
     busy = {share.process: share.busy_ns for share in stage.processes}
-    return stage.stage, *(duration(busy.get(name)) for name in names), ratio(stage.imbalance)
+    return stage.title, *(duration(busy.get(name)) for name in names), ratio(stage.imbalance)
 
 
 def _summed(stage: Stage) -> tuple[str, ...]:
     busy = sorted(share.busy_ns for share in stage.processes)
     spread = (busy[0], middle(busy), busy[-1])
-    return stage.stage, str(len(busy)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
+    return stage.title, str(len(busy)), *map(duration, spread), ratio(stage.imbalance), slowest(stage)
 
 
 def slowest(stage: Stage) -> str:

@@ -68,7 +68,7 @@ def _row(stage: Stage, names: Sequence[str], colours: Colours) -> list[str | Htm
     ]
     imbalance = ratio(stage.imbalance)
     return [
-        join(colours.swatch((stage.role, stage.stage)), tag("span", stage.stage)),
+        join(colours.swatch((stage.role, stage.stage)), tag("span", stage.title)),
         tag("div", *cells, class_="cells"),
         duration(median_ns),
         duration(max(busy.values())),
@@ -94,7 +94,7 @@ def _calls(stages: Sequence[Stage], colours: Colours) -> Html:
     columns, cells = call_columns(stages)
     rows = [
         (
-            join(colours.swatch((stage.role, stage.stage)), tag("span", f"{stage.role} {stage.stage}")),
+            join(colours.swatch((stage.role, stage.stage)), tag("span", f"{stage.role} {stage.title}")),
             *cells(stage),
         )
         for stage in stages

@@ -46,7 +46,10 @@ def _by_sight(stages: Sequence[Stage]) -> list[Label]:
 
     Their share would not do: much of that is split.
     """
-    seen = {(s.role, s.stage): max(share.busy_ns for share in s.processes) for s in stages}
+    seen: dict[Label, int] = {}
+    for stage in stages:
+        label, busy_ns = (stage.role, stage.stage), max(share.busy_ns for share in stage.processes)
+        seen[label] = max(busy_ns, seen.get(label, 0))
     return sorted(seen, key=lambda label: (-seen[label], label))
 
 

@@ -53,7 +53,7 @@ def _spread(spread: Spread, colours: Colours) -> tuple[str | Html, ...]:
         "i", class_=f"m {colours.of(label)}", style=f"left:0;width:{percent(spread.p50_ns, longest_ns)}"
     )
     return (
-        join(colours.swatch(label), tag("span", " ".join(label))),
+        join(colours.swatch(label), tag("span", f"{spread.role} {spread.title}")),
         f"{spread.calls:,}",
         tag("div", body, *marks, class_="spread"),
         *(duration(ns) for _, ns in points),
@@ -83,7 +83,7 @@ def _waits(slow: SlowTrajectory, longest_ns: int, colours: Colours) -> Html:
     for wait in slow.waits:
         label = (wait.role, wait.stage)
         place = f"left:{percent(at_ns, longest_ns)};width:{percent(wait.wall_ns, longest_ns)}"
-        hover = f"{' '.join(label)} {duration(wait.wall_ns)}"
+        hover = f"{wait.role} {wait.title} {duration(wait.wall_ns)}"
         bars.append(tag("i", class_=f"m {colours.of(label)}", style=place, data_t=hover))
         at_ns += wait.wall_ns
     return tag("div", *bars, class_="fall")

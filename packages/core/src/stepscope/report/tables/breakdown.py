@@ -12,6 +12,7 @@ from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
 from stepscope.report.stage_names import TRANSFER, is_tool, is_transfer
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
+from stepscope.report.tables.tool_names import ToolNames
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]
@@ -162,17 +163,19 @@ class Work(NamedTuple):
     """The replica that does it; `_ANY`: an engine, and nothing says which. None: no engine."""
 
 
-def work_of(timeline: Timeline, indices: Sequence[int]) -> Work:
+def work_of(timeline: Timeline, indices: Sequence[int], names: ToolNames | None = None) -> Work:
     """Return some of the spans as intervals.
 
-    Those of unaligned processes have no length, because their place is unknown.
+    Those of unaligned processes have no length, because their place is unknown. With `names`, tools are told
+    apart.
     """
     kinds: dict[tuple[Label, int, int | None], int] = {}
     places = {index: place for place, index in enumerate(indices)}
     intervals = []
     for index in indices:
         span = timeline.spans[index]
-        label = WINDOWS if span.stage == PROFILING else (span.role, span.stage)
+        own = (span.role, span.stage) if names is None else names.label_of(span)
+        label = WINDOWS if span.stage == PROFILING else own
         kind = (label, _tier(timeline, span), _engine(timeline, span))
         bit = kinds.setdefault(kind, len(kinds))
         parent = part_of(timeline, span)
@@ -197,12 +200,14 @@ def part_of(timeline: Timeline, span: Span) -> int | None:
     return span.parent
 
 
-def divide_spans(timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int) -> Shares:
+def divide_spans(
+    timeline: Timeline, indices: Sequence[int], start_ns: int, end_ns: int, names: ToolNames | None = None
+) -> Shares:
     """Divide a stretch of time among some of the spans.
 
     Spans of this step come before those of a later one, a worker's before the owner's, and waiting last.
     """
-    return _divide(timeline, work_of(timeline, indices), start_ns, end_ns)
+    return _divide(timeline, work_of(timeline, indices, names), start_ns, end_ns)
 
 
 def _divide(timeline: Timeline, work: Work, start_ns: int, end_ns: int) -> Shares:

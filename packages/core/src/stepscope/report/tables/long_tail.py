@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
 from stepscope.report.tables.breakdown import STALLED, divide_spans
+from stepscope.report.tables.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 WORST = 10
@@ -34,6 +35,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p90_ns: int
     p99: Extreme
     max: Extreme
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +50,13 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     stage: str
     wall_ns: int
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
 
 
 class SlowTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,11 +163,12 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
     """Return the long tail of the step. None if no span belongs to a trajectory."""
     members: dict[str, list[int]] = defaultdict(list)
     kinds: dict[Label, list[Span]] = defaultdict(list)
+    names = ToolNames(timeline)
     for index, span in enumerate(timeline.spans):
         if span.trajectory is not None:
             members[span.trajectory].append(index)
             if span.dur_ns is not None:
-                kinds[span.role, span.stage].append(span)
+                kinds[names.label_of(span)].append(span)
     if not members:
         return None
     roots = [i for indices in members.values() for i in indices if timeline.spans[i].stage == "trajectory"]
@@ -167,37 +183,37 @@ def step_long_tail(timeline: Timeline) -> LongTail | None:
         open=len(own) - len(ended),
         of_other_steps=len(roots) - len(own),
         under_way=len(members.keys() - {timeline.spans[index].trajectory for index in roots}),
-        spreads=_spreads(kinds),
+        spreads=_spreads(kinds, names),
         last=last,
         held_ns=held_ns,
         rollout_ns=rollout_ns,
         holds=tuple(_holds(sorted(span.end_ns or 0 for span in placed))),
         bubble=_bubble(timeline, placed) if len(placed) > 1 else None,
-        worst=tuple(_slow(timeline, index, members, slowed) for index in _worst(timeline, roots)),
+        worst=tuple(_slow(timeline, index, members, slowed, names) for index in _worst(timeline, roots)),
         late=_late(timeline, roots),
         consumed=len({mark.trajectory for mark in timeline.consumed if mark.step == timeline.step}),
         profiled=tuple(dict.fromkeys(name for names in slowed.values() for name in names)),
         last_profiled=sum((span.trajectory or "") in slowed for span in latest),
-        excess=_excess(timeline, members, placed),
+        excess=_excess(timeline, members, placed, names),
         stalled_ns=_stalled_ns(timeline, members, latest[-1:], held_ns or 0),
     )
 
 
-def _excess(timeline: Timeline, members: Mapping[str, list[int]], placed: Sequence[Span]) -> Excess | None:
+def _excess(
+    timeline: Timeline, members: Mapping[str, list[int]], placed: Sequence[Span], names: ToolNames
+) -> Excess | None:
     if len(placed) < 2:
         return None
     *others, last = sorted(placed, key=lambda span: span.end_ns or 0)
     usual = sorted(others, key=lambda span: (span.end_ns or 0) - span.start_ns)[len(others) // 2]
     own, theirs = (
-        divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0).wall_ns
+        divide_spans(timeline, members[span.trajectory or ""], span.start_ns, span.end_ns or 0, names).wall_ns
         for span in (last, usual)
     )
     return Excess(
         trajectory=last.trajectory or "",
         later_ns=max(0, last.start_ns - usual.start_ns),
-        stages=tuple(
-            Wait(role=role, stage=stage, wall_ns=ns) for (role, stage), ns in (own - theirs).most_common()
-        ),
+        stages=_waits(own - theirs, names),
     )
 
 
@@ -249,20 +265,29 @@ def _late(timeline: Timeline, roots: Sequence[int]) -> Late | None:
     return None if last is None else Late(trajectories=len(ends_ns), until_ns=ends_ns[last], last=last)
 
 
-def _spreads(kinds: Mapping[Label, Sequence[Span]]) -> tuple[Spread, ...]:
+def _spreads(kinds: Mapping[Label, Sequence[Span]], names: ToolNames) -> tuple[Spread, ...]:
     order = {"trajectory": 0, "turn": 1}
     total_ns = {label: sum(span.dur_ns or 0 for span in spans) for label, spans in kinds.items()}
     labels = sorted(kinds, key=lambda label: (order.get(label[1], 2), -total_ns[label], label))
-    return tuple(_spread(label, sorted(kinds[label], key=lambda span: span.dur_ns or 0)) for label in labels)
+    return tuple(
+        _spread(label[0], *names.parts(label), sorted(kinds[label], key=lambda span: span.dur_ns or 0))
+        for label in labels
+    )
 
 
-def _spread(label: Label, ascending: Sequence[Span]) -> Spread:
+def _spread(role: str, stage: str, name: str | None, ascending: Sequence[Span]) -> Spread:
     p50, p90, p99, longest = (
         _extreme(ascending[rank_of(percent, len(ascending))]) for percent in (50, 90, 99, 100)
     )
-    role, stage = label
     return Spread(
-        role=role, stage=stage, calls=len(ascending), p50_ns=p50.ns, p90_ns=p90.ns, p99=p99, max=longest
+        role=role,
+        stage=stage,
+        name=name,
+        calls=len(ascending),
+        p50_ns=p50.ns,
+        p90_ns=p90.ns,
+        p99=p99,
+        max=longest,
     )
 
 
@@ -329,12 +354,12 @@ def _slow(
     root: int,
     members: Mapping[str, list[int]],
     slowed: Mapping[str, tuple[str, ...]],
+    names: ToolNames,
 ) -> SlowTrajectory:
     span = timeline.spans[root]
     until_ns = timeline.until_ns(span)
     name = span.trajectory or ""
-    shares = divide_spans(timeline, members[name], span.start_ns, until_ns)
-    waits = [Wait(role=role, stage=stage, wall_ns=ns) for (role, stage), ns in shares.wall_ns.most_common()]
+    shares = divide_spans(timeline, members[name], span.start_ns, until_ns, names)
     return SlowTrajectory(
         trajectory=name,
         wall_ns=until_ns - span.start_ns,
@@ -342,6 +367,15 @@ def _slow(
         start_ns=timeline.since_opening_ns(span),
         consumed_by=None if span.step == timeline.step else span.step,
         policy_version=span.policy_version,
-        waits=tuple(waits),
+        waits=_waits(shares.wall_ns, names),
         profiled=slowed.get(name, ()),
+    )
+
+
+def _waits(wall_ns: Counter[Label], names: ToolNames) -> tuple[Wait, ...]:
+    """Return what took the time, the longest first."""
+    return tuple(
+        Wait(role=label[0], stage=stage, name=name, wall_ns=ns)
+        for label, ns in wall_ns.most_common()
+        for stage, name in [names.parts(label)]
     )

@@ -11,6 +11,7 @@ from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Label, rank_of, union_ns
 from stepscope.report.formatting import middle
 from stepscope.report.table import Table
+from stepscope.report.tables.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 
@@ -55,6 +56,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest process. None for one process."""
     waits: bool = False
     """Its calls wait and do no work."""
+    name: str | None = None
+    """Of a tool: the attribute `name` of its spans."""
+
+    @property
+    def title(self) -> str:
+        """`tool search`, or the stage alone."""
+        return title(self.stage, self.name)
 
     @property
     def uneven(self) -> bool:
@@ -63,16 +71,17 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stage_times(timeline: Timeline) -> Table[Stage]:
-    """Return the stages of every role, the longest total first."""
+    """Return the stages of every role, the longest total first. Tools with a name are apart."""
+    names = ToolNames(timeline)
     spans: dict[Label, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.stage != PROFILING:
-            spans[span.role, span.stage].append(span)
-    stages = [_stage(timeline, label, own) for label, own in spans.items()]
-    return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.stage)))
+            spans[names.label_of(span)].append(span)
+    stages = [_stage(timeline, (label[0], *names.parts(label)), own) for label, own in spans.items()]
+    return Table(sorted(stages, key=lambda stage: (-stage.total_ns, stage.role, stage.title)))
 
 
-def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
+def _stage(timeline: Timeline, label: tuple[str, str, str | None], spans: Sequence[Span]) -> Stage:
     times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
     shares = _shares(timeline, spans)
     busiest = max(shares, key=lambda share: share.busy_ns)
@@ -81,6 +90,7 @@ def _stage(timeline: Timeline, label: Label, spans: Sequence[Span]) -> Stage:
     return Stage(
         role=label[0],
         stage=label[1],
+        name=label[2],
         calls=len(times),
         open=len(spans) - len(times),
         errors=sum(span.error is not None for span in spans),
