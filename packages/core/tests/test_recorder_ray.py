@@ -72,7 +72,7 @@ def config_in(folder: Path, **settings: object) -> ProfileConfig:
         {
             "save_path": str(folder),
             "record": "spans",
-            "recorder": {"then_capture": 0, "slow_factor": 3, "last": 1},
+            "recorder": {"then_capture": 0, "slow_factor": 8, "last": 1},
             "control": {"poll_seconds": POLL_S},
             **settings,
         }
@@ -107,7 +107,7 @@ def test_a_slow_step_holds_what_its_actors_did(
     while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
         time.sleep(0.02)  # they are told in the background
     for number in range(1, 14):
-        step_of(config, number, actors, (0.02, 0.6 if number == 12 else 0.02))
+        step_of(config, number, actors, (0.02, 1.0 if number == 12 else 0.02))
     assert len(calls) == 2, "each actor is told once, and not once a step"
     drained()
     layout = RunLayout(tmp_path)
@@ -119,7 +119,7 @@ def test_a_slow_step_holds_what_its_actors_did(
     assert [part.process.role for part in manifest.processes] == ["trainer", "actor", "actor"]
     timeline = load_step(layout.step(12).root)
     updates = [span for span in timeline.spans if span.stage == "update"]
-    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.0, 0.6]
+    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.0, 1.0]
     (train,) = [at for at, span in enumerate(timeline.spans) if span.stage == "train"]
     assert [span.parent for span in updates] == [train, train], "by the carriers"
     report = step_report(timeline)
