@@ -110,14 +110,22 @@ def _call(state: ProcessState, span: OpenSpan) -> Call:
 def _frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
     """Return the stack of a span: of its task, else of its thread unless that only runs an event loop."""
     task = next((task for task in state.tasks if task.span == span.span), None)
-    if task is not None:
-        return task.frames
     thread = next((thread for thread in state.threads if thread.id == span.thread), None)
-    if thread is not None and not _is_polling(thread):
+    if thread is not None and _is_polling(thread):
+        thread = None
+    if task is not None and (thread is None or not _runs_in(task, thread)):
+        return task.frames
+    if thread is not None:
         return thread.frames
     unknown = [task for task in state.tasks if task.span is None and _ends_in_code(task)]
     # The deepest: the others await it, or what it awaits.
     return max((task.frames for task in unknown), key=len, default=())
+
+
+def _runs_in(task: Task, thread: Thread) -> bool:
+    """Return whether a thread runs the coroutine of a task, which it holds up with what it called."""
+    places = {(frame.file, frame.function) for frame in thread.frames}
+    return any((frame.file, frame.function) in places for frame in task.frames[:1])
 
 
 def _ends_in_code(task: Task) -> bool:
