@@ -165,7 +165,7 @@ def test_every_gpu_is_sampled_and_nvml_is_shut_down_once(
 
 def test_without_the_package_the_reason_names_it(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(AbsentError, match="pip install nvidia-ml-py"):
+    with pytest.raises(AbsentError, match=r"pip install 'stepscope\[counters\]'"):
         list(nvidia_gpus())
 
 

@@ -18,7 +18,7 @@ from stepscope.files.counters import GPU, CounterKind, CounterScope
 from stepscope.recording.counters.sampler import AbsentError
 
 DRIVER = "/proc/driver/nvidia/version"
-MISSING = "nvidia-ml-py is not installed. Fix: pip install nvidia-ml-py"
+MISSING = "nvidia-ml-py is not installed. Fix: pip install 'stepscope[counters]'"
 
 
 class NvmlCounter(CounterSource):
