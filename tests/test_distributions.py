@@ -98,7 +98,7 @@ def modules(requirements: list[str]) -> set[str]:
     return {name.replace("-", "_") for name in names(requirements)}
 
 
-MODULES = {"pyyaml": "yaml", "mlflow-skinny": "mlflow"}
+MODULES = {"pyyaml": "yaml", "mlflow-skinny": "mlflow", "nvidia-ml-py": "pynvml"}
 """Requirement -> its module, where the name is another."""
 OF_THE_USERS_PROGRAM = {
     "torch",
@@ -115,7 +115,7 @@ OF_THE_USERS_PROGRAM = {
     "pytest",  # stepscope.testing
 }
 """Imported by the core only where a program has them already, so that no extra brings them."""
-BY_NAME = {"stringzilla"}
+BY_NAME = {"stringzilla", "pynvml"}
 """Loaded without an import statement."""
 
 
