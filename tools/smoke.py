@@ -23,6 +23,7 @@ NEEDED = {
     "vllm": ("stepscope_vllm._profiler",),
     "sglang": ("stepscope_sglang._profiler",),
     "npu": ("stepscope_npu._backend", "stepscope_npu._analysis"),
+    "counters": ("pynvml",),
     "nsys": ("nvtx",),
     "mirror": ("fsspec",),
     "tensorboard": ("stepscope.writers.tensorboard",),
