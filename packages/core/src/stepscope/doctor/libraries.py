@@ -151,7 +151,9 @@ def nvml() -> Iterator[Row]:
     version = installed("nvidia-ml-py")
     if version is None:
         finding = "not installed: captures have no counters of GPUs"
-        yield Row(subject="nvidia-ml-py", state="amber", found=finding, fix="pip install 'stepscope[counters]'")
+        yield Row(
+            subject="nvidia-ml-py", state="amber", found=finding, fix="pip install 'stepscope[counters]'"
+        )
     elif version == DAMAGED:
         yield _damaged("nvidia-ml-py", "nvidia-ml-py")
     else:
