@@ -127,6 +127,30 @@ def test_a_slow_step_holds_what_its_actors_did(
     assert report.breakdown.lines[0].stage == "update"
 
 
+def test_clocks_of_other_hosts_are_measured_at_first_and_with_the_step(
+    tmp_path: Path, actors: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actors run on this host, whose clock they share: what is measured must allow an offset of 0."""
+    for module in ("fleet.ray_worker", "recording.capture.kept_steps"):
+        monkeypatch.setattr(f"stepscope.{module}.gethostname", lambda: "elsewhere")
+    config = config_in(tmp_path, recorder={"triggers": []})
+    step_of(config, 0, actors, (0.01, 0.01))
+    recorder = standing.standing()
+    assert recorder is not None
+    while recorder.measure is None:
+        time.sleep(0.02)
+    step_of(config, 1, actors, (0.05, 0.05))
+    recorder.write_last(1)
+    drained()
+    parts, _ = read_parts(RunLayout(tmp_path).step(1))
+    (owner,) = [part for part in parts if part.owner]
+    assert len(owner.clocks) == 4
+    assert {clock.process for clock in owner.clocks} == set(recorder.workers)
+    assert all(abs(clock.offset_ns) <= clock.uncertainty_ns for clock in owner.clocks)
+    updates = [span for span in load_step(RunLayout(tmp_path).step(1).root).spans if span.stage == "update"]
+    assert len(updates) == 2
+
+
 def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> None:
     config = config_in(tmp_path, control={"poll_seconds": POLL_S}, recorder={"triggers": ["exception"]})
     step_of(config, 0, actors, (0.01, 0.01))

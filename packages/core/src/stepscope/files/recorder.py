@@ -35,6 +35,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """For people: the event that triggered it."""
     made_ns: Int
     steps: tuple[OrderedStep, ...]
+    offsets_ns: dict[str, Int] = {}
+    """{`ProcessInfo.key`: lead of its wall clock over that of the process that made the order}."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -65,7 +66,11 @@ class Worker:
         request = msgspec.structs.replace(
             request, role=self._role or request.role, position=self._position, world_size=self._world_size
         )
-        return await self._within(deadline_s, "prepare", self._prepare(request))
+        outcome = await self._within(deadline_s, "prepare", self._prepare(request))
+        if not request.record_only or outcome.process is None:
+            return outcome
+        # The flight recorder places the spans of other hosts by what is measured here.
+        return await self._compared(outcome, outcome.process, f"_{gethostname()}_pid" in outcome.process)
 
     async def start(self, request: StartRequest, deadline_s: float) -> WorkerOutcome:
         request = msgspec.structs.replace(
@@ -203,9 +208,14 @@ class Worker:
         """Add the worker's clock to its outcome. A worker that answered in time never fails for it."""
         if self.begun is None or outcome.state != "ok":
             return outcome
+        here = self.begun.where.machine is not None and self.begun.where.machine == boot_id()
+        return await self._compared(outcome, self.begun.process.key, here)
+
+    async def _compared(self, outcome: WorkerOutcome, process: str, here: bool) -> WorkerOutcome:
+        """Add the clock of a process to the worker's outcome. `here`: it runs on this machine."""
         now_ns, now_mono_ns = time.time_ns(), time.monotonic_ns()
         estimate: Estimate | None = Estimate(0, 0, now_ns)
-        if self.begun.where.machine is None or self.begun.where.machine != boot_id():
+        if not here:
             with suppress(asyncio.TimeoutError, EngineError):
                 await asyncio.wait_for(self._exchange(), _CLOCK_S)
             estimate = estimate_offset(Exchange(*stamps) for stamps in self._line.stamps)
@@ -213,7 +223,7 @@ class Worker:
         if estimate is None:
             return outcome
         clock = ClockOffset(
-            process=self.begun.process.key,
+            process=process,
             offset_ns=estimate.offset_ns,
             uncertainty_ns=estimate.within_ns,
             at_mono_ns=now_mono_ns + estimate.at_ns - now_ns,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from socket import gethostname
 
 from stepscope.config import ProfileConfig
 from stepscope.errors import StepscopeError
+from stepscope.files.clock import ClockOffset
 from stepscope.files.manifest.records import Ending
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.capture.requesting import ask
-from stepscope.recording.fanout.fleet import load_fleet
+from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
@@ -20,6 +22,9 @@ from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.recorder import standing
 from stepscope.recording.recorder.recorder import Recorder
 from stepscope.recording.recorder.steps import RecordedStep
+
+MEASURING_S = 1.0
+"""Longest wait for workers whose clocks are compared again, when a step is written."""
 
 
 class KeptStep:
@@ -70,7 +75,8 @@ def _tell(recorder: Recorder, workers: object) -> None:
     """Start a recorder in each worker, and note which of them record."""
     request = PrepareRequest(config=recorder.config, run_id=recorder.run_id, record_only=True)
     try:
-        outcomes = private_loop.run(load_fleet(workers).prepare(request, STARTING_S))
+        fleet = load_fleet(workers)
+        outcomes = private_loop.run(fleet.prepare(request, STARTING_S))
     except StepscopeError as error:
         failures.warn("stepscope: the flight recorder records no workers: %s", error)
         return
@@ -82,6 +88,18 @@ def _tell(recorder: Recorder, workers: object) -> None:
             failures.warn("stepscope: the flight recorder misses %s: %s", outcome.name, outcome.reason)
         elif outcome.process is not None:
             recorder.workers[outcome.process] = outcome.name
+    here = f"_{gethostname()}_pid"
+    recorder.clocks += [clock for clock in _clocks(outcomes) if here not in clock.process]
+
+    def measure() -> Sequence[ClockOffset]:
+        """Ask again: who is busy does not answer in time, and is placed by earlier measurements."""
+        return _clocks(private_loop.run(fleet.prepare(request, MEASURING_S)))
+
+    recorder.measure = measure
+
+
+def _clocks(outcomes: Sequence[WorkerOutcome]) -> list[ClockOffset]:
+    return [outcome.clock for outcome in outcomes if outcome.clock is not None]
 
 
 def _capture_next(config: ProfileConfig, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from stepscope.config import ProfileConfig
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import part_files
 from stepscope.files.manifest.records import Ending
@@ -43,7 +43,7 @@ from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from typing_extensions import Unpack
 
@@ -81,6 +81,10 @@ class Recorder:
             self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers that record too."""
+        self.clocks: list[ClockOffset] = []
+        """Clocks of the workers on other hosts against this process', by measurement."""
+        self.measure: Callable[[], Iterable[ClockOffset]] | None = None
+        """Measures them again, where workers answer at once."""
         self.steps = Steps(config.recorder.keep_steps)
         self._triggers = Triggers(config.recorder)
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
@@ -238,13 +242,17 @@ class Recorder:
             self.log.drop_before(oldest.opened.mono_ns)
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
+        if self.measure is not None and self.clocks:
+            self.clocks += self.measure()
+        offsets = {clock.process: clock.offset_ns for clock in self.clocks}
+        order = msgspec.structs.replace(order, offsets_ns=offsets)
         try:
             path = self.layout.order(self.run_id, os.urandom(4).hex())
             write_atomic(path, msgspec.json.format(msgspec.json.encode(order)))
         except OSError as error:
             failures.warn("stepscope: the flight recorder's order to the workers is lost: %s", error)
         writer = StepWriter(self.log, self.sampler, self.config, order)
-        written = writer.write(windows, owner=True, began=self.workers)
+        written = writer.write(windows, owner=True, began=self.workers, clocks=self.clocks)
         self._fold(written)
         for step in written:
             failures.tell(
@@ -260,7 +268,7 @@ class Recorder:
         known = {step.number: step for step in self.steps.last(self.config.recorder.keep_steps)}
         if not known:
             StepWriter(self.log, self.sampler, self.config, order).write(
-                windows_by_time(order, now), owner=False
+                windows_by_time(order, self.process, now), owner=False
             )
             return
         own = self._take([known[step.step] for step in order.steps if step.step in known])

@@ -14,10 +14,11 @@ import msgspec
 from stepscope.config import ProfileConfig
 from stepscope.files import counters
 from stepscope.files import spans as records
-from stepscope.files.clock import ClockAnchor
+from stepscope.files.clock import ClockAnchor, ClockOffset
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Ending, Expectation, ProcessPart, Recorded, awaited
 from stepscope.files.recorder import Order
+from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
@@ -60,10 +61,12 @@ def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
     return Window(step.number, step.opened, step.closed or now, step.ending, running)
 
 
-def windows_by_time(order: Order, now: ClockAnchor) -> list[Window]:
-    """Return the windows of an order in a process that knows no steps: by the wall clock."""
+def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
+    """Return the windows of an order in a process that knows no steps: by its wall clock."""
+    ahead_ns = order.offsets_ns.get(process.key, 0)
 
-    def at(wall_ns: int) -> ClockAnchor:
+    def at(orderer_ns: int) -> ClockAnchor:
+        wall_ns = orderer_ns + ahead_ns
         return ClockAnchor(
             wall_ns=wall_ns,
             mono_ns=wall_ns - now.wall_ns + now.mono_ns,
@@ -83,7 +86,12 @@ class StepWriter:
         self._order = order
 
     def write(
-        self, windows: Sequence[Window], *, owner: bool, began: dict[str, str] | None = None
+        self,
+        windows: Sequence[Window],
+        *,
+        owner: bool,
+        began: dict[str, str] | None = None,
+        clocks: Sequence[ClockOffset] = (),
     ) -> list[Written]:
         """Write the steps, one after the other. Trouble with the disk stands in the parts of the manifest.
 
@@ -91,14 +99,23 @@ class StepWriter:
             windows: In the order of time.
             owner: Whether this process bounds the steps.
             began: {`ProcessInfo.key`: name} of the workers that record too.
+            clocks: Of workers on other hosts, as measured at any time.
         """
         spans = _by_window(self._ring.copy(), windows)
         return [
-            self._write(window, inside, owner=owner, began=began or {})
+            self._write(window, inside, owner=owner, began=began or {}, clocks=tuple(clocks))
             for window, inside in zip(windows, spans, strict=True)
         ]
 
-    def _write(self, window: Window, spans: Sequence[Span], *, owner: bool, began: dict[str, str]) -> Written:
+    def _write(
+        self,
+        window: Window,
+        spans: Sequence[Span],
+        *,
+        owner: bool,
+        began: dict[str, str],
+        clocks: tuple[ClockOffset, ...],
+    ) -> Written:
         process, run_id = self._ring.process, self._order.run_id
         layout = RunLayout(self._config.save_path).step(window.step)
         number = next(n for n in itertools.count(1) if not layout.part_of(process, run_id, n).exists())
@@ -114,6 +131,7 @@ class StepWriter:
             why=WHY,
             roles=(process.role,),
             began=began,
+            clocks=clocks,
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
             recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),
