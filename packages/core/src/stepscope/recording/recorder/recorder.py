@@ -242,7 +242,7 @@ class Recorder:
             self.log.drop_before(oldest.opened.mono_ns)
 
     def _give_and_obey(self, order: Order, windows: Sequence[Window]) -> None:
-        if self.measure is not None and self.clocks:
+        if self.measure is not None and self.clocks and not self._is_hurried:
             self.clocks += self.measure()
         offsets = {clock.process: clock.offset_ns for clock in self.clocks}
         order = msgspec.structs.replace(order, offsets_ns=offsets)
