@@ -150,7 +150,7 @@ def test_a_slow_replica_is_named_though_the_profiler_slowed_another_one(captured
     step = captured("first", [1, 1, 3])
     advice = step.advice["straggler"]
     assert "rollout 2 is slower than the others" in advice.what
-    assert advice.because[1] == "no profiler recorded it, though some of the others"
+    assert "no profiler recorded it, though some of the others" in advice.because
 
 
 def test_a_slow_replica_that_alone_is_profiled_is_told_with_its_doubt(captured: Captured) -> None:

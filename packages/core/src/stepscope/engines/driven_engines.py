@@ -11,7 +11,7 @@ Join: TypeAlias = Callable[[EngineProfiler], None]
 _driven: dict[int, EngineProfiler] = {}
 """{id: profiler} of those that are recorded now. Writers: `begin`, `end`."""
 _join: Join | None = None
-"""Called with the profiler of each engine whose recording begins. One writer: `listen`."""
+"""Called with the profiler of each engine whose recording begins. One writer: `tell`."""
 
 
 def begin(profiler: EngineProfiler) -> None:
@@ -26,7 +26,7 @@ def end(profiler: EngineProfiler) -> None:
     _driven.pop(id(profiler), None)
 
 
-def listen(join: Join) -> None:
+def tell(join: Join) -> None:
     """Have `join` called with each engine that is recorded, now or later, in the place of an earlier one.
 
     With an engine that begins meanwhile it may be called twice.

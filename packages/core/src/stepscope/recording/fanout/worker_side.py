@@ -126,7 +126,7 @@ def _sample_engines(session: Session) -> None:
         if opened is not None:
             opened.counters.add_engine(profiler)
 
-    driven_engines.listen(join)
+    driven_engines.tell(join)
 
 
 def stop_worker(request: StopRequest) -> StopAnswer:
