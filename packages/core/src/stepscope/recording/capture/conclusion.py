@@ -28,8 +28,9 @@ _is_torch_explained = False
 def conclude(asked: Asked, session: Session, participants: Participants | None) -> Manifest:
     """Write the manifest, tell of problems, and remove steps that the budget leaves no room for."""
     enter = partial(_enter_omissions, asked, session, participants)
-    manifest = session.manifest_part.write_last(session.layout, enter)
+    # Before the fold: a trace that fails meanwhile is told by itself, perhaps twice, and never by nobody.
     session.manifest_part.told = True
+    manifest = session.manifest_part.write_last(session.layout, enter)
     _log_problems(session, manifest)
     if asked.on_request:
         is_apart = participants is not None and bool(participants.apart)
@@ -51,8 +52,8 @@ def _note_among_steps(session: Session) -> None:
 def discard(asked: Asked, session: Session, reason: str) -> None:
     """Write the manifest of a capture whose recordings are unwanted."""
     pipeline.withdraw(session, reason)
-    manifest = session.manifest_part.write_last(session.layout, lambda _: None)
     session.manifest_part.told = True
+    manifest = session.manifest_part.write_last(session.layout, lambda _: None)
     _log_problems(session, manifest)
     tell_asker(asked, reason)
     _retain(session)
