@@ -16,6 +16,9 @@ from tests.tree import CORE, PACKAGES, ROOT, files, imports
 LONG = 400
 """Lines; a longer file says why in its docstring."""
 
+MOST_MODULES = 17
+"""Modules of one folder, beside its `__init__`."""
+
 MACHINE_PATH = re.compile(r"(?<![\w./~$}>-])/(?:root|work|home(?!/anna)|Users)/[\w.-]")
 """A path on a user's machine. Anna is invented: tests of `~` use her home."""
 NO_NOUNS = {"found", "each", "said", "mine", "there"}
@@ -36,6 +39,15 @@ def test_a_long_file_says_why_at_its_top() -> None:
         if not re.search(r"\blines\b|\b(one|this) file\b", docstring(path.read_text()), re.IGNORECASE)
     ]
     assert not silent, "say why it is one file ('... above 400 lines, because ...'), or split it by noun"
+
+
+def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
+    folders = {path.parent for package in PACKAGES for path in (package / "src").rglob("*.py")}
+    counts = {
+        folder.relative_to(ROOT): sum(path.stem != "__init__" for path in folder.glob("*.py"))
+        for folder in folders
+    }
+    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}, "give it rooms"
 
 
 def test_the_tree_has_its_folders_and_no_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from packages.core.tests.simulated import MS, Rollout
 from stepscope.report import step_report
-from stepscope.report.tables.bounds import step_bounds
+from stepscope.report.advice.bounds import step_bounds
 from stepscope.testing.steps import StepFolder
 from stepscope.timeline import load_step
 

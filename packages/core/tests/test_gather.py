@@ -27,13 +27,14 @@ from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.records import Expectation, Manifest, ProcessPart
 from stepscope.files.requests import read_listening
 from stepscope.recording.after import pipeline, programs
-from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.capture import on_demand
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.capture.result import CaptureResult
 from stepscope.recording.fanout import fetch
 from stepscope.recording.fanout.fleet import WorkerOutcome
 from stepscope.recording.fanout.participants import Participants
 from stepscope.recording.output import exporter
+from stepscope.recording.recorder import baseline
 from stepscope.recording.session import budget
 from stepscope.recording.session.session import Session
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler

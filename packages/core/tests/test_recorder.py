@@ -30,9 +30,9 @@ from stepscope.files.manifest.records import Ending, Manifest
 from stepscope.files.recorder import StepLine, read_step_lines
 from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.capture import baseline, on_demand
+from stepscope.recording.capture import on_demand
 from stepscope.recording.process import shutdown
-from stepscope.recording.recorder import standing, step_lines, write
+from stepscope.recording.recorder import baseline, standing, step_lines, write
 from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
 from stepscope.recording.recorder.steps import FIRST
 from stepscope.recording.spans import slot

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from stepscope import ProfileConfig, attach, capture, carrier, profile_step, span
-from stepscope.cli.why import ask
+from stepscope.cli.running.why import ask
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.fleet.ray_worker import Worker
-from stepscope.recording.capture import baseline, on_demand
-from stepscope.recording.recorder import standing
+from stepscope.recording.capture import on_demand
+from stepscope.recording.recorder import baseline, standing
 from stepscope.report import step_report
 from stepscope.report.why import why
 from stepscope.timeline import load_step

@@ -10,8 +10,8 @@ from rich.console import Console
 from packages.core.tests.simulated import MS, Rollout
 from stepscope.report import StepReport, step_report
 from stepscope.report.html.step import render_step
-from stepscope.report.tables.tool_names import MOST
 from stepscope.report.terminal.text import render
+from stepscope.report.tool_names import MOST
 
 
 def printed(report: StepReport) -> str:

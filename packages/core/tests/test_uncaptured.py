@@ -16,8 +16,8 @@ from stepscope.cli.ls import rows_of
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending, Expectation
 from stepscope.files.uncaptured import UncapturedStep, read_uncaptured
-from stepscope.recording.capture import baseline
 from stepscope.recording.process import shutdown
+from stepscope.recording.recorder import baseline
 from stepscope.report import StepReport, step_report, to_scalars
 from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render

@@ -12,8 +12,8 @@ from packages.core.tests.test_why import hanging
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli import run
 from stepscope.files.recorder import StepLine
-from stepscope.recording.capture import baseline, on_demand
-from stepscope.recording.recorder import standing
+from stepscope.recording.capture import on_demand
+from stepscope.recording.recorder import baseline, standing
 from stepscope.report.live import live
 
 LOOP = """

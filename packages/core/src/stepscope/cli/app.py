@@ -23,10 +23,10 @@ from stepscope.cli.mirror import mirror
 from stepscope.cli.publish import publish
 from stepscope.cli.report import report
 from stepscope.cli.run_program import run as run_command
-from stepscope.cli.trigger import trigger
+from stepscope.cli.running.trigger import trigger
+from stepscope.cli.running.watch import watch
+from stepscope.cli.running.why import why
 from stepscope.cli.validate import validate
-from stepscope.cli.watch import watch
-from stepscope.cli.why import why
 from stepscope.errors import ConfigError, StepscopeError
 
 app = typer.Typer(

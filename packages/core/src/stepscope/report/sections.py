@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepscope.report.advice.bounds import step_bounds
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.blocks.advice import advice_blocks
@@ -33,7 +34,6 @@ from stepscope.report.html.traces import draw_traces
 from stepscope.report.section import Section, Sources
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import step_baseline
-from stepscope.report.tables.bounds import step_bounds
 from stepscope.report.tables.breakdown import Breakdown, step_breakdown
 from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.storage.atomic import create_once
-from stepscope.recording.after import pipeline
-from stepscope.recording.capture import baseline, omissions, on_demand, outcome, retention
+from stepscope.recording.after import outcome, pipeline, retention
+from stepscope.recording.capture import omissions, on_demand
 from stepscope.recording.capture.asked import Asked
 from stepscope.recording.capture.files import CapturedFiles
 from stepscope.recording.process import failures, identity
-from stepscope.recording.recorder import standing
+from stepscope.recording.recorder import baseline, standing
 from stepscope.recording.session.session import Session
 
 if TYPE_CHECKING:

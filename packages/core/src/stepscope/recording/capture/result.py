@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from stepscope.errors import MissingArtifactsError
-from stepscope.recording.after import hooks, pipeline
-from stepscope.recording.capture import outcome
+from stepscope.recording.after import hooks, outcome, pipeline
 from stepscope.recording.output import exporter
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from stepscope import switch
 from stepscope.config import ProfileConfig
-from stepscope.recording.capture import baseline
+from stepscope.recording.recorder import baseline
 from stepscope.recording.spans import slot
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.report.advice.bounds import Bounds
 from stepscope.report.table import Table
 from stepscope.report.tables.baseline import Baseline
-from stepscope.report.tables.bounds import Bounds
 from stepscope.report.tables.breakdown import Breakdown
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine

@@ -12,7 +12,7 @@ from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Held, Interval, Label, Mask, Shares, divide
 from stepscope.report.stage_names import TRANSFER, is_tool, is_transfer
 from stepscope.report.tables.gaps import Gap, Stretch, find_stretches, sum_up
-from stepscope.report.tables.tool_names import ToolNames
+from stepscope.report.tool_names import ToolNames
 from stepscope.timeline import Span, Timeline
 
 LineKind: TypeAlias = Literal["stage", "profiler", "unaccounted"]

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.report.accounting import Label, rank_of, union_ns
 from stepscope.report.tables.breakdown import STALLED, divide_spans
-from stepscope.report.tables.tool_names import ToolNames, title
+from stepscope.report.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 WORST = 10

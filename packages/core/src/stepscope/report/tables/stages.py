@@ -11,7 +11,7 @@ from stepscope.files.spans import PROFILING
 from stepscope.report.accounting import Label, rank_of, union_ns
 from stepscope.report.formatting import middle
 from stepscope.report.table import Table
-from stepscope.report.tables.tool_names import ToolNames, title
+from stepscope.report.tool_names import ToolNames, title
 from stepscope.timeline import Span, Timeline
 
 

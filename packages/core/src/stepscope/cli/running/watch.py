@@ -17,7 +17,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.cli.ls import rows_of
-from stepscope.cli.why import ask, step_lines
+from stepscope.cli.running.why import ask, step_lines
 from stepscope.files.layout import RunLayout
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.formatting import count, duration, turn

@@ -1,0 +1,1 @@
+"""Commands on a run that goes on: they ask it, and read its files."""
