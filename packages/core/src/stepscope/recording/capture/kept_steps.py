@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from socket import gethostname
@@ -10,10 +12,11 @@ from socket import gethostname
 from stepscope.config import ProfileConfig
 from stepscope.errors import StepscopeError
 from stepscope.files.clock import ClockOffset
+from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Ending
+from stepscope.files.requests import Request, change_requests
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
-from stepscope.recording.capture.requesting import ask
 from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.process import failures, private_loop, run, versions
@@ -25,6 +28,10 @@ from stepscope.recording.recorder.steps import RecordedStep
 
 MEASURING_S = 1.0
 """Longest wait for workers whose clocks are compared again, when a step is written."""
+
+
+_EXPIRES_NS = 3600 * 10**9
+"""Life of the request for the step after a slow one."""
 
 
 class KeptStep:
@@ -115,9 +122,18 @@ def _capture_next(config: ProfileConfig, step: int) -> None:
     if config.recorder.then_capture > 1:
         first = step + (1 if is_alone() else 2)
         steps = f"{first}:{first + config.recorder.then_capture}"
+    now_ns = time.time_ns()
+    request = Request(
+        id=os.urandom(4).hex(),
+        steps=steps,
+        because=f"step {step} was slow",
+        created_ns=now_ns,
+        expires_ns=now_ns + _EXPIRES_NS,
+        runs=[run.run_id()],
+    )
     try:
-        ask(steps, save_path=config.save_path, because=f"step {step} was slow")
-    except (StepscopeError, OSError) as error:
+        change_requests(RunLayout(config.save_path), lambda standing: [*standing, request])
+    except OSError as error:
         failures.warn("stepscope: the step after the slow one is not captured: %s", error)
 
 

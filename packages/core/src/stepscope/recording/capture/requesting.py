@@ -53,33 +53,6 @@ def request_capture(
         CaptureError: nobody listens in that folder: its run has ended, or has not begun.
         OSError: the folder cannot be written.
     """
-    return ask(
-        steps,
-        roles=roles,
-        ranks=ranks,
-        tool=tool,
-        seconds=seconds,
-        expires_s=expires_s,
-        save_path=save_path,
-        next_run=next_run,
-        last=last,
-    )
-
-
-def ask(
-    steps: str,
-    *,
-    roles: str | None = None,
-    ranks: str | int | Sequence[int] | None = None,
-    tool: str | None = None,
-    seconds: float | None = None,
-    expires_s: float = 3600,
-    save_path: str | os.PathLike[str] | None = None,
-    next_run: bool = False,
-    last: int | None = None,
-    because: str | None = None,
-) -> str:
-    """As `request_capture`. `because`: the event upon which stepscope asks by itself."""
     if switch.DISABLED:
         return ""
     if last is not None and (type(last) is not int or last < 1):
@@ -105,7 +78,6 @@ def ask(
         tool=tool,
         seconds=seconds,
         last=last,
-        because=because,
         created_ns=now_ns,
         expires_ns=now_ns + int(expires_s * 1e9),
         runs=_runs_that_listen(
