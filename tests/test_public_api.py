@@ -30,6 +30,7 @@ from stepscope import (
     profile_step,
     request_capture,
     span,
+    step_tokens,
     trajectory,
     turn,
 )
@@ -61,6 +62,7 @@ PUBLIC = {
     "redact",
     "request_capture",
     "span",
+    "step_tokens",
     "trajectory",
     "turn",
 }
@@ -206,6 +208,7 @@ def test_blocks_are_context_managers_of_both_kinds() -> None:
     config = ProfileConfig()  # it selects no step
     with capture(1, config=config) as block, span("reward", role="reward"), trajectory("t1"), turn(0):
         assert_type(consume("t0", begun=0, policy_version=3), None)
+        assert_type(step_tokens(rollout=10, train=7), None)
         assert_type(block, Capture)
 
     async def loop() -> None:

@@ -16,6 +16,7 @@ from stepscope.recording.after.hooks import (
     on_artifact,
     on_report,
     redact,
+    step_tokens,
 )
 from stepscope.recording.spans.api import span, trajectory, turn
 from stepscope.recording.spans.carrier import attach, carrier
@@ -62,6 +63,7 @@ __all__ = [
     "redact",
     "request_capture",
     "span",
+    "step_tokens",
     "trajectory",
     "turn",
 ]

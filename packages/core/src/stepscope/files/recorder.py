@@ -50,6 +50,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """{`role/stage`: seconds} of the spans at the top of the process that bounds steps."""
     counters: dict[str, float] = {}
     """{name: mean} of the counters of that process and its host; empty for a step shorter than a second."""
+    tokens: dict[str, int] = {}
+    """{`rollout` or `train`: tokens} that `step_tokens` counted in that process."""
     captured: bool = False
     """True if it has a folder with traces of its profilers."""
     error: str | None = None

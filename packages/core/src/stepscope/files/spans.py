@@ -21,6 +21,11 @@ CONSUME = "consume"
 `begun` and `begun_version` hold the step and the policy version in which the trajectory began.
 """
 
+STEP_TOKENS = "step_tokens"
+"""The stage of a span without length. Its attributes `rollout` and `train` count tokens of the step, in this
+process.
+"""
+
 WAIT = "wait"
 """The attribute of a span that waits and does no work: `true`."""
 WAITING = frozenset({"queue", "wait"})

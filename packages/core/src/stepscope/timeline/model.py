@@ -180,6 +180,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """By process, in the order in which it sampled them first."""
     consumed: tuple[Span, ...] = ()
     """Calls of `consume`, which have no duration: the trajectories that the step trains on."""
+    tokens: tuple[Span, ...] = ()
+    """Calls of `step_tokens`, which have no duration."""
     manifest: Manifest | None
     """None: no process left its part."""
     problems: tuple[FileProblem, ...] = ()

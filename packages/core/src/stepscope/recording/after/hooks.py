@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepscope import switch
 from stepscope.errors import ConfigError
+from stepscope.files.values import whole
 from stepscope.recording.spans import redaction, slot
 
 if TYPE_CHECKING:
@@ -49,6 +50,26 @@ def consume(trajectory_id: str, /, *, begun: int | None = None, policy_version: 
     session = slot.active
     if session is not None:
         session.consume(str(trajectory_id), begun, policy_version)
+
+
+def step_tokens(*, rollout: int | None = None, train: int | None = None) -> None:
+    """Count tokens of this step: the report then has tokens per second, and so has the step's line.
+
+    Call it inside the step. Calls add up, over processes too: each gives the tokens of its own share. Without
+    a capture or the flight recorder it does nothing.
+
+    Args:
+        rollout: Tokens that were generated.
+        train: Tokens that were trained on.
+    """
+    session = slot.active
+    if session is None:
+        return
+    given = {"rollout": whole(rollout), "train": whole(train)}
+    counts = {name: number for name, number in given.items() if number is not None}
+    session.count_tokens(counts)
+    if slot.recorder is not None and slot.recorder is not session:
+        slot.recorder.note_tokens(counts)
 
 
 def flush(timeout_s: float = 60.0) -> list[str]:

@@ -18,7 +18,6 @@ from stepscope.files.manifest.parts import part_files
 from stepscope.files.manifest.records import Ending
 from stepscope.files.recorder import Order, OrderedStep, StepLine
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import CONSUME
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.counters.catalogue import openers
@@ -29,6 +28,7 @@ from stepscope.recording.recorder import step_lines
 from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.state import state_of
 from stepscope.recording.recorder.steps import RecordedStep, Steps
+from stepscope.recording.recorder.tokens import StepTokens
 from stepscope.recording.recorder.triggers import Triggers
 from stepscope.recording.recorder.write import (
     COUNTERS_HZ,
@@ -38,7 +38,7 @@ from stepscope.recording.recorder.write import (
     window_of,
     windows_by_time,
 )
-from stepscope.recording.spans import slot, span
+from stepscope.recording.spans import marks, slot
 from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
 
@@ -86,6 +86,7 @@ class Recorder:
         self.measure: Callable[[], Iterable[ClockOffset]] | None = None
         """Measures them again, where workers answer at once."""
         self.steps = Steps(config.recorder.keep_steps)
+        self.tokens = StepTokens()
         self._triggers = Triggers(config.recorder)
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
         self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
@@ -123,9 +124,17 @@ class Recorder:
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """See `ActiveSession`."""
-        attrs = {"begun": begun, "begun_version": policy_version}
-        known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
-        span.mark(self.log, CONSUME, known, trajectory=trajectory)
+        marks.mark_consumed(self.log, trajectory, begun, policy_version)
+
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        """See `ActiveSession`. Between two steps they belong to none."""
+        marks.mark_tokens(self.log, counts)
+        if self.steps.running is not None:
+            self.tokens.add(counts)
+
+    def note_tokens(self, counts: Mapping[str, int]) -> None:
+        """See `FlightRecorder`."""
+        self.tokens.add(counts)
 
     def advance(self) -> None:
         """See `ActiveSession`. There is no profiler."""
@@ -140,6 +149,7 @@ class Recorder:
     def end_step(self, step: RecordedStep, ending: Ending | None) -> str | None:
         """End it. Return the trigger that it fired, if any."""
         self.steps.end(step, ending)
+        step.tokens = self.tokens.take()
         if self.process.rank in (None, 0):
             self._work.put(partial(self._write_line, step))
         if ending is not None:
@@ -149,11 +159,13 @@ class Recorder:
 
     def captured(self, number: int, opened: ClockAnchor, closed: ClockAnchor, error: str | None) -> None:
         """Add the line of a step that was captured."""
+        tokens = self.tokens.take()
         if self.process.rank in (None, 0):
             line = StepLine(
                 step=number,
                 start_ns=opened.wall_ns,
                 dur_ns=closed.mono_ns - opened.mono_ns,
+                tokens=tokens,
                 captured=True,
                 error=error,
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.files.recorder import StepLine
+from stepscope.files.spans import STEP_TOKENS
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.files.values import bounded
 from stepscope.recording.counters.sampler import Sampler
@@ -33,7 +34,12 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
     took: dict[str, int] = defaultdict(int)
     for span in spans:
         end_ns = span.end_ns
-        if end_ns is None or not first_ns <= span.start_ns <= last_ns or isinstance(span.parent, Span):
+        if (
+            span.stage == STEP_TOKENS
+            or end_ns is None
+            or not first_ns <= span.start_ns <= last_ns
+            or isinstance(span.parent, Span)
+        ):
             continue
         role = scopes.inherited(span).role or span.log.process.role
         took[f"{bounded(str(role))}/{bounded(str(span.stage))}"] += end_ns - span.start_ns
@@ -43,6 +49,7 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
         dur_ns=step.dur_ns,
         stages={stage: round(ns / 1e9, 6) for stage, ns in took.items()},
         counters={} if sampler is None else _means(sampler, first_ns, last_ns),
+        tokens=step.tokens,
         error=None if step.ending is None else step.ending.error,
     )
 

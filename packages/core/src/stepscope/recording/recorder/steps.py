@@ -17,7 +17,7 @@ FIRST = 10
 class RecordedStep:
     """One step, while it runs and afterwards."""
 
-    __slots__ = ("after", "closed", "ending", "is_written", "number", "opened")
+    __slots__ = ("after", "closed", "ending", "is_written", "number", "opened", "tokens")
 
     def __init__(self, number: int, after: int) -> None:
         self.number = number
@@ -30,6 +30,8 @@ class RecordedStep:
         """The cause of its early end."""
         self.is_written = False
         """True if its folder is written, or about to be."""
+        self.tokens: dict[str, int] = {}
+        """Counted in it, by `step_tokens`."""
 
     @property
     def dur_ns(self) -> int:

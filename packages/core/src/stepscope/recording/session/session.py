@@ -24,7 +24,6 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Absent, Ending, OpenedBy, ProcessPart, awaited
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.files.spans import CONSUME
 from stepscope.files.values import AttrValue, attr_values
 from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
@@ -36,7 +35,7 @@ from stepscope.recording.session.leftovers import tidy
 from stepscope.recording.session.libraries import LIBRARY, library_loaded
 from stepscope.recording.session.profiler_windows import OnArtifact, Windows
 from stepscope.recording.session.span_file import close_spans
-from stepscope.recording.spans import redaction, span
+from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
 from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
@@ -371,9 +370,11 @@ class Session:
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """Record that this step consumes a trajectory."""
-        attrs = {"begun": begun, "begun_version": policy_version}
-        known: dict[str, AttrValue] = {name: value for name, value in attrs.items() if value is not None}
-        span.mark(self.log, CONSUME, known, trajectory=trajectory)
+        marks.mark_consumed(self.log, trajectory, begun, policy_version)
+
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        """Record tokens of this step."""
+        marks.mark_tokens(self.log, counts)
 
     def advance(self) -> None:
         """Take a step of the profiler's schedule, at the end of a mini-batch."""

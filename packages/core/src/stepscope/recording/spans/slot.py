@@ -57,6 +57,10 @@ class ActiveSession(Protocol):
         """Record that this step consumes a trajectory."""
         ...
 
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
+        """Record tokens of this step: {`rollout` or `train`: number}."""
+        ...
+
     def advance(self) -> None:
         """Move the profiler's schedule forward by one mini-batch."""
         ...
@@ -67,6 +71,10 @@ class FlightRecorder(ActiveSession, Protocol):
 
     def write_last(self, number: int) -> list[int]:
         """Write the last steps that have ended, and return those that were not written before."""
+        ...
+
+    def note_tokens(self, counts: Mapping[str, int]) -> None:
+        """Add tokens to the line of the step that runs, while a capture records it."""
         ...
 
 

@@ -12,7 +12,7 @@ from stepscope.errors import RecordError
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.parts import fold
 from stepscope.files.metrics import read_metrics
-from stepscope.files.spans import CONSUME, WAIT, WAITING, Open
+from stepscope.files.spans import CONSUME, STEP_TOKENS, WAIT, WAITING, Open
 from stepscope.files.spans import Span as SpanLine
 from stepscope.files.uncaptured import uncaptured_near
 from stepscope.timeline.clocks.align import Aligned, Placement, Reference, align, align_owner
@@ -108,7 +108,7 @@ def _assemble(
         for source, name, placed, opened in zip(sources, names, aligned, records, strict=True)
     )
     spans = _spans(sources, records, [placed.place for placed in aligned], step)
-    spans, consumed = _apart(spans)
+    spans, marks = _apart(spans)
     return Timeline(
         step=step,
         run_id=run_id,
@@ -117,7 +117,8 @@ def _assemble(
         processes=processes,
         spans=spans,
         counters=tuple(counters_of(sources, [placed.place for placed in aligned])),
-        consumed=consumed,
+        consumed=tuple(mark for mark in marks if mark.stage == CONSUME),
+        tokens=tuple(mark for mark in marks if mark.stage == STEP_TOKENS),
         manifest=fold(parts) if parts else None,
         problems=tuple(problems),
         stalls=stalls_of(parts, processes),
@@ -214,17 +215,21 @@ def _spans(
     ]
 
 
-def _apart(spans: list[Span]) -> tuple[list[Span], tuple[Span, ...]]:
-    """Separate the calls of `consume` from the other spans. No span runs below such a call."""
-    consumed = tuple(span for span in spans if span.stage == CONSUME and span.dur_ns == 0)
-    if not consumed:
-        return spans, ()
-    left = [span for span in spans if span.stage != CONSUME or span.dur_ns != 0]
+def _apart(spans: list[Span]) -> tuple[list[Span], list[Span]]:
+    """Separate the calls of `consume` and `step_tokens` from the other spans. No span runs below them."""
+    marks = [span for span in spans if _is_mark(span)]
+    if not marks:
+        return spans, []
+    left = [span for span in spans if not _is_mark(span)]
     places = {id(span): place for place, span in enumerate(left)}
     for span in spans:
         if span.parent is not None:
             span.parent = places.get(id(spans[span.parent]))
-    return left, consumed
+    return left, marks
+
+
+def _is_mark(span: Span) -> bool:
+    return span.dur_ns == 0 and span.stage in (CONSUME, STEP_TOKENS)
 
 
 def _span(record: Open, process: int, parent: int | None, place: Placement, step: int) -> Span:
