@@ -11,6 +11,7 @@ import yaml
 
 import dev
 from tests.tree import CORE, PACKAGES, ROOT, project
+from tools.environments import DEV
 
 
 def read(name: str) -> Any:
@@ -41,7 +42,7 @@ def test_the_hooks_before_a_commit_call_the_tools_of_the_environment() -> None:
     [repository] = read(".pre-commit-config.yaml")["repos"]
     entries = [hook["entry"] for hook in repository["hooks"]]
     assert repository["repo"] == "local"
-    assert all(entry.startswith(f"{dev.DEV.folder.name}/bin/python -m ruff ") for entry in entries)
+    assert all(entry.startswith(f"{DEV.folder.name}/bin/python -m ruff ") for entry in entries)
 
 
 def test_a_report_of_a_bug_asks_what_the_doctor_says() -> None:

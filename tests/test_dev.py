@@ -16,6 +16,10 @@ import pytest
 
 import dev
 from tests.tree import PACKAGES, ROOT
+from tools import engine_tests, environments, processes, repository
+from tools.bump import bump, one_version
+from tools.engine_environments import EngineEnvironment, engines, left_to_request, newest
+from tools.environments import Environment
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -26,15 +30,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in ("pyproject.toml", "CHANGELOG.md", *(f"packages/{p.name}/pyproject.toml" for p in PACKAGES)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
-    monkeypatch.setattr(dev, "ROOT", tmp_path)
-    monkeypatch.setattr(dev, "MANIFESTS", [tmp_path / file.relative_to(ROOT) for file in dev.MANIFESTS])
+    manifests = [tmp_path / file.relative_to(ROOT) for file in repository.MANIFESTS]
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "MANIFESTS", manifests)
     return tmp_path
 
 
 @pytest.fixture
-def environment(checkout: Path) -> dev.Environment:
+def environment(checkout: Path) -> Environment:
     """Return a finished environment in that checkout, with this Python in place of its own."""
-    environment = dev.Environment(checkout / ".venv", ("dev",))
+    environment = Environment(checkout / ".venv", ("dev",))
     (environment.folder / "bin").mkdir(parents=True)
     Path(environment.python).symlink_to(sys.executable)
     (environment.folder / "pyvenv.cfg").write_text("version = 3.11.7\n")
@@ -55,17 +60,17 @@ def test_a_python_without_ensurepip_is_told_the_package_of_its_own_version(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
     package = f"sudo apt install python3.{sys.version_info[1]}-venv"
     with pytest.raises(SystemExit, match=f"has no module ensurepip .*`{package}`"):
-        dev.check_venv_module()
+        environments.check_venv_module()
 
 
 def test_too_little_disk_is_said_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**12, 0, int(1.2e9)))
     with pytest.raises(SystemExit, match=r"1\.2 GB are free at .*needs 3 GB there\. Fix: free some"):
-        dev.check_disk(3)
+        environments.check_disk(3)
 
 
 def test_a_failing_installation_shows_what_it_printed_and_what_that_means(
-    environment: dev.Environment,
+    environment: Environment,
 ) -> None:
     program = "print('ERROR: [Errno 28] No space left on device'); raise SystemExit(2)"
     with pytest.raises(SystemExit, match=r"No space left on device\n.*exited with 2(.|\n)*the disk is full"):
@@ -82,25 +87,37 @@ def test_an_unknown_command_lists_those_there_are(capsys: pytest.CaptureFixture[
 # What happened before ---------------------------------------------------------------------------------------
 
 
-def test_a_finished_environment_is_used_as_it_is(environment: dev.Environment) -> None:
+def test_a_finished_environment_is_used_as_it_is(environment: Environment) -> None:
     assert environment.ready() == environment.python
 
 
-def test_a_new_requirement_is_noticed_and_a_new_tool_setting_is_not(environment: dev.Environment) -> None:
-    settings = dev.ROOT / "pyproject.toml"
+def test_a_new_requirement_is_noticed_and_a_new_tool_setting_is_not(environment: Environment) -> None:
+    settings = repository.ROOT / "pyproject.toml"
     settings.write_text(settings.read_text() + "\n[tool.mine]\nx = 1\n")
     assert environment.is_current()
     settings.write_text(settings.read_text().replace('"hypothesis', '"attrs", "hypothesis'))
     assert not environment.is_current()
 
 
-def test_another_python_is_noticed(environment: dev.Environment) -> None:
+def test_packages_that_something_else_removed_are_noticed(environment: Environment) -> None:
+    packages = environment.folder / "lib" / "python3.11" / "site-packages"
+    (packages / "torch").mkdir(parents=True)
+    environment.stamp.write_text(environment.fingerprint())
+    assert environment.is_current()
+    (packages / "torch").rmdir()
+    os.utime(
+        packages, ns=(0, environment.stamp.stat().st_mtime_ns + 1)
+    )  # clocks of files tick in milliseconds
+    assert not environment.is_current()
+
+
+def test_another_python_is_noticed(environment: Environment) -> None:
     (environment.folder / "pyvenv.cfg").write_text("version = 3.12.1\n")
     assert not environment.is_current()
 
 
 def test_a_set_up_that_was_killed_is_started_afresh(
-    environment: dev.Environment, capsys: pytest.CaptureFixture[str]
+    environment: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert environment.usable()
     environment.unfinished.touch()
@@ -109,10 +126,10 @@ def test_a_set_up_that_was_killed_is_started_afresh(
 
 
 def test_an_environment_whose_python_is_gone_is_made_anew(
-    environment: dev.Environment, capsys: pytest.CaptureFixture[str]
+    environment: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(environment.python).unlink()
-    Path(environment.python).symlink_to(dev.ROOT / "removed")
+    Path(environment.python).symlink_to(repository.ROOT / "removed")
     assert not environment.is_current()
     assert not environment.usable()
     assert "its Python is gone" in capsys.readouterr().out
@@ -128,8 +145,9 @@ def test_nothing_goes_on_installing_after_an_interrupt(tmp_path: Path) -> None:
         "print('started', file=fifo, flush=True); p.wait()"
     )
     parent = (
-        "import dev, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"dev.narrate('it', [sys.executable, '-c', {child!r}])"
+        "import signal, sys; from tools.processes import narrate;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"narrate('it', [sys.executable, '-c', {child!r}])"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stderr=subprocess.DEVNULL)
     with fifo.open() as held:
@@ -143,9 +161,9 @@ def test_nothing_goes_on_installing_after_an_interrupt(tmp_path: Path) -> None:
 
 
 def test_a_bump_reaches_every_version_pin_and_the_changelog(checkout: Path) -> None:
-    assert dev.bump(["0.2.0"])
-    texts = {file: file.read_text() for file in dev.MANIFESTS}
-    assert dev.one_version(texts) == "0.2.0"
+    assert bump(["0.2.0"])
+    texts = {file: file.read_text() for file in repository.MANIFESTS}
+    assert one_version(texts) == "0.2.0"
     assert all('"0.1.0"' not in text and "==0.1.0" not in text for text in texts.values())
     assert "## [Unreleased]\n\n## [0.2.0] - 20" in (checkout / "CHANGELOG.md").read_text()
 
@@ -155,14 +173,14 @@ def test_a_bump_refuses_versions_that_do_not_agree(checkout: Path) -> None:
     file.write_text(file.read_text().replace("stepscope==0.1.0", "stepscope==0.0.9"))
     before = file.read_text()
     with pytest.raises(SystemExit, match=r"do not agree(.|\n)*npu/pyproject.toml: 0\.0\.9, 0\.1\.0"):
-        dev.bump(["0.2.0"])
+        bump(["0.2.0"])
     assert file.read_text() == before
 
 
 @pytest.mark.parametrize("version", ["1.2", "v1.2.3", "0.1.0", "1.2.3rc1"])
 def test_a_bump_refuses_what_is_no_new_version(checkout: Path, version: str) -> None:
     with pytest.raises(SystemExit, match="version"):
-        dev.bump([version])
+        bump([version])
 
 
 # Real engines -----------------------------------------------------------------------------------------------
@@ -180,28 +198,28 @@ def recipes(checkout: Path) -> Path:
 
 
 def test_an_engine_of_another_version_builds_upon_the_recipe_it_names(recipes: Path) -> None:
-    environments = dev.engines()
-    assert list(environments) == ["vllm-1", "vllm-2"]
-    assert environments["vllm-1"].under == environments["vllm-2"]
-    assert environments["vllm-2"].under == dev.DEV
+    known = engines()
+    assert list(known) == ["vllm-1", "vllm-2"]
+    assert known["vllm-1"].under == known["vllm-2"]
+    assert known["vllm-2"].under == environments.DEV
 
 
 def test_a_recipe_may_build_upon_that_of_another_package(recipes: Path, checkout: Path) -> None:
     framework = checkout / "packages/core/tests/engines/verl-1"
     framework.mkdir(parents=True)
     (framework / "over.txt").write_text("vllm-2\n")
-    assert dev.engines()["verl-1"].under == dev.engines()["vllm-2"]
+    assert engines()["verl-1"].under == engines()["vllm-2"]
 
 
-def test_a_recipe_of_a_dependency_group_stands_by_itself(recipes: Path, environment: dev.Environment) -> None:
+def test_a_recipe_of_a_dependency_group_stands_by_itself(recipes: Path, environment: Environment) -> None:
     (recipes / "docs").mkdir()
     (recipes / "docs" / "group.txt").write_text("docs\n")
-    docs = dev.engines()["docs"]
+    docs = engines()["docs"]
     assert (docs.under, docs.groups) == (None, ("docs",))
     docs.folder.mkdir()
     (docs.folder / "pyvenv.cfg").write_text("version = 3.11.7\n")
     before = docs.fingerprint()
-    settings = dev.ROOT / "pyproject.toml"
+    settings = repository.ROOT / "pyproject.toml"
     settings.write_text(settings.read_text().replace('"mkdocs-material', '"mkdocs", "mkdocs-material'))
     assert docs.fingerprint() != before
 
@@ -209,10 +227,10 @@ def test_a_recipe_of_a_dependency_group_stands_by_itself(recipes: Path, environm
 def test_the_newest_engine_is_that_of_the_highest_version(recipes: Path) -> None:
     (recipes / "vllm-1.10").mkdir()
     (recipes / "vllm-1.9").mkdir()
-    assert dev.newest("vllm").folder.name == ".venv-vllm-2"
+    assert newest("vllm").folder.name == ".venv-vllm-2"
     (recipes / "vllm-10").mkdir()
-    assert dev.newest("vllm").folder.name == ".venv-vllm-10"
-    assert dev.newest("torch") is dev.DEV
+    assert newest("vllm").folder.name == ".venv-vllm-10"
+    assert newest("torch") is environments.DEV
 
 
 def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
@@ -220,47 +238,47 @@ def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
 ) -> None:
     (recipes / "vllm-1" / "on_request.txt").write_text("it takes an hour.\n")
     monkeypatch.setattr(
-        dev.EngineEnvironment, "ready", lambda environment: f"/bin/true {environment.recipe.name}"
+        EngineEnvironment, "ready", lambda environment: f"/bin/true {environment.recipe.name}"
     )
-    monkeypatch.setattr(dev, "run", lambda *command: print(command[0]) is None)
-    assert dev.left_to_request() == {"vllm-1": "it takes an hour."}
-    assert dev.test_engines([])
+    monkeypatch.setattr(engine_tests, "run", lambda *command: print(command[0]) is None)
+    assert left_to_request() == {"vllm-1": "it takes an hour."}
+    assert engine_tests.test_engines([])
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-2"]
     assert dev.test(["--engines"])
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-1", "/bin/true", "vllm-2"]
 
 
 def test_every_test_on_something_real_runs_in_some_environment() -> None:
-    ours = {file for environment in dev.engines().values() for file in environment.tests}
+    ours = {file for environment in engines().values() for file in environment.tests}
     files = {file for package in PACKAGES for file in (package / "tests" / "real").glob("test_*.py")}
     assert len(files) > 10
     assert not {file for file in files if not {file, file.parent} & ours}
 
 
 def test_a_changed_recipe_is_noticed(
-    recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
+    recipes: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dev, "DEV", environment)
-    before = dev.engines()["vllm-1"].fingerprint()
+    monkeypatch.setattr(environments, "DEV", environment)
+    before = engines()["vllm-1"].fingerprint()
     (recipes / "vllm-2" / "bare.txt").write_text("xgrammar==1\n")
-    assert dev.engines()["vllm-1"].fingerprint() != before
+    assert engines()["vllm-1"].fingerprint() != before
 
 
 def test_what_an_engine_builds_upon_is_ready_before_its_own_set_up_takes_the_lock(
-    recipes: Path, environment: dev.Environment, monkeypatch: pytest.MonkeyPatch
+    recipes: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
 
-    def build(made: dev.Environment) -> None:
+    def build(made: Environment) -> None:
         (made.folder / "bin").mkdir(parents=True, exist_ok=True)
         (made.folder / "bin" / "python").touch()
         (made.folder / "pyvenv.cfg").touch()
         made.stamp.write_text(made.fingerprint())
         built.append(made.folder.name)
 
-    monkeypatch.setattr(dev, "DEV", environment)
-    monkeypatch.setattr(dev.Environment, "build", build)
-    dev.engines()["vllm-1"].ready()
+    monkeypatch.setattr(environments, "DEV", environment)
+    monkeypatch.setattr(Environment, "build", build)
+    engines()["vllm-1"].ready()
     assert built == [".venv-vllm-2", ".venv-vllm-1"]
 
 
@@ -273,31 +291,26 @@ print(os.getpid(), *sys.argv[1:], flush=True)
 
 
 def test_engines_are_tested_beside_other_tests_and_their_output_and_failures_follow(
-    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipes: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "stand_in.py"
     then = "open(os.environ['DEV_FAILED_TESTS'], 'w').write('$ pytest\\n    test_it\\n'); sys.exit(1)"
-    script.write_text(STAND_IN.format(then=then))
-    monkeypatch.setattr(dev, "__file__", str(script))
-    monkeypatch.setattr(dev, "FAILED", ["$ ruff"])
-    with dev.engines_beside() as passed:
+    (checkout / "dev.py").write_text(STAND_IN.format(then=then))
+    monkeypatch.setattr(processes, "FAILED", ["$ ruff"])
+    with engine_tests.engines_beside() as passed:
         print("other tests", flush=True)
         assert not passed()
     output = capfd.readouterr().out
     assert output.index("other tests") < output.index(" test --engines vllm-1 vllm-2")
-    assert dev.FAILED == ["$ ruff", "$ pytest", "    test_it"]
+    assert processes.FAILED == ["$ ruff", "$ pytest", "    test_it"]
 
 
-def test_the_tests_beside_others_end_with_those(
-    recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, script = tmp_path / "started", tmp_path / "stand_in.py"
+def test_the_tests_beside_others_end_with_those(recipes: Path, checkout: Path) -> None:
+    started = checkout / "started"
     os.mkfifo(started)
-    script.write_text(
+    (checkout / "dev.py").write_text(
         STAND_IN.format(then=f"open({str(started)!r}, 'w').write(str(os.getpid())); signal.pause()")
     )
-    monkeypatch.setattr(dev, "__file__", str(script))
-    with pytest.raises(KeyboardInterrupt), dev.engines_beside():
+    with pytest.raises(KeyboardInterrupt), engine_tests.engines_beside():
         process = int(started.read_text())
         os.kill(process, 0)
         raise KeyboardInterrupt
@@ -310,9 +323,9 @@ def test_what_failed_is_said_again_at_the_end_with_its_tests(
 ) -> None:
     (tmp_path / "test_bad.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     shutil.copy(ROOT / "conftest.py", tmp_path)
-    monkeypatch.setattr(dev, "FAILED", [])
-    monkeypatch.setattr(dev.Environment, "ready", lambda environment: sys.executable)
-    monkeypatch.setattr(dev, "check", lambda arguments: dev.run("false"))
+    monkeypatch.setattr(processes, "FAILED", [])
+    monkeypatch.setattr(Environment, "ready", lambda environment: sys.executable)
+    monkeypatch.setattr(dev, "check", lambda arguments: processes.run("false"))
     assert not dev.test(["--no-engines", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)])
     output = capfd.readouterr().out.splitlines()
     assert output[-5:-3] == ["dev.py: FAILED: the check", "dev.py: FAILED: the tests"]
@@ -324,15 +337,15 @@ def test_what_failed_is_said_again_at_the_end_with_its_tests(
 def test_an_engine_that_cannot_be_set_up_fails_the_run_by_name_and_the_others_still_run(
     recipes: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def ready(environment: dev.EngineEnvironment) -> str:
+    def ready(environment: EngineEnvironment) -> str:
         if environment.recipe.name == "vllm-1":
             sys.exit("the package index cannot be reached")
         return "true"
 
-    monkeypatch.setattr(dev.EngineEnvironment, "ready", ready)
-    assert not dev.test_engines([])
+    monkeypatch.setattr(EngineEnvironment, "ready", ready)
+    assert not engine_tests.test_engines([])
     output = capfd.readouterr().out
     assert "NOT RUN: the tests on vllm-1. the package index cannot be reached" in output
     assert "$ true -m pytest packages/rollout-vllm/tests/real" in output
     assert "failed or not set up: vllm-1" in output
-    assert dev.test_engines(["vllm-2", "-x"])
+    assert engine_tests.test_engines(["vllm-2", "-x"])

@@ -12,7 +12,7 @@ from tests.sentences import docstrings, messages, offences, sentences
 from tests.tree import ROOT, files
 
 QUESTIONS = {"What", "Which", "Whose", "Whom", "Who", "How", "Where", "When", "Whether"}
-CLEAN = ["benchmarks", "conftest.py", "dev.py", "docs", "examples", "packages", "tests"]
+CLEAN = ["benchmarks", "conftest.py", "dev.py", "docs", "examples", "packages", "tests", "tools"]
 """Folders and files that the rule holds for."""
 
 
@@ -42,7 +42,7 @@ def wrong_sentences(path: Path, texts: Iterable[tuple[int, str]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("place", [*CLEAN, "tools"])
+@pytest.mark.parametrize("place", CLEAN)
 def test_docstrings_are_short_and_plain(place: str) -> None:
     paths = [path for path in files(".py") if path.relative_to(ROOT).is_relative_to(place)]
     assert paths, f"{place} has no Python file"

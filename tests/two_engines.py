@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-import dev
 from stepscope.demo.run import DemoResult, run_demo
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import step_report
 from stepscope.timeline import Timeline, load_step, load_traces, merge_step
+from tools.engine_environments import newest
 
 STEP = 1
 ENGINES = ("vllm", "sglang")
@@ -19,7 +19,7 @@ ENGINES = ("vllm", "sglang")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    engine = ",".join(f"{name}={dev.newest(name).python}" for name in ENGINES)
+    engine = ",".join(f"{name}={newest(name).python}" for name in ENGINES)
     return run_demo(tmp_path_factory.mktemp("run"), steps=2, captured=[STEP], engine=engine)
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import dev
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.records import Manifest
 from stepscope.files.requests import Listening, read_listening
 from stepscope.files.sidecar import Sidecar
+from tools.engine_environments import newest
 
 PORT = 6399
 PROGRAM = """
@@ -331,7 +331,7 @@ def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(
     one, _ = hosts
     program, save_path, log = folder / "engine.py", folder / "run" / "engine", folder / "engine.log"
     program.write_text(VLLM)
-    words = (str(program), str(save_path), f"{one.address}:{PORT}", dev.newest("vllm").python)
+    words = (str(program), str(save_path), f"{one.address}:{PORT}", newest("vllm").python)
     assert one.start(log, sys.executable, *words, STEPSCOPE_RAISE="0").wait(500) == 0, log.read_text()
     for step in (1, 2):
         layout = RunLayout(one.view(save_path)).step(step)

@@ -1,0 +1,122 @@
+"""Virtual environments with real engines, one for each recipe in `packages/*/tests/engines`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools import environments, repository
+from tools.environments import Environment
+
+
+@dataclass(frozen=True)
+class EngineEnvironment(Environment):
+    """A real engine over another environment, whose packages it sees (torch, Ray, our own) and shadows.
+
+    Its recipe is a folder `packages/<package>/tests/engines/<name>` that holds any of
+
+    * `over.txt`: the recipe it builds upon, of any package; without it, the environment of development
+    * `requirements.txt`, and `bare.txt`, which is installed without what it requires in turn
+    * `group.txt`: the dependency group that it is made of, with our packages and with no environment below it
+    * `finish.py`, run in the environment at the end; without it, that of the recipe it builds upon
+    * `on_request.txt`: why `dev.py test` leaves its tests to `dev.py test --engines`
+    """
+
+    recipe: Path = repository.ROOT
+    under: Environment | None = field(kw_only=True)
+    """The environment below it; None if it stands by itself."""
+
+    @property
+    def tests(self) -> list[Path]:
+        """The tests that run in it, and nowhere else: they import the engine. Files of its name, or all."""
+        real = self.recipe.parent.parent / "real"
+        name = f"test_{self.recipe.name.partition('-')[0]}"
+        own = real / f"{name}.py"
+        return [own, *sorted(real.glob(f"{name}_*.py"))] if own.exists() else [real]
+
+    def fingerprint(self) -> str:
+        below = self.under.fingerprint() if self.under else super().fingerprint()
+        digest = hashlib.sha256(below.encode())
+        for file in sorted(self.recipe.parent.rglob("*")):  # all recipes of a package: they share files
+            if file.is_file():
+                digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def ready(self) -> str:
+        if self.under:
+            self.under.ready()  # first: the lock of a set-up is held once
+        return super().ready()
+
+    def fill(self) -> None:
+        if self.under:
+            self.fill_over(self.under)
+        else:
+            super().fill()
+
+    def fill_over(self, under: Environment) -> None:
+        where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        ours, theirs = (
+            subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+            for python in (self.python, under.python)
+        )
+        # addsitedir, not a bare path: the editable packages over there are .pth files in their turn
+        Path(ours, "stepscope_under.pth").write_text(f"import site; site.addsitedir({theirs!r})\n")
+        for name, options in (("requirements.txt", ()), ("bare.txt", ("--no-deps",))):
+            file = self.recipe / name
+            if file.exists():
+                self.pip(name, "--progress-bar=raw", *options, "--requirement", str(file))
+        recipes = [self.recipe, *([under.recipe] if isinstance(under, EngineEnvironment) else [])]
+        last = next((recipe / "finish.py" for recipe in recipes if (recipe / "finish.py").exists()), None)
+        if last is not None:
+            self.narrate("finish.py", [self.python, str(last)])
+
+
+def engines() -> dict[str, EngineEnvironment]:
+    """Return the environments with real engines, by name."""
+    recipes = (path for path in repository.ROOT.glob("packages/*/tests/engines/*") if path.is_dir())
+    return {recipe.name: engine(recipe) for recipe in sorted(recipes, key=lambda path: path.name)}
+
+
+def recipe_of(name: str) -> Path:
+    """Return the folder of the recipe of that name, in whatever package it is."""
+    return next(repository.ROOT.glob(f"packages/*/tests/engines/{name}"))
+
+
+def newest(name: str) -> Environment:
+    """Return the environment with the newest engine of that name; that of development where there is none."""
+    versions = {
+        version_of(key): environment
+        for key, environment in engines().items()
+        if key.partition("-")[0] == name
+    }
+    return versions[max(versions)] if versions else environments.DEV
+
+
+def version_of(recipe: str) -> tuple[int, ...]:
+    """Return the version of an environment: `sglang-0.5.23` -> (0, 5, 23)."""
+    return tuple(int(part) for part in re.findall(r"\d+", recipe))
+
+
+def engine(recipe: Path) -> EngineEnvironment:
+    over, group = recipe / "over.txt", recipe / "group.txt"
+    folder = repository.ROOT / f".venv-{recipe.name}"
+    if group.exists():
+        groups = (group.read_text().strip(),)
+        return EngineEnvironment(folder, groups, recipe=recipe, under=None, gigabytes=0.4)
+    under = engine(recipe_of(over.read_text().strip())) if over.exists() else environments.DEV
+    return EngineEnvironment(folder, (), recipe=recipe, under=under, gigabytes=2)
+
+
+def unasked() -> dict[str, EngineEnvironment]:
+    """Return the environments whose tests `dev.py test` runs without a request."""
+    requested = left_to_request()
+    return {name: environment for name, environment in engines().items() if name not in requested}
+
+
+def left_to_request() -> dict[str, str]:
+    """Return the environments whose tests `dev.py test` leaves out, with the reasons."""
+    notes = {name: environment.recipe / "on_request.txt" for name, environment in engines().items()}
+    return {name: note.read_text().strip() for name, note in notes.items() if note.exists()}

@@ -1,0 +1,108 @@
+"""Tests in other environments than that of development: on real engines, and on every Python here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from tools import processes, repository
+from tools.engine_environments import EngineEnvironment, engines, unasked
+from tools.environments import Environment
+from tools.processes import run, say, stop
+
+
+@contextmanager
+def engines_beside() -> Iterator[Callable[[], bool]]:
+    """Test the real engines in another dev.py meanwhile, at a low priority: most tests wait for something.
+
+    Yields a function that waits for its end, shows its output and returns whether the tests passed.
+    """
+    say("the tests on real engines run meanwhile; their output follows that of the others")
+    with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile("r") as failed:
+        process = subprocess.Popen(
+            [sys.executable, str(repository.ROOT / "dev.py"), "test", "--engines", *unasked()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "DEV_FAILED_TESTS": failed.name},
+            start_new_session=True,
+            preexec_fn=partial(os.nice, 10),
+        )
+
+        def passed() -> bool:
+            for chunk in written(process, output):
+                print(chunk, end="", flush=True)
+            processes.FAILED.extend(failed.read().splitlines())
+            return process.returncode == 0
+
+        try:
+            yield passed
+        finally:
+            stop(process, partial(os.killpg, process.pid))
+
+
+def written(process: subprocess.Popen[bytes], output: IO[bytes]) -> Iterator[str]:
+    """Yield what `process` has written to its file `output`, then what it still writes until it ends."""
+    at, ended = 0, False
+    while not ended:
+        try:
+            process.wait(1)
+            ended = True
+        except subprocess.TimeoutExpired:
+            pass
+        chunk = os.pread(output.fileno(), 1 << 26, at)
+        at += len(chunk)
+        yield chunk.decode(errors="replace")
+
+
+def test_engines(arguments: Sequence[str]) -> bool:
+    """Run the tests of real engines, each in the environment that holds its engine.
+
+    Arguments are names of environments (none: all that need no request), then what pytest gets.
+    """
+    known = engines()
+    names = [name for name in arguments if name in known] or list(unasked())
+    options = [word for word in arguments if word not in known]
+    failed = [name for name in names if not test_engine(known[name], options)]
+    if failed:
+        say(f"failed or not set up: {', '.join(failed)} (`dev.py test --no-engines` leaves these out)")
+    if "DEV_FAILED_TESTS" in os.environ:  # of the dev.py that runs these beside other tests
+        Path(os.environ["DEV_FAILED_TESTS"]).write_text("".join(f"{line}\n" for line in processes.FAILED))
+    return not failed
+
+
+def test_engine(environment: EngineEnvironment, options: Sequence[str]) -> bool:
+    try:
+        python = environment.ready()
+    except SystemExit as reason:  # no network, or no such engine for this machine: the others still run
+        say(f"NOT RUN: the tests on {environment.recipe.name}. {reason}")
+        return False
+    return run(python, "-m", "pytest", *map(str, environment.tests), *options)
+
+
+def test_on(base: str, arguments: Sequence[str]) -> bool:
+    folder = repository.ROOT / f".venv-{python_version(base)}"
+    environment = Environment(folder, ("test",), base=base, gigabytes=0.3)
+    return run(environment.ready(), "-m", "pytest", *arguments)
+
+
+def other_pythons() -> list[str]:
+    """Return one interpreter of each version from 3.10 on, of those on PATH and in pyenv."""
+    pyenv = sorted(map(str, (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")))
+    named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
+    by_version = {python_version(path): path for path in (*pyenv, *named) if path}
+    return [by_version[f"3.{minor}"] for minor in range(10, 20) if f"3.{minor}" in by_version]
+
+
+def python_version(base: str) -> str:
+    """`3.<minor>`; "" for what does not run, such as pyenv's stand-ins for versions that are not chosen."""
+    show = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([base, "-c", show], capture_output=True, text=True).stdout.strip()

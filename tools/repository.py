@@ -1,0 +1,7 @@
+"""The checkout: its folder, its packages, and the files that state their version."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("core", "rollout-vllm", "rollout-sglang", "npu")
+MANIFESTS = [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
