@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import yaml
 
 import dev
-from tests.tree import CORE, PACKAGES, ROOT, project
+from tests.tree import CORE, ROOT, project
 from tools.environments import DEV
 
 
@@ -26,9 +27,15 @@ def test_the_workflow_tests_every_python_that_the_index_is_told_of() -> None:
     job = read(".github/workflows/tests.yml")["jobs"]["core"]
     classified = [line.rpartition(" ")[2] for line in project(CORE)["classifiers"] if ":: 3." in line]
     assert job["strategy"]["matrix"]["python"] == classified
-    assert {f"packages/{package.name}" for package in PACKAGES} == set(
-        re.findall(r"packages/[\w-]+", commands(job))
-    )
+
+
+def test_the_environment_of_uv_has_the_tests_and_the_linters_and_no_torch() -> None:
+    settings = tomli.loads((ROOT / "pyproject.toml").read_text())
+    groups = settings["tool"]["uv"]["default-groups"]
+    required = [line for name in groups for line in settings["dependency-groups"][name]]
+    names = {re.split(r"[>=\[]", line)[0] for line in required}
+    assert {"pytest", "ruff", "mypy"} <= names
+    assert not {"torch", "ray"} & names
 
 
 def test_what_the_workflow_runs_exists() -> None:
