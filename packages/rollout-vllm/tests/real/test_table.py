@@ -23,7 +23,7 @@ def cells() -> list[str]:
     takes = [name for name in inspect.signature(AsyncLLM.start_profile).parameters if name != "self"]
     guarded = "ProfilerAlreadyActiveError" in inspect.getsource(AsyncLLM.start_profile)
     return [
-        f"`ProfilerConfig`, {len(ProfilerConfig.__dataclass_fields__)} fields",
+        f"`{ProfilerConfig.__name__}`",
         ", ".join(f"`{name}`" for name in takes),
         "every start" if guarded else "the first start",
         "an error" if guarded else "ignored",

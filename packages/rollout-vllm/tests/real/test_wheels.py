@@ -118,7 +118,7 @@ def file_names(version: str) -> str:
 
 
 def cells(version: str) -> tuple[str, ...]:
-    taken, has = takes(version), fields(version)
+    taken = takes(version)
     prefix = (
         "nothing"
         if "profile_prefix" not in taken
@@ -127,17 +127,13 @@ def cells(version: str) -> tuple[str, ...]:
         else "the first start"
     )
     return (
-        f"`ProfilerConfig`, {len(has)} fields" if has else _counted(len(variables(version))),
+        "`ProfilerConfig`" if fields(version) else "environment",
         ", ".join(kinds(version)),
         ", ".join(f"`{name}`" for name in taken) or "nothing",
         prefix,
         file_names(version),
         "an error" if guarded(version) else "ignored",
     )
-
-
-def _counted(variables: int) -> str:
-    return f"environment, {variables} variable{'s' * (variables != 1)}"
 
 
 def table() -> str:
