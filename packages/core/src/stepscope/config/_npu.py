@@ -60,7 +60,10 @@ def _parse_domains(value: object, field: str) -> tuple[str, ...]:
 
 
 class NpuConfig(Section, frozen=True, kw_only=True):
-    """Settings of `torch_npu.profiler`. Those that are off by default make steps slower and data larger."""
+    """Settings of `torch_npu.profiler`. Not yet run on an NPU.
+
+    Those that are off by default make steps slower and data larger.
+    """
 
     _at: ClassVar[str] = "npu"
     _parsers: ClassVar[Mapping[str, Parser]] = {
@@ -70,17 +73,20 @@ class NpuConfig(Section, frozen=True, kw_only=True):
     }
 
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
-    """Amount that CANN records of the device; `level_none` is markers alone."""
+    """Device detail, at growing cost: `level_none` (only markers), `level0`, `level1`, `level2`."""
     contents: tuple[NpuContent, ...] = _DEFAULT_CONTENTS  # type: ignore[assignment]  # two of the literals
-    """Contents of the recording. An empty list is this default."""
+    """Of `npu`, `cpu`, `memory`, `shapes`, `module`, `stack`. `stack` costs most; `module` is cheaper. An
+    empty list is this default."""
     aic_metrics: AicMetrics | None = None
-    """Counters of the AI cores; needs `level1` or `level2`."""
+    """Counters of the AI cores: `PipeUtilization`, `ArithmeticUtilization`, `Memory`, `MemoryL0`, `MemoryUB`,
+    `MemoryAccess`, `ResourceConflictRatio`, `L2Cache`. Needs `level1` or `level2`."""
     l2_cache: bool = False
     """Hit rates of the L2 cache."""
     export: Literal["text", "db"] = "text"
     """Output of the analysis: `trace_view.json` with CSV tables, or one SQLite file."""
     analysis: bool = False
-    """Analyse each recording right after its window, in a process of its own."""
+    """Analyse each recording after its window, in another process: minutes of CPU. `stepscope analyse` does
+    it later."""
     markers: bool = True
     """An mstx range for every span. Needs NPU data, which is then recorded whatever `contents` says."""
     domains_include: tuple[str, ...] = ()

@@ -85,21 +85,25 @@ class TorchConfig(Section, frozen=True, kw_only=True):
 
 
 class CudaMemoryConfig(Section, frozen=True, kw_only=True):
-    """Settings of the history of the CUDA caching allocator."""
+    """Settings of the history of the CUDA caching allocator. Not yet run on a GPU.
+
+    Snapshots are for https://pytorch.org/memory_viz.
+    """
 
     _at: ClassVar[str] = "cuda_memory"
 
     max_entries: AtLeastOne = 100_000
-    """Oldest allocator events are dropped beyond this."""
+    """Allocator events to keep, the newest."""
     stacks: Literal["none", "python", "all"] = "python"
-    """Frames kept with each allocation; `all` adds C++ frames."""
+    """Frames of each event: `none`, `python`, or `all` with C++."""
     on_oom: bool = True
     """Write a snapshot when CUDA runs out of memory during a capture."""
     oom_any_step: Literal["off", "snapshot", "history"] = "off"
-    """Also in between captures, and with every tool. `snapshot`: of what is allocated then; costs nothing
-    before. `history`: with the allocator's history, which is then always on."""
+    """The same at any step, with any `tool`. `snapshot`: current allocations; free until it happens.
+    `history`: also their stacks; always records. Workers watch from `prepare` on, or from their first
+    capture."""
     oom_snapshots: AtLeastOne = 8
-    """Most that a run keeps in `oom/`."""
+    """Most snapshots of a run, in `oom/`. Later shortages leave only a `.json`."""
 
 
 class NsysConfig(Section, frozen=True, kw_only=True):
@@ -108,7 +112,7 @@ class NsysConfig(Section, frozen=True, kw_only=True):
     _at: ClassVar[str] = "nsys"
 
     trace: tuple[NsysTrace, ...] = ("cuda", "nvtx")
-    """APIs that it traces. Without `nvtx` there are no markers of spans."""
+    """Its `--trace`. Spans are markers only with `nvtx`. `osrt` and `python-gil` cost most."""
     output: str | None = None
     """Its `--output`; None: read off the command line of the nsys above the process."""
     report_seconds: Seconds = 120
@@ -257,7 +261,7 @@ class FinishConfig(Section, frozen=True, kw_only=True):
     `mirror`.
     """
     timeout_s: Seconds = 600
-    """Each of these is killed after that, with its children."""
+    """Each of these is killed after that, with its children. At exit the process waits this long for each."""
     ranks: Ranks = "first"
     """Ranks that run them where each rank opens captures of its own, without workers."""
 
