@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,11 +99,13 @@ def test_decisions_have_at_most_300_words() -> None:
     assert {name: length for name, length in lengths.items() if length > 300} == {}
 
 
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-WORD = re.compile(r"[A-Za-z0-9][\w'.-]*")
+NO_PAGES = {"CHANGELOG.md", "benchmarks/README.md", "packages/core/tests/recorded_otel/README.md"}
+"""Markdown that is history, measurements, or a note on files of tests."""
 
 
 def test_all_documentation_has_at_most_25_000_words() -> None:
-    pages = [path for path in files(".md") if path.name != "CHANGELOG.md" and ".github" not in path.parts]
-    words = {path.relative_to(ROOT): len(WORD.findall(CODE.sub("", path.read_text()))) for path in pages}
+    pages = {path.relative_to(ROOT).as_posix(): path for path in files(".md")}
+    assert pages.keys() >= NO_PAGES
+    # Code and tables count, as with `wc -w`: a reader reads them too.
+    words = {name: len(path.read_text().split()) for name, path in pages.items() if name not in NO_PAGES}
     assert sum(words.values()) <= 25_000, sorted(words.items(), key=lambda item: -item[1])[:10]
