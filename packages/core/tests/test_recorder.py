@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 
@@ -54,7 +54,8 @@ def _one_recorder() -> Iterator[None]:
     baseline._loops.clear()
 
 
-def config_in(folder: Path, **settings: object) -> ProfileConfig:
+def config_in(folder: Path, recorder: Mapping[str, object] = {}, **settings: object) -> ProfileConfig:
+    settings["recorder"] = {"watchdog_seconds": 0, **recorder}  # pytest has set that of this process
     return ProfileConfig.from_mapping({"save_path": str(folder), **SETTINGS, **settings})
 
 

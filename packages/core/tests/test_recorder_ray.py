@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,13 @@ def actors(ray_cluster: None) -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-def config_in(folder: Path, **settings: object) -> ProfileConfig:
+def config_in(folder: Path, recorder: Mapping[str, object] = {}, **settings: object) -> ProfileConfig:
+    recorder = recorder or {"then_capture": 0, "slow_factor": 8, "last": 1}
     return ProfileConfig.from_mapping(
         {
             "save_path": str(folder),
             "record": "spans",
-            "recorder": {"then_capture": 0, "slow_factor": 8, "last": 1},
+            "recorder": {"watchdog_seconds": 0, **recorder},  # pytest has set that of this process
             "control": {"poll_seconds": POLL_S},
             **settings,
         }

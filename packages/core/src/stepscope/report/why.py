@@ -5,10 +5,11 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.states import Frame, OpenSpan, ProcessState, Task, Thread
+from stepscope.files.states import Frame, OpenSpan, ProcessState, Stacks, Task, Thread
 from stepscope.report.formatting import duration, turn
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen")
@@ -16,6 +17,10 @@ _COLLECTIVES = "torch/distributed/"
 """A frame of these files is a collective, in which a process waits for others."""
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
 """Functions of torch.distributed that say nothing of the collective."""
+_WAITING = (
+    "threading.py", "selectors.py", "queue.py", "socket.py", "subprocess.py", "connection.py", "thread.py"
+)  # fmt: skip
+"""Files of the standard library in which a thread waits without the interpreter's lock."""
 _LOOP = ("asyncio/base_events.py", "asyncio/runners.py", "selectors.py")
 
 
@@ -36,6 +41,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The collective that it is in."""
     waits: bool = False
     """Its stage only waits."""
+    held: bool = False
+    """Its process stands still: a thread holds the interpreter's lock in C. Its span is unknown, 0."""
+    gone: bool = False
+    """Its process has ended since."""
     waits_for: tuple[int, ...] = ()
     """Indices in `Why.calls` of calls in other processes, below it."""
 
@@ -53,29 +62,43 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     idle: tuple[str, ...]
     """Processes in no call, with what their main thread does."""
     silent: tuple[str, ...]
-    """Workers without an answer."""
+    """Workers without an answer and without stacks."""
     beside: tuple[str, ...] = ()
     """Other threads in the process of the first culprit: one of them may hold what it waits for."""
 
 
-def why(states: Sequence[ProcessState]) -> Why:
-    """Join the states of processes by their carriers."""
+class Standstill(NamedTuple):
+    """Stacks of a process that does not answer."""
+
+    stacks: Stacks
+    age_ns: int
+    gone: bool
+    """The process has ended."""
+
+
+def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Why:
+    """Join the states of processes by their carriers.
+
+    Args:
+        stills: Processes without a state. One at least is needed, of either kind.
+    """
     calls, places = _calls(states)
+    calls += map(_standing_call, stills)
     joined = tuple(
         msgspec.structs.replace(call, waits_for=tuple(sorted(_waited_for(states, places, call))))
         for call in calls
     )
     owners = [state for state in states if state.step_age_ns is not None] or list(states)
-    answered = {state.process.key for state in states}
+    answered = {state.process.key for state in states} | {still.stacks.process.key for still in stills}
     expected = {key: name for state in states for key, name in state.workers.items()}
     culprits = tuple(_culprits(joined, states))
     return Why(
-        run_id=states[0].run_id,
-        step=owners[0].step,
-        step_age_ns=owners[0].step_age_ns,
+        run_id=owners[0].run_id if owners else stills[0].stacks.run_id,
+        step=owners[0].step if owners else None,
+        step_age_ns=owners[0].step_age_ns if owners else None,
         calls=joined,
         culprits=culprits,
-        beside=tuple(_beside(states, joined[culprits[0]])) if culprits else (),
+        beside=tuple(_beside(states, stills, joined[culprits[0]])) if culprits else (),
         idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
         silent=tuple(name for key, name in expected.items() if key not in answered),
     )
@@ -105,6 +128,32 @@ def _call(state: ProcessState, span: OpenSpan) -> Call:
         collective=_collective(frames),
         waits=span.waits,
     )
+
+
+def _standing_call(still: Standstill) -> Call:
+    process, frames = still.stacks.process, _held_frames(still.stacks)
+    return Call(
+        process=process.key,
+        span=0,
+        role=process.role,
+        stage="",
+        age_ns=still.age_ns,
+        where=say_where(frames),
+        collective=_collective(frames),
+        held=True,
+        gone=still.gone,
+    )
+
+
+def _held_frames(stacks: Stacks) -> Sequence[Frame]:
+    """Return the stack that most likely holds the lock: of the user's code and not waiting, the oldest."""
+    busy = [thread.frames for thread in stacks.threads if _is_busy(thread.frames)]
+    own = [frames for frames in busy if not all(map(_is_library, frames))]
+    return (own or busy or [()])[-1]
+
+
+def _is_busy(frames: Sequence[Frame]) -> bool:
+    return not frames[0].file.endswith(_WAITING) and "/stepscope/" not in frames[0].file
 
 
 def _frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
@@ -171,7 +220,9 @@ def _waited_for(
     states: Sequence[ProcessState], places: dict[tuple[str, int], int], call: Call
 ) -> Iterator[int]:
     """Yield the calls of other processes below a call, or below a span above it in its process."""
-    own = next(state for state in states if state.process.key == call.process)
+    own = next((state for state in states if state.process.key == call.process), None)
+    if own is None:
+        return
     parents = {span.span: span.parent for span in own.spans}
     line: set[int | None] = set()
     at: int | None = call.span
@@ -201,14 +252,19 @@ def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], i
 
 
 def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
-    """Return the calls without others below them: work before waiting, and both before collectives."""
+    """Return the calls without others below them: of processes that stand still, then work, then what only
+    waits, and last collectives.
+    """
     last = [index for index, call in enumerate(calls) if not call.waits_for]
     in_collectives = [index for index in last if calls[index].collective is not None]
     free = [index for index in last if index not in in_collectives]
     apart = _apart_from_peers([calls[index] for index in in_collectives], calls, free, states)
-    others = [index for index in free if index not in apart]
-    others.sort(key=lambda index: (calls[index].waits, -calls[index].age_ns))
-    return [*apart, *others, *in_collectives]
+    free.sort(
+        key=lambda index: (
+            not calls[index].held, index not in apart, calls[index].waits, -calls[index].age_ns
+        )
+    )  # fmt: skip
+    return [*free, *in_collectives]
 
 
 def _apart_from_peers(
@@ -216,13 +272,20 @@ def _apart_from_peers(
 ) -> list[int]:
     """Return the calls of processes whose peers, of the same role, are in a collective without them."""
     roles = {state.process.key: state.process.role for state in states}
-    waiting = {roles[call.process] for call in gathered}
-    return [index for index in free if roles[calls[index].process] in waiting]
+    waiting = {roles.get(call.process, call.role) for call in gathered}
+    return [index for index in free if roles.get(calls[index].process, calls[index].role) in waiting]
 
 
-def _beside(states: Sequence[ProcessState], call: Call) -> Iterator[str]:
+def _beside(states: Sequence[ProcessState], stills: Sequence[Standstill], call: Call) -> Iterator[str]:
     """Yield the threads of a call's process that run code of the user's outside of any call."""
-    state = next(state for state in states if state.process.key == call.process)
+    state = next((state for state in states if state.process.key == call.process), None)
+    if state is None:
+        (stacks,) = (still.stacks for still in stills if still.stacks.process.key == call.process)
+        own = _held_frames(stacks)
+        for thread in stacks.threads:
+            if thread.frames is not own and not all(map(_is_library, thread.frames)):
+                yield f"thread {thread.name}: {say_where(thread.frames)}".replace(" :", ":")
+        return
     busy = {span.thread for span in state.spans}
     for thread in state.threads:
         if thread.id not in busy and any(not _is_library(frame) for frame in thread.frames):
@@ -237,6 +300,9 @@ def _main(state: ProcessState) -> str:
 
 def say_call(call: Call) -> str:
     """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
+    if call.held:
+        gone = "; it has ended since" if call.gone else ""
+        return f"{call.process}: Python stands still since {duration(call.age_ns)}, {call.where}{gone}"
     whose = "" if call.trajectory is None else f" ({turn(call.trajectory, call.turn)})"
     text = f"{call.process}: {call.role} {call.stage}{whose} since {duration(call.age_ns)}"
     if call.collective is not None:

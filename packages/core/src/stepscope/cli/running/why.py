@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated
 
 import msgspec
@@ -21,18 +22,21 @@ from stepscope.cli.find import no_run
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import WHY, Order, StepLine, read_step_lines
-from stepscope.files.states import ProcessState, read_state
+from stepscope.files.sidecar import ProcessInfo
+from stepscope.files.states import ProcessState, read_stacks, read_state
 from stepscope.files.storage.atomic import write_atomic
 from stepscope.report.blocks.health import say_span
 from stepscope.report.formatting import duration, middle
 from stepscope.report.live import COMPARED
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing
-from stepscope.report.why import Why, say_call
+from stepscope.report.why import Standstill, Why, say_call
 from stepscope.report.why import why as join
 from stepscope.timeline import load_step
 
 POLL_S = 0.1
+_ANSWER_S = 1.0
+"""A process whose Python runs answers in this time."""
 
 
 def why(
@@ -46,14 +50,16 @@ def why(
     """
     if not run.is_dir():
         raise CommandError(no_run(run))
-    states = ask(RunLayout(run), wait)
-    if not states:
+    layout = RunLayout(run)
+    states = ask(layout, wait)
+    stills = standstills(layout, states)
+    if not states and not stills:
         _show_last_step(run)
-    answer = join(states)
+    answer = join(states, stills)
     if json:
         screen.show_json(answer)
     else:
-        screen.show(*render(answer, _usual(RunLayout(run))))
+        screen.show(*render(answer, _usual(layout)))
     raise typer.Exit(Exit.OK if not answer.silent else Exit.INCOMPLETE)
 
 
@@ -63,13 +69,13 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
     order = Order(run_id="", trigger=WHY, reason="stepscope why", made_ns=time.time_ns(), steps=())
     path = layout.order(WHY, order_id)
     write_atomic(path, msgspec.json.encode(order))
-    folder, until = layout.states(path.stem), time.monotonic() + wait_s
+    folder, began = layout.states(path.stem), time.monotonic()
     with screen.waiting("waiting for answers"):
-        while time.monotonic() < until:
+        while (waited := time.monotonic() - began) < wait_s:
             time.sleep(POLL_S)
             states = _read(folder)
-            answered = {state.process.key for state in states}
-            if states and all(answered >= state.workers.keys() for state in states if state.workers):
+            stills = standstills(layout, states) if waited > _ANSWER_S else []
+            if _is_all(states, stills):
                 time.sleep(POLL_S)  # ranks that name no others may come a moment later
                 break
     states = _read(folder)
@@ -84,6 +90,50 @@ def _read(folder: Path) -> list[ProcessState]:
         with suppress(OSError, RecordError):
             states.append(read_state(path))
     return states
+
+
+def _is_all(states: Sequence[ProcessState], stills: Sequence[Standstill]) -> bool:
+    known = {state.process.key for state in states} | {still.stacks.process.key for still in stills}
+    return bool(known) and all(known >= state.workers.keys() for state in states)
+
+
+def standstills(layout: RunLayout, states: Sequence[ProcessState]) -> list[Standstill]:
+    """Return the processes that left their stacks and do not answer, of one run: if none answers, the last.
+
+    Args:
+        states: The answers.
+    """
+    answered = {state.process.key for state in states}
+    run_id, stills = states[0].run_id if states else None, list[Standstill]()
+    for path in sorted(layout.stacks(), key=_changed, reverse=True):
+        with suppress(OSError, RecordError):
+            stacks = read_stacks(path)
+            if stacks is None or stacks.process.key in answered or stacks.run_id != (run_id or stacks.run_id):
+                continue
+            run_id = stacks.run_id
+            age_ns = max(0, time.time_ns() - stacks.since_ns)
+            stills.append(Standstill(stacks, age_ns, _is_gone(stacks.process)))
+    return stills
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_gone(process: ProcessInfo) -> bool:
+    """Return whether a process of this host has ended. Others may run."""
+    if process.host != gethostname():
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def step_lines(layout: RunLayout) -> list[StepLine]:
@@ -120,7 +170,7 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     if answer.idle:
         yield listing("In no call", answer.idle)
     if answer.silent:
-        note = "busy in C with the interpreter's lock held, gone, or on a host without this folder"
+        note = "gone, on a host without this folder, or in C with the interpreter's lock held"
         yield listing("No answer", [f"{name}: {note}" for name in answer.silent])
 
 

@@ -62,6 +62,10 @@ def _end(ending: Ending, deadline_s: float) -> None:
         running.ending = ending
         recorder.fire("signal", ending.error)
     recorder.drain(deadline_s)
+    if _watch is not None and ending.by == "signal":
+        _watch.rest()
+    elif _watch is not None:
+        _watch.stop()
 
 
 def _forget() -> None:

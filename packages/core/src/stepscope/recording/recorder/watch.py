@@ -10,6 +10,7 @@ from stepscope.errors import RecordError
 from stepscope.files.recorder import WHY, read_order
 from stepscope.recording.process import failures
 from stepscope.recording.recorder.recorder import Recorder
+from stepscope.recording.recorder.watchdog import Watchdog
 
 LONGEST_S = 0.5
 """Longest time between two looks, each of which is one `stat`: who asks why nothing moves waits for it."""
@@ -28,19 +29,38 @@ class Watch:
         self._progress: tuple[int, int] = (0, 0)
         """The number of the last span, and the number of those that ran, at the last look."""
         self._still_since = time.monotonic()
+        self._watchdog: Watchdog | None = None
+        seconds = recorder.config.recorder.watchdog_seconds
+        if seconds:
+            self._watchdog = Watchdog(recorder.layout, recorder.process, recorder.run_id, seconds)
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="stepscope-recorder-watch", daemon=True).start()
 
+    def rest(self) -> None:
+        """Leave nothing behind if the process ends now, as it was told."""
+        if self._watchdog is not None:
+            self._watchdog.rest()
+
     def stop(self) -> None:
+        """End it."""
         self._stop.set()
+        if self._watchdog is not None:
+            self._watchdog.close(self._recorder.workers)
 
     def _run(self) -> None:
-        while not self._stop.wait(min(LONGEST_S, self._recorder.config.control.poll_seconds)):
+        pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
+        self._note_life()
+        while not self._stop.wait(pause_s):
             try:
+                self._note_life()
                 self._look_for_orders()
                 self._look_for_hang()
             except Exception as error:
                 failures.note("watching for orders of the flight recorder", error)
+
+    def _note_life(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.alive()
 
     def _look_for_orders(self) -> None:
         try:
