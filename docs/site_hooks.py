@@ -27,6 +27,8 @@ GUESTS = {"benchmarks/README.md": "benchmarks.md"}
 """Pages from elsewhere in the repository, and their places in the site."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
 MARKER = re.compile(r"<!-- generated: (\w+) -->")
+FOLDED = "<details><summary>", '<details markdown="1"><summary markdown="span">'
+"""The begin of a folded note as pages have it, and with which its text is read as Markdown."""
 
 
 # Events of mkdocs -------------------------------------------------------------------------------------------
@@ -48,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     made = MARKER.sub(lambda marker: GENERATORS[marker[1]](), markdown)
-    return with_links_inside(made, page.file.src_uri)
+    return with_links_inside(made, page.file.src_uri).replace(*FOLDED)
 
 
 # Links ------------------------------------------------------------------------------------------------------

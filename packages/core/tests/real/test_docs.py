@@ -61,6 +61,13 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert re.findall(r"""url\(["']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*""", styles) == []
 
 
+def test_folded_notes_are_read_as_markdown(site: Path) -> None:
+    pages = [path.read_text() for path in site.rglob("*.html")]
+    notes = [note for page in pages for note in re.findall(r"<details>.*?</details>", page, re.DOTALL)]
+    assert len(notes) > 5
+    assert [note for note in notes if not re.search(r"<(p|li)>", note) or "`" in note or ".md)" in note] == []
+
+
 def test_the_reference_of_the_command_line_has_every_command(site: Path) -> None:
     page = (site / "reference" / "cli.html").read_text()
     group: Any = get_command(app)
