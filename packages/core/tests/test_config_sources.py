@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.config import ProfileConfig, RoleConfig, StepRange, TorchConfig, resolve
+from stepscope.config import ProfileConfig, RoleConfig, StepRange, ThroughputConfig, TorchConfig, resolve
 from stepscope.errors import ConfigError
 
 
@@ -233,6 +233,14 @@ def test_an_unquoted_range_is_not_a_base_60_number(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("steps: [2, 10:50:10]\n")  # YAML 1.1: 2 and 39010
     assert ProfileConfig.from_file(path).steps == (StepRange(2, 3), StepRange(10, 50, 10))
+
+
+def test_a_number_with_an_exponent_needs_no_sign(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("throughput: {flops_per_token: 4.8e10, device_peak_tflops: 1E3}")  # YAML 1.1: texts
+    assert ProfileConfig.from_file(path).throughput == ThroughputConfig(
+        flops_per_token=48_000_000_000, device_peak_tflops=1000
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from stepscope.config._sections import (
     NsysConfig,
     RecorderConfig,
     ScheduleConfig,
+    ThroughputConfig,
     TorchConfig,
     Trigger,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "ScheduleConfig",
     "Settings",
     "StepRange",
+    "ThroughputConfig",
     "TorchConfig",
     "Trigger",
     "check_finish",

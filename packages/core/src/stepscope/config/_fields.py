@@ -16,7 +16,8 @@ from stepscope.errors import ConfigError
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+Seconds: TypeAlias = Positive
 Parser: TypeAlias = Callable[[object, str], object]
 """(given value, dotted name of the field) -> the field's value. Raises `ConfigError`."""
 

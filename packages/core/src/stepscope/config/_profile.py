@@ -25,6 +25,7 @@ from stepscope.config._sections import (
     FinishConfig,
     NsysConfig,
     RecorderConfig,
+    ThroughputConfig,
     TorchConfig,
     parse_counters,
 )
@@ -118,6 +119,7 @@ class ProfileConfig(Section, frozen=True, kw_only=True):
     nsys: NsysConfig = msgspec.field(default_factory=NsysConfig)
     cuda_memory: CudaMemoryConfig = msgspec.field(default_factory=CudaMemoryConfig)
     counters: CountersConfig = msgspec.field(default_factory=CountersConfig)
+    throughput: ThroughputConfig = msgspec.field(default_factory=ThroughputConfig)
     budget: BudgetConfig = msgspec.field(default_factory=BudgetConfig)
     export: ExportConfig = msgspec.field(default_factory=ExportConfig)
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)

@@ -8,7 +8,17 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from stepscope.config._fields import AtLeastOne, Count, Parser, Seconds, Section, convert, items_of, take
+from stepscope.config._fields import (
+    AtLeastOne,
+    Count,
+    Parser,
+    Positive,
+    Seconds,
+    Section,
+    convert,
+    items_of,
+    take,
+)
 from stepscope.config._roles import Ranks, parse_ranks
 from stepscope.errors import ConfigError
 
@@ -136,6 +146,17 @@ class CountersConfig(Section, frozen=True, kw_only=True):
 
     hz: Annotated[float, msgspec.Meta(ge=0, le=100)] = 10
     """Samples in a second while a capture is open, in every process of it. 0: none."""
+
+
+class ThroughputConfig(Section, frozen=True, kw_only=True):
+    """Figures from which a report computes the use of devices."""
+
+    _at: ClassVar[str] = "throughput"
+
+    flops_per_token: Positive | None = None
+    """FLOPs of the trained model per training token, some 6 times its parameters. Forward is a third."""
+    device_peak_tflops: Positive | None = None
+    """Dense TFLOP/s of a device in the precision of the training. None: of BF16, of the devices known."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):

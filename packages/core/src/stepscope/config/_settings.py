@@ -19,6 +19,7 @@ from stepscope.config._sections import (
     FinishConfig,
     NsysConfig,
     RecorderConfig,
+    ThroughputConfig,
     TorchConfig,
 )
 from stepscope.config._steps import StepSpec
@@ -41,6 +42,7 @@ class Settings(TypedDict, total=False):
     nsys: NsysConfig | Mapping[str, object]
     cuda_memory: CudaMemoryConfig | Mapping[str, object]
     counters: CountersConfig | Mapping[str, object] | str | bool
+    throughput: ThroughputConfig | Mapping[str, object]
     budget: BudgetConfig | Mapping[str, object]
     export: ExportConfig | Mapping[str, object]
     control: ControlConfig | Mapping[str, object]

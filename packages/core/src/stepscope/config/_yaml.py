@@ -1,4 +1,4 @@
-"""YAML files: `10:50:10` is a text, and a key that is written twice is an error."""
+"""YAML files: `10:50:10` is a text, `5e10` a number, and a key that is written twice is an error."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+# YAML 1.2 has numbers like 5e10. PyYAML wants a point and a sign: 5.0e+10.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def load(path: str | os.PathLike[str], named_by: str) -> Mapping[str, object]:

@@ -18,6 +18,7 @@ from stepscope.report.tables.stages import Stage
 from stepscope.report.tables.staleness import Staleness
 from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
+from stepscope.report.throughput.rates import Throughput
 
 
 class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that recorded prefill and decode, in a trace or in spans."""
     phaseless: tuple[Phaseless, ...]
     """Processes that generated and are not among `engines`."""
+    throughput: Throughput | None = None
+    """None: neither tokens nor FLOPs are known."""
     traces: TraceTables | None
     """None: they were not read."""
     cuda_memory: tuple[CudaMemory, ...]

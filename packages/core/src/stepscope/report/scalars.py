@@ -23,6 +23,9 @@ def to_scalars(report: StepReport) -> dict[str, float]:
     `staleness/steps_p50`, `_max`, `staleness/versions_p50` and `_max` count steps and policy versions, where
     trajectories are stale.
 
+    Where they are known, `throughput/rollout_tokens_per_second` and `throughput/train_tokens_per_second` are
+    of the step's time, and `mfu/<role>/<stage>` is a part of 1.
+
     `trainer/<name>` are numbers that the trainer has logged of the step by then, in its own units.
 
     In names, what is no letter, digit, `_`, `.` or `-` becomes `-`.
@@ -57,8 +60,21 @@ def to_scalars(report: StepReport) -> dict[str, float]:
         ns["long_tail/held_seconds"] = tail.held_ns
     if tail is not None and tail.rollout_ns is not None:
         ns["long_tail/rollout_seconds"] = tail.rollout_ns
+    seconds |= _throughput(report)
     logged = {f"trainer/{_plain_path(name)}": value for name, value in report.metrics.items()}
     return {name: value / 1e9 for name, value in ns.items()} | seconds | logged
+
+
+def _throughput(report: StepReport) -> dict[str, float]:
+    if report.throughput is None:
+        return {}
+    rates = {"/".join(filter(None, (rate.phase, rate.role))): rate for rate in report.throughput.rates}
+    values = {f"throughput/{_plain_path(name)}_tokens_per_second": rate.per_s for name, rate in rates.items()}
+    return values | {
+        f"mfu/{_plain(use.role)}/{_plain(use.stage)}": use.mfu
+        for use in reversed(report.throughput.uses)
+        if use.mfu is not None
+    }
 
 
 def _plain_path(name: str) -> str:

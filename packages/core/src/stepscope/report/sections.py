@@ -21,6 +21,7 @@ from stepscope.report.blocks.long_tail import long_tail_blocks
 from stepscope.report.blocks.metrics import metrics_blocks
 from stepscope.report.blocks.stages import stage_blocks
 from stepscope.report.blocks.staleness import staleness_blocks
+from stepscope.report.blocks.throughput import throughput_blocks
 from stepscope.report.blocks.traces import trace_blocks
 from stepscope.report.html.account import draw_account
 from stepscope.report.html.advice import draw_advice
@@ -46,6 +47,7 @@ from stepscope.report.tables.stages import stage_times
 from stepscope.report.tables.staleness import step_staleness
 from stepscope.report.tables.traces import TraceTables, trace_tables
 from stepscope.report.tables.waiting import waits_in_vain
+from stepscope.report.throughput.rates import Throughput, step_throughput
 
 
 def _traces(sources: Sources) -> TraceTables | None:
@@ -78,6 +80,11 @@ def _advice(sources: Sources) -> tuple[Advice, ...]:
 def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
     engines: Table[Engine] = sources.value_of(ENGINES)
     return phaseless_engines(sources.timeline, engines)
+
+
+def _throughput(sources: Sources) -> Throughput | None:
+    engines: Table[Engine] = sources.value_of(ENGINES)
+    return step_throughput(sources.timeline, sources.activities, engines, sources.value_of(COUNTERS))
 
 
 ADVICE = Section(
@@ -139,6 +146,13 @@ PHASELESS = Section(
     name="phaseless",  # drawn with the engines
     compute=_phaseless,
 )
+THROUGHPUT = Section(
+    name="throughput",
+    title="Throughput",
+    compute=_throughput,
+    terminal=throughput_blocks,
+    page=0,
+)
 TRACES = Section(
     name="traces",
     title="Operators and kernels",
@@ -186,6 +200,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     STALENESS,
     ENGINES,
     PHASELESS,
+    THROUGHPUT,
     TRACES,
     CUDA_MEMORY,
     COUNTERS,

@@ -19,6 +19,7 @@ from stepscope.files.manifest.records import (
     Absent,
     EndedBy,
     Expectation,
+    Hardware,
     OpenedBy,
     OwnCost,
     ProcessPart,
@@ -109,6 +110,7 @@ class FakeProcess:
         self.prepared = False
         self.profiled = False
         """True if a profiler ran in it."""
+        self.hardware = Hardware()
         self.closed_ns: int | None = None
         self._folder = folder
         self._owner = owner
@@ -229,7 +231,7 @@ class FakeProcess:
             dropped=self.dropped, cost=self._cost, clocks=tuple(self.clocks), absent=tuple(self.absent),
             ended_by=self.ended_by or ("exception" if self.error else None), error=self.error,
             opened_by=self.opened_by, prepared=self.prepared,
-            profiled=self.profiled, began=self.began,
+            profiled=self.profiled, began=self.began, hardware=self.hardware,
         )  # fmt: skip
 
     @property

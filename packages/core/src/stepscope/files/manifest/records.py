@@ -144,6 +144,17 @@ class OwnCost(msgspec.Struct, frozen=True, kw_only=True):
     """Number of spans times the cost of one, calibrated in this process."""
 
 
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """The device of a process, and what the configuration says of FLOPs."""
+
+    device: str | None = None
+    """Name of the device on which torch computes. None: it has initialised none."""
+    peak_tflops: float | None = None
+    """`throughput.device_peak_tflops`."""
+    flops_per_token: float | None = None
+    """`throughput.flops_per_token`."""
+
+
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """The event upon which the flight recorder wrote a step."""
 
@@ -181,6 +192,7 @@ class ProcessPart(msgspec.Struct, frozen=True, kw_only=True):
     spans: Int = 0
     dropped: Int = 0
     cost: OwnCost = OwnCost()
+    hardware: Hardware = Hardware()
     clocks: tuple[ClockOffset, ...] = ()
     """Owner only: the other processes' clocks against this one's."""
     opened_by: OpenedBy = "program"

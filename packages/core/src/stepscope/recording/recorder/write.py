@@ -24,6 +24,7 @@ from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import failures
 from stepscope.recording.process.failures import describe
+from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.steps import RecordedStep
 from stepscope.recording.spans import lines
@@ -132,6 +133,7 @@ class StepWriter:
             roles=(process.role,),
             began=began,
             clocks=clocks,
+            hardware=read_hardware(self._config.throughput),
             ended_by=None if ending is None else ending.by,
             error=None if ending is None else ending.error,
             recorder=Recorded(trigger=self._order.trigger, reason=self._order.reason, running=window.running),

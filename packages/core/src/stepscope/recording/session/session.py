@@ -29,6 +29,7 @@ from stepscope.recording.output import exporter
 from stepscope.recording.output.manifest_part import ManifestPart
 from stepscope.recording.process import clock, failures, prepared
 from stepscope.recording.process.failures import describe
+from stepscope.recording.process.hardware import read_hardware
 from stepscope.recording.session import budget, selection
 from stepscope.recording.session.counter_file import Counters
 from stepscope.recording.session.leftovers import tidy
@@ -297,7 +298,7 @@ class Session:
 
     def _stop_and_write(self, ending: Ending | None, discard: str | None) -> None:
         ended = self._end(discard=discard)
-        self.manifest_part.update(closed=ended)
+        self.manifest_part.update(closed=ended, hardware=read_hardware(self.config.throughput))
         if ending is not None:
             error = redaction.error_of(ending.error, self.config.redact)
             self.manifest_part.update(ended_by=ending.by, error=error)

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stepscope.timeline.activity.flops import Flops
 from stepscope.timeline.readers.chrome import Distributed
 
 Work: TypeAlias = Literal["compute", "communication", "memory"]
@@ -119,4 +120,6 @@ class TraceContent(msgspec.Struct, kw_only=True):
     """True if calls into CUDA, HIP or the like were recorded."""
     device_names: list[str]
     """Devices of the host, as the trace lists them."""
+    flops: Flops = msgspec.field(default_factory=Flops)
+    """Of matrix products and attention. Empty where the trace has no shapes."""
     problems: dict[str, int | None]

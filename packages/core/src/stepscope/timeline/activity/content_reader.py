@@ -1,7 +1,7 @@
 """Operators, kernels, devices, engine iterations and memory of one torch trace, read in one pass.
 
-It is fast because typed decoding skips `args`. Memory holds one block of the file, a record for each name,
-and 16 bytes for each interval of device or operator time.
+It is fast because typed decoding skips `args`, but for the shapes of a trace that has them. Memory holds one
+block of the file, a record for each name, and 16 bytes for each interval of device or operator time.
 Layouts: Kineto's from torch 1.8 to 2.13; CUDA, ROCm, MTIA and CPU.
 """
 
@@ -29,6 +29,7 @@ from stepscope.timeline.activity.content import (
     Work,
 )
 from stepscope.timeline.activity.event_names import is_collective, iteration_of, work_of
+from stepscope.timeline.activity.flops import SHAPES, Flops
 from stepscope.timeline.activity.intervals import CHUNK, Cover, Pair, Stretches, length
 from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 
@@ -73,6 +74,14 @@ class _Complete(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     dur: _Us = 0.0
 
 
+class _Args(msgspec.Struct, gc=False):
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name="Input Dims")
+
+
+class _Shaped(_Complete, tag_field="ph", tag="X", gc=False):
+    args: _Args | None = None
+
+
 class _MemoryArgs(msgspec.Struct, gc=False):
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
     reserved: int | None = msgspec.field(default=None, name="Total Reserved")
@@ -90,11 +99,13 @@ def _nothing(phase: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"_Skipped_{phase}", [], tag_field="ph", tag=phase, gc=False)
 
 
-_Event: TypeAlias = _Complete | _Instant
+_Event: TypeAlias = _Complete | _Shaped | _Instant
 _skipped = [_nothing(phase) for phase in "stfMCBEbneNODSTpFPIRcvVa(),"]
 _union: Any = reduce(or_, _skipped, _Complete | _Instant)
 """Type of an event, made at run time: events of other phases become structs without a field."""
+_union_with_shapes: Any = reduce(or_, _skipped, _Shaped | _Instant)
 _decode = msgspec.json.Decoder(list[_union], strict=False).decode
+_decode_with_shapes = msgspec.json.Decoder(list[_union_with_shapes], strict=False).decode
 _decode_one = msgspec.json.Decoder(_union, strict=False).decode
 _raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -165,6 +176,7 @@ class _Reading:
         self.collectives: dict[str, list[Pair]] = defaultdict(list)
         self.iterations: dict[tuple[str, int | str, int | str], list[Iteration]] = defaultdict(list)
         self.peaks: dict[tuple[int, int], Peak] = {}
+        self.flops = Flops()
         self.first, self.last = float("inf"), float("-inf")
         self.others: set[str] = set()
         """Categories of events that were not used."""
@@ -187,7 +199,7 @@ class _Reading:
             DecodeError: the array is no JSON.
         """
         try:
-            events: list[_Event] = _decode(text)
+            events: list[_Event] = (_decode_with_shapes if SHAPES in text else _decode)(text)
         except msgspec.ValidationError:
             events = []
             for element in _raw(text):
@@ -201,7 +213,7 @@ class _Reading:
         self.events += len(events)
         handlers, others = self._handlers, self.others
         for event in events:
-            if type(event) is _Complete:
+            if isinstance(event, _Complete):
                 handler = handlers.get(event.cat)
                 if handler is None:
                     others.add(event.cat)
@@ -214,6 +226,8 @@ class _Reading:
 
     def _operator(self, event: _Complete) -> None:
         start, thread = event.ts, (event.pid, event.tid)
+        if type(event) is _Shaped and event.args is not None:
+            self.flops.add(event.name, start, event.args.dims)
         if thread != self._thread:
             self._thread, self._nesting = thread, self._threads[thread]
         nesting = self._nesting
@@ -320,6 +334,7 @@ class _Reading:
             iterations=self._iterations(),
             memory=list(self.peaks.values()),
             runtime=not self.others.isdisjoint(_RUNTIME),
+            flops=self.flops.in_order(),
             device_names=[properties.name for properties in fields.devices if properties.name is not None],
             problems=dict(self.notes.counts),
         )

@@ -1,0 +1,192 @@
+"""MFU of stages: FLOPs of the model per second, of the devices' peak.
+
+MFU = FLOPs / (seconds of the stage * devices * peak FLOP/s). FLOPs are tokens * `flops_per_token`, of which
+forward alone is a third (PaLM, appendix B), or those of the operators in traces with shapes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from stepscope.report.accounting import Label, union_ns
+from stepscope.report.throughput.devices import Devices, Hardware
+from stepscope.report.throughput.peaks import peak_tflops
+from stepscope.report.throughput.stages import ROLLOUT, trains
+from stepscope.report.throughput.tokens import Count, stage_tokens
+from stepscope.timeline import Span, Timeline, TraceActivity
+
+_OTHER_MODELS = ROLLOUT | {"critic", "reward", "env"}
+"""Roles that `flops_per_token` says nothing of, or whose tokens are not all that they compute."""
+
+
+class StageUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The FLOPs of a stage, and what they are of the devices' peak."""
+
+    role: str
+    stage: str
+    flops: float
+    source: str
+    """For people: `flops_per_token`, or `operators` of traces."""
+    device_ns: int
+    """The stage's time times its devices."""
+    devices: int
+    unit: str
+    """`GPU`, `NPU`; `rank` or `process` where no device is known."""
+    device: str | None
+    """Name of the devices. None: unknown, or of several kinds."""
+    tflops_each: float
+    """TFLOP/s of one device, while the stage ran."""
+    peak_tflops: float | None
+    """Of one device. None: not known, and not configured."""
+    mfu: float | None
+    """A part of 1. None: no peak is known."""
+
+
+def stage_uses(
+    timeline: Timeline,
+    activities: Sequence[TraceActivity],
+    hardware: Hardware,
+    trained: Count | None,
+) -> tuple[StageUse, ...]:
+    """Return the stages whose FLOPs are known.
+
+    Args:
+        trained: Tokens that `step_tokens` counted. They belong to the outermost stage that trains.
+    """
+    uses = [*_given(timeline, hardware, trained), *_traced(timeline, activities, hardware)]
+    return tuple(sorted(uses, key=lambda use: (-use.flops, use.role, use.stage, use.source)))
+
+
+def rollout_use(
+    generated: Count | None, active_ns: int, devices: Devices | None, hardware: Hardware
+) -> StageUse | None:
+    """Return the use of the rollout's devices: forward alone, of generated tokens. Prompts are left out."""
+    if generated is None or devices is None or not active_ns or hardware.flops_per_token is None:
+        return None
+    flops = generated.tokens * hardware.flops_per_token / 3
+    label = "rollout", "generated tokens"
+    return _use(label, flops, "flops_per_token", active_ns * devices.number, devices, hardware)
+
+
+def _given(timeline: Timeline, hardware: Hardware, trained: Count | None) -> Iterator[StageUse]:
+    if hardware.flops_per_token is None:
+        return
+    tokens = stage_tokens(timeline)
+    outermost = _outermost(timeline)
+    if trained is not None and len(outermost) == 1:
+        tokens.setdefault(outermost.pop(), trained.tokens)
+    by_label: dict[Label, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        by_label[span.role, span.stage].append(span)
+    for label, number in tokens.items():
+        spans = by_label[label]
+        busy_ns = union_ns([(span.start_ns, timeline.until_ns(span)) for span in _aligned(timeline, spans)])
+        devices = hardware.of_spans(partial(_is_of, label))
+        if label[0] in _OTHER_MODELS or devices is None or not busy_ns:
+            continue
+        part = 1.0 if all(map(trains, spans)) else 1 / 3
+        flops = number * hardware.flops_per_token * part
+        yield _use(label, flops, "flops_per_token", busy_ns * devices.number, devices, hardware)
+
+
+def _is_of(label: Label, span: Span) -> bool:
+    return (span.role, span.stage) == label
+
+
+def _outermost(timeline: Timeline) -> set[Label]:
+    """Return the stages that train and run below none that does."""
+    labels = set()
+    for span in timeline.spans:
+        above = span.parent
+        while above is not None and not trains(timeline.spans[above]):
+            above = timeline.spans[above].parent
+        if above is None and trains(span) and span.role not in _OTHER_MODELS:
+            labels.add((span.role, span.stage))
+    return labels
+
+
+def _aligned(timeline: Timeline, spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of aligned processes, or of one process if none is aligned."""
+    aligned = [span for span in spans if timeline.processes[span.process].aligned]
+    return aligned or [span for span in spans if span.process == spans[0].process]
+
+
+def _traced(
+    timeline: Timeline, activities: Sequence[TraceActivity], hardware: Hardware
+) -> Iterator[StageUse]:
+    """Yield the stages of processes whose traces have shapes, while these recorded."""
+    flops: dict[Label, float] = defaultdict(float)
+    device_ns: dict[Label, int] = defaultdict(int)
+    devices: dict[Label, dict[int, Devices]] = defaultdict(dict)
+    spans = _by_process(timeline)
+    for activity in activities:
+        index = activity.process
+        if index is None or activity.unaligned is not None or not activity.content.flops.counts:
+            continue
+        own = hardware.of_process.get(index) or Devices(1, "process")
+        for label, pairs in spans[index].items():
+            stretches = list(_recorded(activity, pairs))
+            counted = sum(
+                activity.content.flops.between(_us(activity, start), _us(activity, end))
+                for start, end in stretches
+            )
+            if counted:
+                flops[label] += counted
+                device_ns[label] += own.number * sum(end - start for start, end in stretches)
+                devices[label][index] = own
+    for label, number in flops.items():
+        kinds = list(devices[label].values())
+        names = {kind.name for kind in kinds}
+        together = Devices(
+            sum(kind.number for kind in kinds), kinds[0].unit, names.pop() if len(names) == 1 else None
+        )
+        yield _use(label, number, "operators", device_ns[label], together, hardware)
+
+
+def _by_process(timeline: Timeline) -> Mapping[int, Mapping[Label, list[tuple[int, int]]]]:
+    """Return the times of each stage in each process, disjoint and in order."""
+    times: dict[int, dict[Label, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for span in sorted(timeline.spans, key=lambda span: span.start_ns):
+        pairs, end_ns = times[span.process][span.role, span.stage], timeline.until_ns(span)
+        if pairs and span.start_ns <= pairs[-1][1]:
+            pairs[-1] = pairs[-1][0], max(pairs[-1][1], end_ns)
+        else:
+            pairs.append((span.start_ns, end_ns))
+    return times
+
+
+def _recorded(activity: TraceActivity, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    content = activity.content
+    first_ns, last_ns = activity.unix_ns(content.first_us or 0.0), activity.unix_ns(content.last_us or 0.0)
+    for start, end in pairs:
+        if max(start, first_ns) < min(end, last_ns):
+            yield max(start, first_ns), min(end, last_ns)
+
+
+def _us(activity: TraceActivity, unix_ns: int) -> float:
+    return (unix_ns - activity.shift_ns) / 1000
+
+
+def _use(
+    label: Label, flops: float, source: str, device_ns: int, devices: Devices, hardware: Hardware
+) -> StageUse:
+    known = None if devices.name is None else peak_tflops(devices.name)
+    peak = hardware.peak_tflops or known
+    tflops = flops / device_ns / 1000
+    return StageUse(
+        role=label[0],
+        stage=label[1],
+        flops=flops,
+        source=source,
+        device_ns=device_ns,
+        devices=devices.number,
+        unit=devices.unit,
+        device=devices.name,
+        tflops_each=float(f"{tflops:.4g}"),
+        peak_tflops=peak,
+        mfu=None if peak is None else float(f"{tflops / peak:.4g}"),
+    )

@@ -1,0 +1,81 @@
+"""Floating-point operations of a torch trace: matrix products and attention, from the shapes of their inputs.
+
+torch writes shapes into a trace (`record_shapes`, `with_flops`), and never its own figures of `with_flops`.
+Formulas: those of `torch.utils.flop_counter`. A multiplication and an addition are two operations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TypeAlias
+
+import msgspec
+
+SHAPES = b'"Input Dims"'
+"""The field of an operator's arguments, in a file that has shapes."""
+
+_Shapes: TypeAlias = list[list[int]]
+_decode = msgspec.json.Decoder(list[object]).decode
+
+
+def _product(shapes: _Shapes) -> int:
+    """Return the FLOPs of a matrix product, or of a batch of them."""
+    left, right = shapes
+    return 2 * prod(left) * right[-1]
+
+
+def _attention(shapes: _Shapes) -> int:
+    """Return the FLOPs of attention: two products. A causal mask saves none of them, by convention."""
+    query, key, value = shapes
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward(shapes: _Shapes) -> int:
+    """Return the FLOPs of its gradient: five products, of which one repeats the scores."""
+    _, query, key, value = shapes
+    return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+_FLASH = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_FORMULAS: Mapping[str, tuple[slice, Callable[[_Shapes], int]]] = {
+    "aten::mm": (slice(0, 2), _product),
+    "aten::bmm": (slice(0, 2), _product),
+    "aten::_scaled_mm": (slice(0, 2), _product),
+    "aten::addmm": (slice(1, 3), _product),
+    "aten::baddbmm": (slice(1, 3), _product),
+    **{f"aten::_scaled_dot_product_{kind}": (slice(0, 3), _attention) for kind in _FLASH},
+    **{f"aten::_scaled_dot_product_{kind}_backward": (slice(0, 4), _attention_backward) for kind in _FLASH},
+}
+"""{operator: (its inputs that count, formula)}. None of them runs below another one."""
+
+
+class Flops(msgspec.Struct):
+    """FLOPs of the operators in a trace, by their starts."""
+
+    starts_us: list[float] = []
+    counts: list[float] = []
+
+    def add(self, name: str, start_us: float, dims: bytes) -> None:
+        """Count an operator if there is a formula for it, and its shapes are of the kind that it takes."""
+        inputs, formula = _FORMULAS.get(name, (None, None))
+        if inputs is None or formula is None:
+            return
+        try:
+            shapes = msgspec.convert(_decode(dims)[inputs], _Shapes)
+            count = formula(shapes)
+        except (msgspec.MsgspecError, ValueError, IndexError):  # an operator of that name with other inputs
+            return
+        self.starts_us.append(start_us)
+        self.counts.append(float(count))
+
+    def in_order(self) -> Flops:
+        """Return them in the order of their starts: threads mix in a file."""
+        pairs = sorted(zip(self.starts_us, self.counts, strict=True))
+        return Flops([start for start, _ in pairs], [count for _, count in pairs])
+
+    def between(self, first_us: float, last_us: float) -> float:
+        """Return the FLOPs of the operators that began from `first_us` until before `last_us`. In order."""
+        first, last = bisect_left(self.starts_us, first_us), bisect_left(self.starts_us, last_us)
+        return sum(self.counts[first:last])
