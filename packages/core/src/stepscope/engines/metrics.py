@@ -10,17 +10,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepscope.counters import CounterSource
+from stepscope.files import counters
 from stepscope.files.counters import KV_CACHE, PREEMPTIONS, CounterKind
 
 ASK_S = 1.0
 """Time between an answer of a server and the next question. A page of metrics costs it some 10 ms of CPU."""
 READ_S = 0.5
 """Time between two readings of metrics in this process."""
-RUNNING = "running requests"
-WAITING = "waiting requests"
+RUNNING = counters.RUNNING_REQUESTS
+WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
 PROMPT_TOKENS = "prompt tokens"
-GENERATION_TOKENS = "generation tokens"
+GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
 """In percent of the prompt tokens that were looked up since the answer before, unless the engine says it."""
 PREFIX_QUERIES = "prefix cache queries"

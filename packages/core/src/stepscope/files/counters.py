@@ -27,6 +27,12 @@ GPU = "GPU utilisation"
 NPU = "NPU utilisation"
 KV_CACHE = "KV cache"
 PREEMPTIONS = "preemptions"
+RUNNING_REQUESTS = "running requests"
+WAITING_REQUESTS = "waiting requests"
+GENERATION_TOKENS = "generation tokens"
+GPU_MEMORY = "GPU memory"
+NPU_MEMORY = "NPU memory"
+TORCH_RESERVED = "torch reserved"
 """Names of counters that a report knows."""
 
 

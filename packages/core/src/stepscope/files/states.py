@@ -18,6 +18,10 @@ _MOST_STACKS = 4 << 20
 """faulthandler writes 100 frames of 100 threads at most."""
 
 
+RECENT_NS = 10_000_000_000
+"""Time whose mean a counter has in a state."""
+
+
 class OpenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A span that has not ended."""
 
@@ -67,6 +71,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The innermost span of the task. None: none, or unknown (Python before 3.12)."""
 
 
+class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One counter that is no total: its mean over the last seconds."""
+
+    name: str
+    of: str = ""
+    """`GPU 3`, `replica 0`; empty for the process or host itself."""
+    value: float
+
+
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """One process at one moment."""
 
@@ -83,6 +96,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[OpenSpan, ...]
     threads: tuple[Thread, ...]
     tasks: tuple[Task, ...]
+    counters: tuple[CounterNow, ...] = ()
 
 
 class StacksHead(msgspec.Struct, frozen=True, kw_only=True):

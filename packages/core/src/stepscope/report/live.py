@@ -9,6 +9,7 @@ import msgspec
 
 from stepscope.files.recorder import StepLine
 from stepscope.files.states import OpenSpan, ProcessState
+from stepscope.report.fleet import Fleet, Sampled, fleets
 from stepscope.report.formatting import middle
 
 COMPARED = 50
@@ -64,15 +65,26 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories under way."""
     oldest: tuple[Flight, ...]
     """Of them, the longest first."""
+    fleets: tuple[Fleet, ...] = ()
+    """Devices and engines, where they are sampled."""
 
 
-def live(lines: Sequence[StepLine], states: Sequence[ProcessState], shown: int = 8) -> Live:
+def live(
+    lines: Sequence[StepLine],
+    states: Sequence[ProcessState],
+    shown: int = 8,
+    *,
+    recorded: Sequence[Sampled] = (),
+    recorded_step: int | None = None,
+) -> Live:
     """Return the run at this moment.
 
     Args:
         lines: Of its steps.
         states: Of the processes that answered.
         shown: Trajectories that are named.
+        recorded: Counters of the last step on disk that has some.
+        recorded_step: The number of that step.
     """
     last = list(lines)[-COMPARED:]
     owner = next((state for state in states if state.step_age_ns is not None), None)
@@ -87,6 +99,9 @@ def live(lines: Sequence[StepLine], states: Sequence[ProcessState], shown: int =
         lanes=tuple(_lanes(states)),
         flights=len(flights),
         oldest=tuple(flights[:shown]),
+        fleets=tuple(
+            fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
+        ),
     )
 
 

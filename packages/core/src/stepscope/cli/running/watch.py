@@ -20,9 +20,12 @@ from stepscope.cli.ls import rows_of
 from stepscope.cli.running.why import ask, step_lines
 from stepscope.files.layout import RunLayout
 from stepscope.files.storage.atomic import write_atomic
+from stepscope.report.blocks.counters import quantity
+from stepscope.report.fleet import COLUMNS, Fleet, Sampled
 from stepscope.report.formatting import count, duration, turn
 from stepscope.report.live import Live, live
 from stepscope.report.terminal.layout import listing, table
+from stepscope.timeline.step.latest import latest_counters
 
 BARS = " ▁▂▃▄▅▆▇█"
 _WRITTEN = 5
@@ -62,7 +65,17 @@ def watch(
 
 def look(layout: RunLayout, every: float) -> Live:
     """Return the run at this moment. Waits for answers no longer than until the next look."""
-    return live(step_lines(layout), ask(layout, min(1.5, every)))
+    number, sampled = _last_counters(layout)
+    return live(step_lines(layout), ask(layout, min(1.5, every)), recorded=sampled, recorded_step=number)
+
+
+def _last_counters(layout: RunLayout) -> tuple[int | None, list[Sampled]]:
+    """Return the last step with files of counters, and its counters."""
+    for number, step in reversed(layout.steps().items()):
+        sampled = [Sampled(process, counters) for process, counters in latest_counters(step)]
+        if sampled:
+            return number, sampled
+    return None, []
 
 
 def _follow(layout: RunLayout, every: float) -> None:
@@ -122,9 +135,42 @@ def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
             for flight in view.oldest
         ]
         yield table(title, ("trajectory", "in", ">for"), flights)
+    yield from map(_fleet, view.fleets)
     written = list(_written(layout))
     if written:
         yield listing("On disk, the last", written)
+
+
+def _fleet(fleet: Fleet) -> RenderableType:
+    columns = COLUMNS[fleet.group]
+    of = "" if fleet.step is None else f", at the end of step {fleet.step}"
+    title = f"{count(fleet.number, fleet.group[:-1])}, over 10 s{of}"
+    if fleet.spreads:
+        units = {column.title: column.unit for column in columns}
+        spreads = [
+            (
+                spread.column,
+                *(
+                    quantity(value, units[spread.column])
+                    for value in (spread.p10, spread.median, spread.p90, spread.worst)
+                ),
+                spread.whose,
+            )
+            for spread in fleet.spreads
+        ]
+        return table(title, ("", ">p10", ">median", ">p90", ">worst", "whose"), spreads)
+    known = [column for column in columns if any(column.title in row.values for row in fleet.rows)]
+    rows = [
+        (
+            row.name,
+            *(
+                quantity(row.values[column.title], column.unit) if column.title in row.values else "-"
+                for column in known
+            ),
+        )
+        for row in fleet.rows
+    ]
+    return table(title, (fleet.group[:-1], *(f">{column.title}" for column in known)), rows)
 
 
 def _head(view: Live) -> str:

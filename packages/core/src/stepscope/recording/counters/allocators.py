@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepscope.counters import CounterSource
+from stepscope.files.counters import TORCH_RESERVED
 
 _MODULES = (("torch", "cuda"), ("torch_npu", "npu"))
 """(library, its module) of the allocators; `torch_npu.npu` has the functions of `torch.cuda`."""
@@ -42,4 +43,4 @@ def _initialised() -> Iterator[tuple[str, Any]]:
 def allocators() -> Iterator[CounterSource]:
     """Yield the sources: the tensors' bytes, and what the allocators hold for them."""
     yield AllocatorBytes("torch allocated", "allocated_bytes.all.current")
-    yield AllocatorBytes("torch reserved", "reserved_bytes.all.current")
+    yield AllocatorBytes(TORCH_RESERVED, "reserved_bytes.all.current")

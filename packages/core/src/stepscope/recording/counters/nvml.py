@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from stepscope.counters import CounterSource
-from stepscope.files.counters import GPU, CounterKind, CounterScope
+from stepscope.files.counters import GPU, GPU_MEMORY, CounterKind, CounterScope
 from stepscope.recording.counters.sampler import AbsentError
 
 DRIVER = "/proc/driver/nvidia/version"
@@ -99,7 +99,7 @@ def _counters(nvml: Any, handles: Mapping[str, Any]) -> Iterator[CounterSource]:
         error=error, interval_s=0.2, kind="interval", end=nvml.nvmlShutdown,
     )  # fmt: skip
     queries: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
-        ("GPU memory", "B", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+        (GPU_MEMORY, "B", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
         ("GPU power", "W", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
         ("GPU SM clock", "MHz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
         ("GPU throttled", "", throttled),

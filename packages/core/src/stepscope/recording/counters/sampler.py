@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -120,6 +120,18 @@ class Sampler:
     def between(self, start_ns: int, end_ns: int) -> list[Tick]:
         """Return the kept ticks after `start_ns`, up to `end_ns`, in order (CLOCK_MONOTONIC)."""
         return [tick for tick in tuple(self._ticks) if start_ns < tick.at_ns <= end_ns]
+
+    def means(self, start_ns: int, end_ns: int) -> dict[Series, float]:
+        """Return the mean of each series that is no total over that time, of those with a sample in it."""
+        values: dict[int, list[float]] = defaultdict(list)
+        for tick in self.between(start_ns, end_ns):
+            for number, value in tick.values.items():
+                values[number].append(value)
+        return {
+            series: round(sum(own) / len(own), 3)
+            for series in self.series
+            if series.how != "total" and (own := values.get(series.series))
+        }
 
     def forget(self) -> None:
         """In the child of a fork, let go of what the parent's thread holds there."""

@@ -232,6 +232,7 @@ class Recorder:
             step=self.log.step if session is None else session.step,
             step_age_ns=None if running is None else running.dur_ns,
             workers=dict(self.workers),
+            sampler=self.sampler,
         )
         write_atomic(self.layout.state_of(self.process, order_id), msgspec.json.encode(state))
 

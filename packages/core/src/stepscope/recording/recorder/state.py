@@ -11,8 +11,9 @@ from typing import Any
 
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.spans import WAIT, WAITING
-from stepscope.files.states import Frame, OpenSpan, ProcessState, Task, Thread
+from stepscope.files.states import RECENT_NS, CounterNow, Frame, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import MAX_TEXT, bounded
+from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.spans import lines, scopes
 from stepscope.recording.spans.span import Span
 
@@ -31,11 +32,13 @@ def state_of(
     step: int | None,
     step_age_ns: int | None,
     workers: dict[str, str],
+    sampler: Sampler | None = None,
 ) -> ProcessState:
     """Return the state of this process now.
 
     Args:
         spans: Those that have not ended.
+        sampler: Of its counters; None without any.
     """
     now_ns = time.monotonic_ns()
     return ProcessState(
@@ -48,7 +51,13 @@ def state_of(
         spans=tuple(_open_span(span, now_ns) for span in spans[:MOST]),
         threads=tuple(_threads()),
         tasks=tuple(_tasks())[:MOST],
+        counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
     )
+
+
+def _counters(sampler: Sampler, now_ns: int) -> Iterator[CounterNow]:
+    for series, mean in sampler.means(now_ns - RECENT_NS, now_ns).items():
+        yield CounterNow(name=series.name, of=series.of, value=mean)
 
 
 def _open_span(span: Span, now_ns: int) -> OpenSpan:

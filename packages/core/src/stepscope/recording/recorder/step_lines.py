@@ -56,17 +56,8 @@ def line_of(step: RecordedStep, spans: Sequence[Span], sampler: Sampler | None) 
 
 def _means(sampler: Sampler, first_ns: int, last_ns: int) -> dict[str, float]:
     """Return the means of counters that are no totals, over the step; empty for one between two samples."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for tick in sampler.between(first_ns, last_ns):
-        for number, value in tick.values.items():
-            values[number].append(value)
-    return {
-        f"{series.name} {series.of}".strip(): round(
-            sum(values[series.series]) / len(values[series.series]), 3
-        )
-        for series in sampler.series
-        if series.how != "total" and values.get(series.series)
-    }
+    means = sampler.means(first_ns, last_ns)
+    return {f"{series.name} {series.of}".strip(): mean for series, mean in means.items()}
 
 
 def append(path: Path, line: StepLine) -> None:

@@ -6,15 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from stepscope.files.counters import GENERATION_TOKENS
 from stepscope.report.accounting import Label
 from stepscope.report.tables.counters import Counters
 from stepscope.report.tables.engine import Engine
 from stepscope.report.tables.replicas import SERVED
 from stepscope.report.throughput.stages import generates, trains
 from stepscope.timeline import Span, Timeline
-
-GENERATED = "generation tokens"
-"""The counter of an engine."""
 
 
 class Count(NamedTuple):
@@ -89,7 +87,7 @@ def _of_engines(engines: Sequence[Engine]) -> Count | None:
 
 def _of_counters(counters: Counters | None) -> Count | None:
     rows = () if counters is None else counters.rows
-    grown = [row.increase for row in rows if row.name == GENERATED and row.increase is not None]
+    grown = [row.increase for row in rows if row.name == GENERATION_TOKENS and row.increase is not None]
     return Count(round(sum(grown)), "engines' counters") if grown else None
 
 
