@@ -98,6 +98,20 @@ def test_at_a_step_that_is_not_captured_a_snapshot_is_kept_and_the_error_comes_t
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_captured_step_of_the_tool_has_its_summary_and_its_snapshot(
+    tmp_path: Path, cuda: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": []})
+    config = a_config(tmp_path).replace(steps=[1], tool="cuda_memory")
+    with capture(1, config=config, rank=0) as opened:
+        pass
+    opened.result.raise_for_missing(20)
+    traces = RunLayout(config.save_path).step(1).traces
+    assert {path.suffix for path in traces.rglob("*_cuda_memory_*") if ".meta" not in path.name} == {
+        ".gz", ".pickle",
+    }  # fmt: skip
+
+
 def test_by_default_nothing_is_attached(tmp_path: Path, cuda: Allocator) -> None:
     config = a_config(tmp_path, oom_any_step="off")
     with capture(7, config=config):

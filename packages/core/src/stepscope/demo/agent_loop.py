@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray.actor import ActorHandle
+from typing import TYPE_CHECKING, Any
 
 from stepscope import carrier, span, trajectory, turn
 from stepscope.demo import task
 from stepscope.demo.batch import Trajectory
 from stepscope.demo.calculator import Calculator
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
 async def play(

@@ -157,7 +157,7 @@ class CudaMemoryBackend:
             compress=True,
             discard=kept.clear,
             truncated=truncated,
-            versions={"torch": torch.__version__, "cuda": str(torch.version.cuda)},
+            versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda)},
         )
 
     def _artifact(self, snapshot: object, truncated: str | None) -> PendingArtifact:
@@ -183,7 +183,7 @@ class CudaMemoryBackend:
                 "on_oom": self._config.on_oom,
                 "ooms": self._ooms,
             },
-            versions={"torch": torch.__version__, "cuda": str(torch.version.cuda)},
+            versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda)},
         )
 
 
