@@ -141,6 +141,13 @@ def docs(arguments: list[str]) -> bool:
     return run(python, "-m", "mkdocs", "serve" if serve else "build", "--strict", *words)
 
 
+def gpu(arguments: list[str]) -> bool:
+    """everything that needs a GPU, in at most eight minutes: [--wheels DIR] [--output DIR] [--pretend];
+    --fill-wheels DIR downloads for a machine without a network. Results: gpu.json, gpu.md, report.html"""
+    alone = any(word.startswith(("--wheels", "--fill-wheels")) for word in arguments)
+    return run(sys.executable if alone else DEV.ready(), "-m", "tools.gpu", *arguments)
+
+
 def chaos(arguments: list[str]) -> bool:
     """a small trainer on Ray to which something happens in every other step: [--rounds 100] [--seed N]"""
     return run(DEV.ready(), "packages/core/tests/chaos/run.py", *arguments)
@@ -171,7 +178,7 @@ def release(arguments: list[str]) -> bool:
 
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
     command.__name__: command
-    for command in (demo, test, chaos, soak, check, bench, docs, setup, bump, release)
+    for command in (demo, test, gpu, chaos, soak, check, bench, docs, setup, bump, release)
 }
 
 

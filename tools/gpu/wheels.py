@@ -1,0 +1,82 @@
+"""A folder of wheels for a machine without a network, and their installation into a folder there."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tools.repository import ROOT
+
+CORE = (
+    "msgspec>=0.19",
+    "pyyaml>=6.0.2",
+    "wrapt>=1.17",
+    "isal>=1.7",
+    "typer>=0.19.2",
+    "rich>=13",
+    "stringzilla>=5",
+)
+"""Requirements of `stepscope[cli]`."""
+TESTS = ("pytest>=9", "pytest-asyncio>=1.3", "hypothesis>=6.100", "hatchling>=1.27")
+OLD_PYTHON = ("tomli", "exceptiongroup", "backports.asyncio.runner")
+"""Requirements of `TESTS` on Python 3.10. pip downloads none for another Python than its own."""
+BESIDE_TORCH = ("nvidia-ml-py>=12.535", "nvtx>=0.2.11", "numpy>=2")
+"""Packages that a machine with torch often has. Its own ones stay in use."""
+GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34)
+"""Minor versions in the names of wheels. pip takes no other wheels than those."""
+
+
+def fill(folder: Path, python: str) -> bool:
+    """Download the wheels for Linux, for a Python such as `3.12`. Return whether that succeeded."""
+    machine = platform.machine()
+    tags = [*(f"manylinux_2_{minor}_{machine}" for minor in GLIBC), f"manylinux2014_{machine}"]
+    if machine == "x86_64":
+        tags += ["manylinux2010_x86_64", "manylinux1_x86_64"]
+    platforms = [word for tag in tags for word in ("--platform", tag)]
+    old = OLD_PYTHON if python == "3.10" else ()
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--only-binary=:all:"),
+        *("--implementation", "cp", "--python-version", python, *platforms, "--dest", str(folder)),
+        *(*CORE, *TESTS, *BESIDE_TORCH, *old),
+    ]
+    if subprocess.run(command).returncode:
+        return False
+    size = sum(file.stat().st_size for file in folder.glob("*.whl")) / 1e6
+    print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels for Python {python}, {size:.0f} MB")
+    return True
+
+
+def install(wheels: Path, target: Path) -> str | None:
+    """Install the core of this checkout and what the parts need. Return pip's output if that fails."""
+    command = [
+        *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index"),
+        *(
+            "--find-links",
+            str(wheels.resolve()),
+            "--target",
+            str(target),
+            "--no-cache-dir",
+            "--no-compile",
+            "--quiet",
+        ),
+        *(f"{ROOT / 'packages' / 'core'}[cli]", *TESTS, *absent(BESIDE_TORCH)),
+    ]
+    made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return made.stdout if made.returncode else None
+
+
+def absent(requirements: Sequence[str]) -> list[str]:
+    """Return the requirements whose packages this Python does not have, in any version."""
+    return [requirement for requirement in requirements if not _installed(requirement.partition(">=")[0])]
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
