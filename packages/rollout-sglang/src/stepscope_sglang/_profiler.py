@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,7 +20,7 @@ from stepscope.engines import (
     EngineProfiler,
     patience_s,
 )
-from stepscope.engines.metrics import EngineMetrics
+from stepscope.engines.metrics import UNFINISHED, EngineMetrics
 from stepscope.engines.own_thread import is_ours
 from stepscope_sglang._capture.checks import check_facts
 from stepscope_sglang._capture.replica import ReplicaProfiler
@@ -58,7 +59,14 @@ class SglangProfiler(ReplicaProfiler):
 
     def counters(self) -> Sequence[CounterSource]:
         """Return its counters. They are empty unless it was built with `enable_metrics=True`."""
-        return EngineMetrics(counters_here, f"replica {self.replica or 0}", blocks=True).sources()
+        manager = weakref.ref(self._target.manager)
+
+        def read() -> dict[str, float]:
+            requests = getattr(manager(), "rid_to_state", None)
+            unfinished = {} if requests is None else {UNFINISHED: float(len(requests))}
+            return {**counters_here(), **unfinished}
+
+        return EngineMetrics(read, f"replica {self.replica or 0}", blocks=True).sources()
 
     @contextmanager
     def _waited_for(self, capture: EngineCapture) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from stepscope import ProfileConfig
 from stepscope.counters import CounterSource
@@ -75,7 +75,13 @@ class VllmProfiler(ReplicaProfiler):
 
     def counters(self) -> Sequence[CounterSource]:
         """Return its counters. They are empty unless it was built with `disable_log_stats=False`."""
-        return EngineMetrics(facts.counters_here, f"replica {self.replica or 0}", blocks=False).sources()
+        engine = ref(self.engine)
+
+        def read() -> dict[str, float]:
+            living = engine()
+            return {} if living is None else facts.counters_here() | facts.unfinished(living)
+
+        return EngineMetrics(read, f"replica {self.replica or 0}", blocks=False).sources()
 
     async def start(self, capture: EngineCapture) -> None:
         ascend = await own_thread(ascend_profiler.installed)  # the first time it reads source files

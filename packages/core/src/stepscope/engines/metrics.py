@@ -20,6 +20,8 @@ READ_S = 0.5
 RUNNING = counters.RUNNING_REQUESTS
 WAITING = counters.WAITING_REQUESTS
 FINISHED = "finished requests"
+UNFINISHED = "unfinished requests"
+"""Those that its front end has not answered, whatever its scheduler knows."""
 PROMPT_TOKENS = "prompt tokens"
 GENERATION_TOKENS = counters.GENERATION_TOKENS
 HITS = "prefix cache hits"
@@ -27,7 +29,7 @@ HITS = "prefix cache hits"
 PREFIX_QUERIES = "prefix cache queries"
 PREFIX_HITS = "prefix cache hit tokens"
 """Totals that an adapter reads for `HITS`."""
-_LEVELS = {WAITING: "", KV_CACHE: "%"}
+_LEVELS = {WAITING: "", UNFINISHED: "", KV_CACHE: "%"}
 _TOTALS = (PREEMPTIONS, PROMPT_TOKENS, GENERATION_TOKENS, FINISHED)
 
 
@@ -48,6 +50,7 @@ class EngineMetrics:
         self._of = of
         self._blocks = blocks
         self._over = threading.Event()
+        self._wanted = threading.Event()
         self._is_fresh = False
 
     def sources(self) -> Sequence[CounterSource]:
@@ -62,7 +65,8 @@ class EngineMetrics:
         return [_Reader(self), *levels, *totals, _HitRate(self)]
 
     def refresh(self) -> None:
-        """Read the metrics, unless a thread does, or they are fresh."""
+        """Read the metrics, unless they are fresh. A thread that does brings them later."""
+        self._wanted.set()
         if not self._blocks and not self._is_fresh:
             self._take()
         self._is_fresh = False
@@ -70,6 +74,7 @@ class EngineMetrics:
     def end(self) -> None:
         """Let the thread end, after its present question."""
         self._over.set()
+        self._wanted.set()
 
     def values(self, name: str) -> Mapping[str, float]:
         """Return the latest value of a metric, as a source has it."""
@@ -80,6 +85,8 @@ class EngineMetrics:
         while not self._over.is_set():
             self._take()
             self._over.wait(self.interval_s)
+            self._wanted.wait()  # while nobody samples, the server is left alone
+            self._wanted.clear()
 
     def _take(self) -> None:
         try:

@@ -80,6 +80,55 @@ class CounterNow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: float
 
 
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of one engine, by its counters."""
+
+    name: str
+    """`replica 0`."""
+    sampled_ns: Int
+    """Time since it last said its counters."""
+    still_ns: Int | None
+    """Time in which it has had requests and made no token, at least. None: it has none."""
+    requests: Int
+    running: float | None = None
+    waiting: float | None = None
+    kv_percent: float | None = None
+
+
+class ProcessGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A process group of torch.distributed."""
+
+    name: str
+    ranks: tuple[Int, ...]
+    """Global ranks; empty if unknown."""
+    entered: Int
+    """Number of the last collective that this process entered; -1 before the first."""
+    completed: Int
+
+
+class PendingCollective(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that this process entered and that has not completed."""
+
+    group: str
+    description: str
+    number: Int | None
+    """Among the collectives of its group. None for a send or receive."""
+    op: str
+    """`all_reduce`, `recv 3<-0`."""
+    state: str
+    """`scheduled` or `started`."""
+    age_ns: Int
+
+
+class Collectives(msgspec.Struct, frozen=True, kw_only=True):
+    """Process groups of a process, and its open collectives, the oldest first."""
+
+    rank: Int
+    """Global rank in torch.distributed."""
+    groups: tuple[ProcessGroup, ...]
+    pending: tuple[PendingCollective, ...]
+
+
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """One process at one moment."""
 
@@ -97,6 +146,9 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[Thread, ...]
     tasks: tuple[Task, ...]
     counters: tuple[CounterNow, ...] = ()
+    engines: tuple[EngineState, ...] = ()
+    """Of those that this process holds, or asks over HTTP."""
+    collectives: Collectives | None = None
 
 
 class StacksHead(msgspec.Struct, frozen=True, kw_only=True):

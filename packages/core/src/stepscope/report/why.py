@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import NamedTuple
 
 import msgspec
 
-from stepscope.files.states import Frame, OpenSpan, ProcessState, Stacks, Task, Thread
+from stepscope.files.states import EngineState, Frame, OpenSpan, ProcessState, Stacks, Task, Thread
 from stepscope.report.formatting import duration, turn
+from stepscope.report.missing_ranks import awaited_collective, rank_of
+from stepscope.report.places import (
+    asks_engine,
+    collective_of,
+    ends_in_code,
+    held_frames,
+    is_library,
+    is_polling,
+    say_where,
+)
 
-_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen")
-_COLLECTIVES = "torch/distributed/"
-"""A frame of these files is a collective, in which a process waits for others."""
-_SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
-"""Functions of torch.distributed that say nothing of the collective."""
-_WAITING = (
-    "threading.py", "selectors.py", "queue.py", "socket.py", "subprocess.py", "connection.py", "thread.py"
-)  # fmt: skip
-"""Files of the standard library in which a thread waits without the interpreter's lock."""
-_LOOP = ("asyncio/base_events.py", "asyncio/runners.py", "selectors.py")
+_STUCK_NS = 10 * 10**9
+"""An engine with requests and without a token for so long comes before other work."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +39,18 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """`lock.acquire, from forward at model.py:214`; empty if nothing tells."""
     collective: str | None = None
     """The collective that it is in."""
+    group: str | None = None
+    """Its process group, by torch's flight recorder."""
+    number: int | None = None
+    """Its number in that group."""
+    missing: tuple[int, ...] = ()
+    """Ranks that have not entered it, of those that answered."""
     waits: bool = False
     """Its stage only waits."""
     held: bool = False
     """Its process stands still: a thread holds the interpreter's lock in C. Its span is unknown, 0."""
+    engine: bool = False
+    """It is the queue of an engine, `stage`; its age is the time without a token. Its span is unknown, 0."""
     gone: bool = False
     """Its process has ended since."""
     waits_for: tuple[int, ...] = ()
@@ -61,6 +69,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the calls that wait for no other call, the most likely one first."""
     idle: tuple[str, ...]
     """Processes in no call, with what their main thread does."""
+    engines: tuple[str, ...]
+    """Engines and their queues."""
     silent: tuple[str, ...]
     """Workers without an answer and without stacks."""
     beside: tuple[str, ...] = ()
@@ -84,8 +94,11 @@ def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Wh
     """
     calls, places = _calls(states)
     calls += map(_standing_call, stills)
+    calls += [_engine_call(state, engine) for state in states for engine in _loaded(state)]
     joined = tuple(
-        msgspec.structs.replace(call, waits_for=tuple(sorted(_waited_for(states, places, call))))
+        msgspec.structs.replace(
+            call, waits_for=tuple(sorted({*_waited_for(states, places, call), *_asked(states, calls, call)}))
+        )
         for call in calls
     )
     owners = [state for state in states if state.step_age_ns is not None] or list(states)
@@ -100,6 +113,11 @@ def why(states: Sequence[ProcessState], stills: Sequence[Standstill] = ()) -> Wh
         culprits=culprits,
         beside=tuple(_beside(states, stills, joined[culprits[0]])) if culprits else (),
         idle=tuple(f"{state.process.key}: {_main(state)}" for state in states if not state.spans),
+        engines=tuple(
+            f"{state.process.key} {engine.name}: {_queue(engine)}"
+            for state in states
+            for engine in state.engines
+        ),
         silent=tuple(name for key, name in expected.items() if key not in answered),
     )
 
@@ -109,13 +127,19 @@ def _calls(states: Sequence[ProcessState]) -> tuple[list[Call], dict[tuple[str, 
     calls = []
     for state in states:
         above = {span.parent for span in state.spans}
-        calls += [_call(state, span) for span in state.spans if span.span not in above]
+        calls += [_call(state, span, states) for span in state.spans if span.span not in above]
     calls.sort(key=lambda call: -call.age_ns)
     return calls, {(call.process, call.span): index for index, call in enumerate(calls)}
 
 
-def _call(state: ProcessState, span: OpenSpan) -> Call:
+def _call(state: ProcessState, span: OpenSpan, states: Sequence[ProcessState]) -> Call:
     frames = _frames_of(state, span)
+    collective = collective_of(frames)
+    pending, missing = awaited_collective(state, states)
+    main = next((thread for thread in state.threads if thread.name == "MainThread"), None)
+    if collective is None and missing and main is not None and main.id == span.thread:
+        collective = pending.op if pending is not None else None  # a wait for the device, by another name
+    joined = pending if collective is not None else None
     return Call(
         process=state.process.key,
         span=span.span,
@@ -125,13 +149,76 @@ def _call(state: ProcessState, span: OpenSpan) -> Call:
         trajectory=span.trajectory,
         turn=span.turn,
         where=say_where(frames),
-        collective=_collective(frames),
+        collective=collective,
+        group=None if joined is None else joined.description,
+        number=None if joined is None else joined.number,
+        missing=() if joined is None else missing,
         waits=span.waits,
     )
 
 
+def _loaded(state: ProcessState) -> Iterator[EngineState]:
+    """Yield the engines of a process that have requests, or calls and no answer for longer than usual."""
+    asked = any(_asks(state, span) for span in state.spans)
+    for engine in state.engines:
+        if engine.requests or (asked and engine.sampled_ns > _STUCK_NS):
+            yield engine
+
+
+def _engine_call(state: ProcessState, engine: EngineState) -> Call:
+    return Call(
+        process=state.process.key,
+        span=0,
+        role="rollout",
+        stage=engine.name,
+        age_ns=engine.sampled_ns if engine.still_ns is None else engine.still_ns,
+        where=_queue(engine),
+        engine=True,
+    )
+
+
+def _queue(engine: EngineState) -> str:
+    """Return `8 requests (6 running, 2 waiting), KV cache 97 %, no token for 41 s`."""
+    counts = {"running": engine.running, "waiting": engine.waiting}
+    known = ", ".join(f"{count:.0f} {name}" for name, count in counts.items() if count is not None)
+    text = f"{engine.requests} requests" + (f" ({known})" if known else "")
+    if engine.kv_percent is not None:
+        text += f", KV cache {engine.kv_percent:.0f} %"
+    if engine.still_ns is not None:
+        text += f", no token for {duration(engine.still_ns)}"
+    if engine.sampled_ns > _STUCK_NS:
+        text += f", no answer for {duration(engine.sampled_ns)}"
+    return text
+
+
+def _asked(states: Sequence[ProcessState], calls: Sequence[Call], call: Call) -> Iterator[int]:
+    """Yield the engines that a call waits for: those of its process, if it is in one or asks one."""
+    state = next((state for state in states if state.process.key == call.process), None)
+    span = None if state is None else next((span for span in state.spans if span.span == call.span), None)
+    if state is None or span is None or not _asks(state, span):
+        return
+    engines = [at for at, other in enumerate(calls) if other.engine and other.process == call.process]
+    stuck = [at for at in engines if _is_stuck(calls[at])]
+    yield from stuck or engines
+
+
+def _asks(state: ProcessState, span: OpenSpan) -> bool:
+    """Return whether a span asks an engine. Where no task says its span, any of the tasks may be its own."""
+    if asks_engine(_frames_of(state, span), span.role):
+        return True
+    thread = next((thread for thread in state.threads if thread.id == span.thread), None)
+    is_known = any(task.span is not None for task in state.tasks) or thread is None or not is_polling(thread)
+    return not is_known and any(
+        asks_engine(task.frames, span.role) for task in state.tasks if ends_in_code(task)
+    )
+
+
+def _is_stuck(call: Call) -> bool:
+    return call.engine and call.age_ns >= _STUCK_NS
+
+
 def _standing_call(still: Standstill) -> Call:
-    process, frames = still.stacks.process, _held_frames(still.stacks)
+    process, frames = still.stacks.process, held_frames(still.stacks)
     return Call(
         process=process.key,
         span=0,
@@ -139,34 +226,23 @@ def _standing_call(still: Standstill) -> Call:
         stage="",
         age_ns=still.age_ns,
         where=say_where(frames),
-        collective=_collective(frames),
+        collective=collective_of(frames),
         held=True,
         gone=still.gone,
     )
-
-
-def _held_frames(stacks: Stacks) -> Sequence[Frame]:
-    """Return the stack that most likely holds the lock: of the user's code and not waiting, the oldest."""
-    busy = [thread.frames for thread in stacks.threads if _is_busy(thread.frames)]
-    own = [frames for frames in busy if not all(map(_is_library, frames))]
-    return (own or busy or [()])[-1]
-
-
-def _is_busy(frames: Sequence[Frame]) -> bool:
-    return not frames[0].file.endswith(_WAITING) and "/stepscope/" not in frames[0].file
 
 
 def _frames_of(state: ProcessState, span: OpenSpan) -> Sequence[Frame]:
     """Return the stack of a span: of its task, else of its thread unless that only runs an event loop."""
     task = next((task for task in state.tasks if task.span == span.span), None)
     thread = next((thread for thread in state.threads if thread.id == span.thread), None)
-    if thread is not None and _is_polling(thread):
+    if thread is not None and is_polling(thread):
         thread = None
     if task is not None and (thread is None or not _runs_in(task, thread)):
         return task.frames
     if thread is not None:
         return thread.frames
-    unknown = [task for task in state.tasks if task.span is None and _ends_in_code(task)]
+    unknown = [task for task in state.tasks if task.span is None and ends_in_code(task)]
     # The deepest: the others await it, or what it awaits.
     return max((task.frames for task in unknown), key=len, default=())
 
@@ -175,45 +251,6 @@ def _runs_in(task: Task, thread: Thread) -> bool:
     """Return whether a thread runs the coroutine of a task, which it holds up with what it called."""
     places = {(frame.file, frame.function) for frame in thread.frames}
     return any((frame.file, frame.function) in places for frame in task.frames[:1])
-
-
-def _ends_in_code(task: Task) -> bool:
-    return any(not _is_library(frame) for frame in task.frames)
-
-
-def _is_polling(thread: Thread) -> bool:
-    """Return whether a thread runs an event loop that waits for something to happen."""
-    return bool(thread.frames) and thread.frames[0].file.endswith(_LOOP[2])
-
-
-def say_where(frames: Sequence[Frame]) -> str:
-    """Return the innermost frame of the user's code, and the library call that it is in."""
-    own = next((frame for frame in frames if not _is_library(frame)), None)
-    if own is None:
-        return "" if not frames else _place(frames[0])
-    inner = frames[0]
-    return _place(own) if inner is own else f"{_place(own)}, in {inner.function} ({_short(inner.file)})"
-
-
-def _place(frame: Frame) -> str:
-    return f"{frame.function} at {_short(frame.file)}:{frame.line}"
-
-
-def _short(file: str) -> str:
-    return "/".join(PurePath(file).parts[-2:])
-
-
-def _is_library(frame: Frame) -> bool:
-    if "/stepscope/" in frame.file or frame.file.startswith("<profile_step"):
-        return True
-    packages = _LIBRARIES[1] in frame.file or _LIBRARIES[2] in frame.file
-    return packages or frame.file.startswith((_LIBRARIES[0], _LIBRARIES[3]))
-
-
-def _collective(frames: Sequence[Frame]) -> str | None:
-    inside = [frame for frame in frames if _COLLECTIVES in frame.file]
-    named = [frame.function for frame in inside if frame.function not in _SKIPPED]
-    return named[0] if named else (inside[0].function if inside else None)
 
 
 def _waited_for(
@@ -252,28 +289,44 @@ def _leaves(state: ProcessState, tops: set[int], places: dict[tuple[str, int], i
 
 
 def _culprits(calls: Sequence[Call], states: Sequence[ProcessState]) -> list[int]:
-    """Return the calls without others below them: of processes that stand still, then work, then what only
-    waits, and last collectives.
+    """Return the calls without others below them: of processes and engines that stand still, then work, then
+    what only waits, and last collectives.
     """
     last = [index for index, call in enumerate(calls) if not call.waits_for]
     in_collectives = [index for index in last if calls[index].collective is not None]
     free = [index for index in last if index not in in_collectives]
-    apart = _apart_from_peers([calls[index] for index in in_collectives], calls, free, states)
+    gathered = [calls[index] for index in in_collectives]
+    work = [index for index in free if not calls[index].engine]
+    apart = _apart_from_peers(gathered, calls, work, states)
     free.sort(
         key=lambda index: (
-            not calls[index].held, index not in apart, calls[index].waits, -calls[index].age_ns
+            _goes_on(calls[index]),
+            index not in apart,
+            calls[index].waits,
+            -calls[index].age_ns,
         )
-    )  # fmt: skip
+    )
     return [*free, *in_collectives]
+
+
+def _goes_on(call: Call) -> bool:
+    return not call.held and not _is_stuck(call)
 
 
 def _apart_from_peers(
     gathered: Sequence[Call], calls: Sequence[Call], free: Sequence[int], states: Sequence[ProcessState]
 ) -> list[int]:
-    """Return the calls of processes whose peers, of the same role, are in a collective without them."""
+    """Return the calls of processes whose peers, of the same role, are in a collective without them.
+
+    Where a peer knows the ranks that miss, only their calls.
+    """
     roles = {state.process.key: state.process.role for state in states}
+    ranks = {state.process.key: rank_of(state) for state in states}
     waiting = {roles.get(call.process, call.role) for call in gathered}
-    return [index for index in free if roles.get(calls[index].process, calls[index].role) in waiting]
+    named = {(roles.get(call.process), rank) for call in gathered for rank in call.missing}
+    apart = [index for index in free if roles.get(calls[index].process, calls[index].role) in waiting]
+    missing = [at for at in apart if (roles.get(calls[at].process), ranks.get(calls[at].process)) in named]
+    return missing or apart
 
 
 def _beside(states: Sequence[ProcessState], stills: Sequence[Standstill], call: Call) -> Iterator[str]:
@@ -281,14 +334,14 @@ def _beside(states: Sequence[ProcessState], stills: Sequence[Standstill], call: 
     state = next((state for state in states if state.process.key == call.process), None)
     if state is None:
         (stacks,) = (still.stacks for still in stills if still.stacks.process.key == call.process)
-        own = _held_frames(stacks)
+        own = held_frames(stacks)
         for thread in stacks.threads:
-            if thread.frames is not own and not all(map(_is_library, thread.frames)):
+            if thread.frames is not own and not all(map(is_library, thread.frames)):
                 yield f"thread {thread.name}: {say_where(thread.frames)}".replace(" :", ":")
         return
     busy = {span.thread for span in state.spans}
     for thread in state.threads:
-        if thread.id not in busy and any(not _is_library(frame) for frame in thread.frames):
+        if thread.id not in busy and any(not is_library(frame) for frame in thread.frames):
             yield f"thread {thread.name}: {say_where(thread.frames)}"
 
 
@@ -298,13 +351,25 @@ def _main(state: ProcessState) -> str:
     return f"in no call{f': {where}' if where else ''}"
 
 
+def _missing(call: Call) -> str:
+    """Return ` (7 of default_pg, without rank 3)`, as far as it is known."""
+    if call.group is None:
+        return ""
+    number = "" if call.number is None else f"{call.number} "
+    ranks = ", ".join(map(str, call.missing[:8])) + (" ..." if len(call.missing) > 8 else "")
+    noun = "rank" if len(call.missing) == 1 else "ranks"
+    return f" ({number}of {call.group}{f', without {noun} {ranks}' if call.missing else ''})"
+
+
 def say_call(call: Call) -> str:
     """Return `actor_rank3_...: actor compute_log_prob since 312 s, forward at model.py:214`."""
     if call.held:
         gone = "; it has ended since" if call.gone else ""
         return f"{call.process}: Python stands still since {duration(call.age_ns)}, {call.where}{gone}"
+    if call.engine:
+        return f"{call.process}: engine {call.stage}, {call.where}"
     whose = "" if call.trajectory is None else f" ({turn(call.trajectory, call.turn)})"
     text = f"{call.process}: {call.role} {call.stage}{whose} since {duration(call.age_ns)}"
     if call.collective is not None:
-        text += f", in the collective {call.collective}"
+        text += f", in the collective {call.collective}{_missing(call)}"
     return text + (f", {call.where}" if call.where else "")

@@ -73,6 +73,13 @@ def counters_here() -> dict[str, float]:
     return counters(client.generate_latest(wanted).decode())
 
 
+def unfinished(engine: object) -> dict[str, float]:
+    """Read how many requests the front end of an engine has not answered; empty if it does not say."""
+    processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+    count = getattr(processor, "get_num_unfinished_requests", None)
+    return {} if count is None else {metrics.UNFINISHED: float(count())}
+
+
 def counters(page: str) -> dict[str, float]:
     """Read the counters from a Prometheus page of vLLM."""
     return metrics.read_page(page, _COUNTERS)

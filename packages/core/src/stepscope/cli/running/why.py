@@ -167,6 +167,8 @@ def render(answer: Why, usual: str) -> Iterator[RenderableType]:
     waiting = list(_waiting(answer))
     if waiting:
         yield listing("Wait for others", waiting)
+    if answer.engines:
+        yield listing("Engines", answer.engines)
     if answer.idle:
         yield listing("In no call", answer.idle)
     if answer.silent:

@@ -141,6 +141,7 @@ class Capture:
         self._role = role
         self._rank = rank
         self._workers = workers
+        self._engines = engines
         self._unselected: unselected.UnselectedStep | None = None
         """Of a step that is not selected, between its opening and its closing."""
         self._life: Lifecycle | None = None
@@ -245,7 +246,12 @@ class Capture:
 
     def _begin_unselected(self) -> None:
         self._unselected = unselected.begin(
-            self.step, config=self.config, role=self._role, rank=self._rank, workers=self._workers
+            self.step,
+            config=self.config,
+            role=self._role,
+            rank=self._rank,
+            workers=self._workers,
+            engines=self._engines,
         )
 
     def _end_unselected(self, error: object) -> None:

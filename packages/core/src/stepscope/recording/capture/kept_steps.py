@@ -18,11 +18,13 @@ from stepscope.files.requests import Request, change_requests
 from stepscope.recording.capture import omissions
 from stepscope.recording.capture.readiness import STARTING_S
 from stepscope.recording.fanout.fleet import WorkerOutcome, load_fleet
+from stepscope.recording.fanout.given_engines import profilers_of
 from stepscope.recording.fanout.messages import PrepareRequest
 from stepscope.recording.process import failures, private_loop, run, versions
 from stepscope.recording.process.failures import describe
 from stepscope.recording.process.identity import identify, is_alone
 from stepscope.recording.recorder import standing
+from stepscope.recording.recorder.engine_queues import EngineQueues
 from stepscope.recording.recorder.recorder import Recorder
 from stepscope.recording.recorder.steps import RecordedStep
 
@@ -54,20 +56,20 @@ class KeptStep:
 
 
 def begin(
-    number: int, config: ProfileConfig, role: str, rank: int | None, workers: object
+    number: int, config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object
 ) -> KeptStep | None:
     """Begin a step. None: the recorder could not be started, which is logged."""
     recorder = standing.standing()
     if recorder is None or recorder.config is not config:
         try:
-            recorder = _start(config, role, rank, workers)
+            recorder = _start(config, role, rank, workers, engines)
         except Exception as error:
             failures.note("starting the flight recorder", error)
             return None
     return KeptStep(recorder, number)
 
 
-def _start(config: ProfileConfig, role: str, rank: int | None, workers: object) -> Recorder:
+def _start(config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object) -> Recorder:
     """Start the recorder of this process, and once, in the background, those of its workers."""
     before = standing.standing()
     recorder = standing.start(config, identify(role, rank=rank), run.run_id(), owner=True)
@@ -75,7 +77,20 @@ def _start(config: ProfileConfig, role: str, rank: int | None, workers: object) 
     recorder.later(partial(run.record, config, versions.versions))
     if recorder is not before and workers is not None and not omissions.none_meant(workers):
         _in_background(partial(_tell, recorder, workers))
+    if recorder is not before and recorder.engines is not None and engines is not None:
+        _in_background(partial(_sample, recorder.engines, engines))
     return recorder
+
+
+def _sample(queues: EngineQueues, engines: object) -> None:
+    """Sample the engines that a step was given."""
+    try:
+        for profiler in profilers_of(engines):
+            queues.add(profiler)
+    except StepscopeError as error:
+        failures.warn("stepscope: the flight recorder samples no engines: %s", error)
+    except Exception as error:
+        failures.note("sampling engines for the flight recorder", error)
 
 
 def _tell(recorder: Recorder, workers: object) -> None:

@@ -44,12 +44,14 @@ class UnselectedStep:
 
 
 def begin(
-    number: int, *, config: ProfileConfig, role: str, rank: int | None, workers: object
+    number: int, *, config: ProfileConfig, role: str, rank: int | None, workers: object, engines: object
 ) -> UnselectedStep | None:
     """Begin a step that is not captured. None: a capture records this process meanwhile."""
     if switch.DISABLED or slot.session() is not None:
         return None
-    kept = None if config.record == "off" else _kept_steps().begin(number, config, role, rank, workers)
+    kept = None
+    if config.record != "off":
+        kept = _kept_steps().begin(number, config, role, rank, workers, engines)
     return UnselectedStep(number, config, role, kept)
 
 

@@ -25,6 +25,7 @@ from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.work_queue import WorkQueue
 from stepscope.recording.recorder import step_lines
+from stepscope.recording.recorder.engine_queues import EngineQueues
 from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.state import state_of
 from stepscope.recording.recorder.steps import RecordedStep, Steps
@@ -77,8 +78,11 @@ class Recorder:
         )
         self.sampler: Sampler | None = None
         """Of the counters between captures."""
+        self.engines: EngineQueues | None = None
         if config.counters.hz:
             self.sampler = Sampler(openers(self.log, str(self.layout.root.absolute()), owner=owner))
+            self.engines = EngineQueues(self.sampler, config)
+            self.engines.watch()
         self.workers: dict[str, str] = {}
         """{`ProcessInfo.key`: name} of the workers that record too."""
         self.clocks: list[ClockOffset] = []

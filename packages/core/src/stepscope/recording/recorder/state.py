@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -14,6 +15,9 @@ from stepscope.files.spans import WAIT, WAITING
 from stepscope.files.states import RECENT_NS, CounterNow, Frame, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import MAX_TEXT, bounded
 from stepscope.recording.counters.sampler import Sampler
+from stepscope.recording.recorder.collectives import collectives_here
+from stepscope.recording.recorder.engine_queues import engine_states
+from stepscope.recording.recorder.in_time import in_time
 from stepscope.recording.spans import lines, scopes
 from stepscope.recording.spans.span import Span
 
@@ -21,7 +25,11 @@ MOST = 1000
 """Spans and tasks that a state holds at most, the oldest: it is read by people."""
 DEPTH = 40
 """Frames of a stack that it holds, the innermost."""
+_ASK_S = 0.5
+"""Longest wait for a library that may block."""
 _TRIES = 10
+_WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
+"""Types of awaited objects that name what they wrap to the garbage collector alone, first."""
 
 
 def state_of(
@@ -52,6 +60,8 @@ def state_of(
         threads=tuple(_threads()),
         tasks=tuple(_tasks())[:MOST],
         counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
+        engines=tuple(engine_states(sampler, now_ns)),
+        collectives=in_time("reading torch's flight recorder", collectives_here, _ASK_S),
     )
 
 
@@ -121,6 +131,8 @@ def _chain(coroutine: Any) -> tuple[tuple[Frame, ...], str]:
     frames: list[Frame] = []
     awaited = coroutine
     for _ in range(DEPTH):
+        if type(awaited).__name__ in _WRAPPERS:
+            awaited = next(iter(gc.get_referents(awaited)), None)
         frame = next(
             (
                 getattr(awaited, name)

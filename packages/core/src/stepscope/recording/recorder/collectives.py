@@ -1,0 +1,128 @@
+"""Collectives of torch.distributed that have not completed here, from torch's own flight recorders.
+
+They are on where TORCH_FR_BUFFER_SIZE, before TORCH_NCCL_TRACE_BUFFER_SIZE, is not 0. NCCL has one, and
+in newer versions of torch gloo too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from stepscope.files.states import Collectives, PendingCollective, ProcessGroup
+
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of `torch._C._distributed_c10d`, of NCCL and of other backends."""
+_COMPLETED = "completed"
+
+
+class _Entry(msgspec.Struct):
+    """A call, as `FlightRecorder.hpp` of torch writes it."""
+
+    process_group: tuple[str, str]
+    profiling_name: str
+    collective_seq_id: int
+    state: str
+    time_created_ns: int
+    is_p2p: bool = False
+    retired: bool = False
+
+
+class _Status(msgspec.Struct):
+    last_enqueued_collective: int = -1
+    last_completed_collective: int = -1
+
+
+class _Group(msgspec.Struct):
+    desc: str = ""
+    ranks: str = ""
+
+
+class Dump(msgspec.Struct):
+    """Used part of a flight recorder's dump."""
+
+    entries: list[_Entry] = []
+    pg_config: dict[str, _Group] = {}
+    pg_status: dict[str, _Status] = {}
+
+
+def collectives_here() -> Collectives | None:
+    """Return the process groups and open collectives of this process; None without any.
+
+    Raises:
+        Exception: torch's recorder has another format.
+    """
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is None or not torch.is_available() or not torch.is_initialized():
+        return None
+    binding = sys.modules["torch"]._C._distributed_c10d
+    dumps = [getattr(binding, name) for name in _DUMPS if hasattr(binding, name)]
+    texts = [dump(includeCollectives=True, onlyActive=True) for dump in dumps]
+    return joined([parsed(text) for text in texts], torch.get_rank(), _ranks_of_groups(torch))
+
+
+def parsed(text: str | bytes) -> Dump:
+    """Return a dump from its JSON. torch writes some numbers as text."""
+    return msgspec.json.decode(text, type=Dump, strict=False)
+
+
+def joined(dumps: list[Dump], rank: int, ranks: dict[str, tuple[int, ...]]) -> Collectives | None:
+    """Join the dumps of one process.
+
+    Args:
+        ranks: {process group: its global ranks}, for groups of which the dumps do not say them.
+    """
+    groups = tuple(group for dump in dumps for group in _groups(dump, ranks))
+    pending = [call for dump in dumps for call in _pending(dump)]
+    if not groups and not pending:
+        return None
+    return Collectives(
+        rank=rank, groups=groups, pending=tuple(sorted(pending, key=lambda call: -call.age_ns))
+    )
+
+
+def _groups(dump: Dump, ranks: dict[str, tuple[int, ...]]) -> Iterator[ProcessGroup]:
+    for name, status in dump.pg_status.items():
+        config = dump.pg_config.get(name, _Group())
+        yield ProcessGroup(
+            name=name,
+            ranks=_numbers(config.ranks) or ranks.get(name, ()),
+            entered=status.last_enqueued_collective,
+            completed=status.last_completed_collective,
+        )
+
+
+def _pending(dump: Dump) -> Iterator[PendingCollective]:
+    now_ns = time.time_ns()
+    for entry in dump.entries:
+        if entry.retired or entry.state == _COMPLETED:
+            continue
+        name, description = entry.process_group
+        yield PendingCollective(
+            group=name,
+            description=description if description not in ("", "undefined") else name,
+            number=None if entry.is_p2p else entry.collective_seq_id,
+            op=entry.profiling_name.partition(":")[2] or entry.profiling_name,
+            state=entry.state,
+            age_ns=max(0, now_ns - entry.time_created_ns),
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of `[0, 1]`."""
+    with suppress(msgspec.DecodeError):
+        return tuple(msgspec.json.decode(text or "[]", type=list[int]))
+    return ()
+
+
+def _ranks_of_groups(torch: Any) -> dict[str, tuple[int, ...]]:
+    """Read the ranks of all groups from torch's Python side: gloo's recorder does not know them."""
+    world = getattr(torch.distributed_c10d, "_world", None)
+    names = dict(getattr(world, "pg_names", {}))
+    ranks = dict(getattr(world, "pg_group_ranks", {}))
+    return {str(name): tuple(ranks.get(group, ())) for group, name in names.items()}

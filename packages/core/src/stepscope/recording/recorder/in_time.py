@@ -1,0 +1,34 @@
+"""Answers of libraries that may block, within a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from stepscope.recording.process import failures
+
+T = TypeVar("T")
+
+
+def in_time(name: str, ask: Callable[[], T], seconds: float) -> T | None:
+    """Return what `ask` returns on a thread of its own; None if that takes longer, or fails.
+
+    Args:
+        name: A noun phrase, for a failure.
+    """
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            failures.note(name, error, aloud=False)
+
+    try:
+        thread = threading.Thread(target=run, name="stepscope-why", daemon=True)
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        return None
+    thread.join(seconds)
+    return answers[0] if answers else None
