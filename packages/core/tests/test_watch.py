@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from packages.core.tests.test_why import hanging
@@ -92,6 +93,20 @@ def test_a_run_that_has_ended_shows_its_steps(tmp_path: Path, capsys: pytest.Cap
 def test_a_run_without_lines_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["watch", str(tmp_path), "--once"]) == 3
     assert "record: spans" in capsys.readouterr().err
+
+
+def test_the_last_steps_tokens_are_shown_per_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (
+        StepLine(step=step, start_ns=0, dur_ns=4_000_000_000, tokens={"train": 1000 * step, "rollout": 6})
+        for step in range(4)
+    )
+    tmp_path.joinpath("steps_r.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    )
+    assert run(["watch", str(tmp_path), "--once", "--every", "0.3"]) == 0
+    assert "tokens/s of the last step: rollout 2, train 750" in capsys.readouterr().out
 
 
 def test_only_the_last_steps_count() -> None:

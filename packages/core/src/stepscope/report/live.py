@@ -59,6 +59,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None
     """The step that runs."""
     running_ns: int | None
+    tokens_per_s: dict[str, float] = {}
+    """{`rollout` or `train`: of the time of the last step that counted tokens}."""
     stages: tuple[StageNow, ...]
     lanes: tuple[Lane, ...]
     flights: int
@@ -95,6 +97,7 @@ def live(
         median_ns=middle(line.dur_ns for line in last) if last else None,
         running=None if owner is None else owner.step,
         running_ns=None if owner is None else owner.step_age_ns,
+        tokens_per_s=_tokens_per_s(last),
         stages=tuple(_stages(last)),
         lanes=tuple(_lanes(states)),
         flights=len(flights),
@@ -103,6 +106,11 @@ def live(
             fleets([Sampled(state.process, state.counters) for state in states], recorded, recorded_step)
         ),
     )
+
+
+def _tokens_per_s(last: Sequence[StepLine]) -> dict[str, float]:
+    line = next((line for line in reversed(last) if line.tokens and line.dur_ns), None)
+    return {} if line is None else {kind: n * 1e9 / line.dur_ns for kind, n in line.tokens.items()}
 
 
 def _stages(last: Sequence[StepLine]) -> list[StageNow]:

@@ -118,6 +118,9 @@ def render(layout: RunLayout, view: Live) -> Iterator[RenderableType]:
     """Yield the view for a terminal."""
     yield Text(_head(view), style="bold")
     yield Text(f"  {_bars(view)}")
+    if view.tokens_per_s:
+        rates = (f"{kind} {rate:,.0f}" for kind, rate in sorted(view.tokens_per_s.items()))
+        yield Text(f"  tokens/s of the last step: {', '.join(rates)}")
     if view.stages:
         rows = [(item.stage, f"{item.last_s:.2f} s", f"{item.median_s:.2f} s") for item in view.stages[:8]]
         yield table("Stages of the driver", ("stage", ">last step", ">median"), rows)

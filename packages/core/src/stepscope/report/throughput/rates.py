@@ -57,10 +57,10 @@ def step_throughput(
     generated, trained = rollout_tokens(timeline, engines, counters), train_tokens(timeline)
     engine_devices = hardware.of_rollout(engines)
     rates = list(_rates(timeline, hardware, engine_devices, generated, trained))
-    rollout = rollout_use(generated, active_ns(timeline, generates), engine_devices, hardware)
     uses = stage_uses(timeline, activities, hardware, trained.get(""))
-    if rollout is not None and rollout.unit != "replica":
-        uses = (*uses, rollout)
+    if generated is not None and engine_devices is not None and engine_devices.unit != "replica":
+        rollout = rollout_use(generated.tokens, rates[0].active_ns, engine_devices, hardware)
+        uses = uses if rollout is None else (*uses, rollout)
     return Throughput(rates=tuple(rates), uses=uses) if rates or uses else None
 
 
@@ -107,13 +107,16 @@ def _rate(
 
 def active_ns(timeline: Timeline, counts: Callable[[Span], bool]) -> int:
     """Return the part of the step in which any aligned process ran such a span."""
-    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
+    aligned = [process.aligned for process in timeline.processes]
     pairs = [
-        (max(span.start_ns, start_ns), min(timeline.until_ns(span), end_ns))
+        (span.start_ns, timeline.until_ns(span))
         for span in timeline.spans
-        if counts(span) and timeline.processes[span.process].aligned
+        if aligned[span.process] and counts(span)
     ]
-    return union_ns([(start, end) for start, end in pairs if start < end])
+    start_ns, end_ns = timeline.window.start_ns, timeline.window.end_ns
+    before = [(start, min(end, start_ns)) for start, end in pairs if start < start_ns]
+    after = [(max(start, end_ns), end) for start, end in pairs if end > end_ns]
+    return union_ns(pairs) - union_ns(before) - union_ns(after)
 
 
 def _per_s(tokens: int, ns: int) -> float | None:

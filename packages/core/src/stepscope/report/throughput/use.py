@@ -61,13 +61,11 @@ def stage_uses(
     return tuple(sorted(uses, key=lambda use: (-use.flops, use.role, use.stage, use.source)))
 
 
-def rollout_use(
-    generated: Count | None, active_ns: int, devices: Devices | None, hardware: Hardware
-) -> StageUse | None:
+def rollout_use(tokens: int, active_ns: int | None, devices: Devices, hardware: Hardware) -> StageUse | None:
     """Return the use of the rollout's devices: forward alone, of generated tokens. Prompts are left out."""
-    if generated is None or devices is None or not active_ns or hardware.flops_per_token is None:
+    if not active_ns or hardware.flops_per_token is None:
         return None
-    flops = generated.tokens * hardware.flops_per_token / 3
+    flops = tokens * hardware.flops_per_token / 3
     label = "rollout", "generated tokens"
     return _use(label, flops, "flops_per_token", active_ns * devices.number, devices, hardware)
 
@@ -119,6 +117,8 @@ def _traced(
     timeline: Timeline, activities: Sequence[TraceActivity], hardware: Hardware
 ) -> Iterator[StageUse]:
     """Yield the stages of processes whose traces have shapes, while these recorded."""
+    if not any(activity.content.flops.counts for activity in activities):
+        return
     flops: dict[Label, float] = defaultdict(float)
     device_ns: dict[Label, int] = defaultdict(int)
     devices: dict[Label, dict[int, Devices]] = defaultdict(dict)
