@@ -42,7 +42,7 @@ ENGINES = {
     "nbclient",
 }
 """And what else has an environment of its own for its tests."""
-OPTIONAL = {"torch", "ray", "numpy", *ENGINES}
+OPTIONAL = {"torch", "ray", "numpy", "opencensus", *ENGINES}  # opencensus: of ray[default]
 ABSENT = {name for name in OPTIONAL if find_spec(name) is None}
 
 

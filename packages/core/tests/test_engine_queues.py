@@ -13,7 +13,8 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import EngineState, Frame, OpenSpan, ProcessState, Thread
 from stepscope.recording.counters.sampler import Sampler, Tick
 from stepscope.recording.recorder.engine_queues import engine_states
-from stepscope.report.why import say_call, why
+from stepscope.report.waiting.calls import say_call
+from stepscope.report.why import why
 
 S: Int = 10**9
 NAMES = (RUNNING, WAITING, UNFINISHED, GENERATION_TOKENS)

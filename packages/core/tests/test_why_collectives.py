@@ -21,8 +21,9 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.files.states import Collectives, ProcessState
 from stepscope.recording.recorder.collectives import joined, parsed
-from stepscope.report.missing_ranks import awaited_collective
-from stepscope.report.why import say_call, why
+from stepscope.report.waiting.calls import say_call
+from stepscope.report.waiting.missing_ranks import awaited_collective
+from stepscope.report.why import why
 
 RANK = """
 import json, os, sys, threading, time

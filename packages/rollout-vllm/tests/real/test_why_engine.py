@@ -17,7 +17,8 @@ import vllm
 
 from stepscope.cli.running.why import ask
 from stepscope.files.layout import RunLayout
-from stepscope.report.why import say_call, why
+from stepscope.report.waiting.calls import say_call
+from stepscope.report.why import why
 
 assert vllm
 

@@ -129,6 +129,21 @@ class Collectives(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[PendingCollective, ...]
 
 
+class RayCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a Ray actor that has not returned."""
+
+    caller: str | None
+    """Id of the actor that called. None: the driver, or a plain task."""
+    actor: str
+    """Id of the actor that is called."""
+    method: str
+    """`Trainer.update`."""
+    state: str
+    """Ray's word: `RUNNING`, `SUBMITTED_TO_WORKER`..."""
+    age_ns: Int
+    pid: Int | None = None
+
+
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """One process at one moment."""
 
@@ -149,6 +164,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineState, ...] = ()
     """Of those that this process holds, or asks over HTTP."""
     collectives: Collectives | None = None
+    ray_calls: tuple[RayCall, ...] = ()
+    """Of all actors of the job, as the driver knows them from Ray."""
 
 
 class StacksHead(msgspec.Struct, frozen=True, kw_only=True):

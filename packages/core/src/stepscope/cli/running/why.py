@@ -30,7 +30,8 @@ from stepscope.report.formatting import duration, middle
 from stepscope.report.live import COMPARED
 from stepscope.report.tables.health import step_health
 from stepscope.report.terminal.layout import listing
-from stepscope.report.why import Standstill, Why, say_call
+from stepscope.report.waiting.calls import Standstill, say_call
+from stepscope.report.why import Why
 from stepscope.report.why import why as join
 from stepscope.timeline import load_step
 

@@ -14,6 +14,7 @@ _COLLECTIVES = "torch/distributed/"
 _ENGINES = ("/vllm/", "/sglang/")
 _CLIENTS = ("/httpx/", "/aiohttp/", "/openai/", "/requests/", "/http/client.py", "/urllib/")
 """Frames in these files are calls of an engine; a client's only in the role `rollout`."""
+_RAY = "/ray/_private/worker.py"
 _SKIPPED = ("_wrapper", "wrapper", "inner", "_call_impl")
 """Functions of torch.distributed that say nothing of the collective."""
 _WAITING = (
@@ -71,6 +72,11 @@ def held_frames(stacks: Stacks) -> Sequence[Frame]:
 
 def _is_busy(frames: Sequence[Frame]) -> bool:
     return not frames[0].file.endswith(_WAITING) and "/stepscope/" not in frames[0].file
+
+
+def asks_ray(frames: Sequence[Frame]) -> bool:
+    """Return whether a stack waits in Ray, as `ray.get` and `ray.wait` do."""
+    return any(_RAY in frame.file for frame in frames)
 
 
 def asks_engine(frames: Sequence[Frame], role: str) -> bool:

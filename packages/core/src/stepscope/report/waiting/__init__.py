@@ -1,0 +1,1 @@
+"""Parts of the answer to `stepscope why`."""
