@@ -86,7 +86,7 @@ cap = capture(1, config=config).open()
 with span("done"):
     pass
 with span("hang"):
-    time.sleep(0.5)  # two flushes
+    time.sleep(1.5)  # an open span has its line after a second, and two flushes
     print("ready", flush=True)
     time.sleep(60)
 """,

@@ -227,7 +227,7 @@ def test_a_killed_run_shows_what_its_last_step_never_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hanging(FULL_QUEUE, tmp_path, head=HEAD.replace('record="spans"', "steps=[3]")):
-        pass
+        time.sleep(1.5)  # an open span has its line on disk after a second
     assert run(["why", str(tmp_path), "--wait", "0.2"]) == 3
     text = " ".join(capsys.readouterr().out.split())
     assert "Nobody answers. Step 3, the last on disk, never ended" in text

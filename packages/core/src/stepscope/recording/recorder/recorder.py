@@ -40,13 +40,11 @@ from stepscope.recording.recorder.write import (
     windows_by_time,
 )
 from stepscope.recording.spans import marks, slot
-from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from typing_extensions import Unpack
 
 _LOOK_S = 0.2
 _WORKERS_S = 5.0
@@ -121,10 +119,14 @@ class Recorder:
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
-        **place: Unpack[Placing],
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
     ) -> PlacedSpan:
         """See `ActiveSession`."""
-        return PlacedSpan(self.log, stage, role, attr_values(attrs) if attrs else None, **place)
+        attrs = attr_values(attrs) if attrs else None
+        return PlacedSpan(self.log, stage, role, attrs, step, policy_version, trajectory, turn)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """See `ActiveSession`."""

@@ -11,7 +11,6 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import StepLayout
 from stepscope.files.manifest.records import Expectation, State, awaited
 from stepscope.files.sidecar import ProcessInfo
-from stepscope.recording.counters.catalogue import openers
 from stepscope.recording.counters.log import CounterLog
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.output.manifest_part import ManifestPart
@@ -39,6 +38,8 @@ class Counters:
         self._log: CounterLog | None = None
         self._added: set[str] = set()
         if config.counters.hz:
+            from stepscope.recording.counters.catalogue import openers  # import time: 15 ms
+
             self._log = CounterLog(
                 layout.counters_of(process, run_id, number),
                 Sampler(openers(spans, str(layout.root.absolute()), owner=owner)),

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepscope.backends import load_backend
 from stepscope.config import ProfileConfig
@@ -40,9 +39,6 @@ from stepscope.recording.spans import marks, redaction
 from stepscope.recording.spans.log import SpanLog
 from stepscope.recording.spans.scopes import Placing
 from stepscope.recording.spans.span import PlacedSpan, Span
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CLOSED_WHILE_OPENING = "the capture was closed while it opened"
 _HAND_BACK_S = 1.0  # so long the record of what closing took waits for its end
@@ -361,13 +357,17 @@ class Session:
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
-        **place: Unpack[Placing],
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
     ) -> Span:
         """Return a span that says more of its place: step, policy_version, trajectory, turn."""
         attrs = attr_values(attrs) if attrs else None
-        if self._windows is not None:
-            return self._windows.new(self.log, stage, role, attrs, **place)
-        return PlacedSpan(self.log, stage, role, attrs, **place)
+        if self._windows is None:
+            return PlacedSpan(self.log, stage, role, attrs, step, policy_version, trajectory, turn)
+        place = Placing(step=step, policy_version=policy_version, trajectory=trajectory, turn=turn)
+        return self._windows.new(self.log, stage, role, attrs, **place)
 
     def consume(self, trajectory: str, begun: int | None, policy_version: int | None) -> None:
         """Record that this step consumes a trajectory."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stepscope.files.values import AttrValue, attr_values, whole
 from stepscope.recording.spans import slot
-from stepscope.recording.spans.scopes import OFF, Place, Scope
+from stepscope.recording.spans.scopes import OFF, Scope, UncapturedTrajectory, UncapturedTurn
 
 
 def trajectory(
@@ -29,16 +29,15 @@ def trajectory(
         attrs: Further attributes of the span.
     """
     session = slot.active
-    step, policy_version = whole(step), whole(policy_version)
     if session is None:
-        return Place(step=step, policy_version=policy_version, trajectory=str(trajectory_id))
+        scope = UncapturedTrajectory()
+        scope.step = None if step is None else whole(step)
+        scope.policy_version = None if policy_version is None else whole(policy_version)
+        scope.trajectory = str(trajectory_id)
+        scope.token = scope.turns = None
+        return scope
     return session.placed_span(
-        "trajectory",
-        "agent_loop",
-        attrs,
-        step=step,
-        policy_version=policy_version,
-        trajectory=str(trajectory_id),
+        "trajectory", "agent_loop", attrs, whole(step), whole(policy_version), str(trajectory_id)
     )
 
 
@@ -49,8 +48,11 @@ def turn(index: int, *, attrs: Mapping[str, AttrValue] | None = None) -> Scope:
     """
     session = slot.active
     if session is None:
-        return Place(turn=whole(index))
-    return session.placed_span("turn", "agent_loop", attrs, turn=whole(index))
+        scope = UncapturedTurn()
+        scope.turn = index if type(index) is int else whole(index)
+        scope.token = None
+        return scope
+    return session.placed_span("turn", "agent_loop", attrs, None, None, None, whole(index))
 
 
 def span(
@@ -77,4 +79,4 @@ def span(
         return OFF
     if step is None and policy_version is None:
         return session.log.new(stage, role, attr_values(attrs) if attrs else None)
-    return session.placed_span(stage, role, attrs, step=whole(step), policy_version=whole(policy_version))
+    return session.placed_span(stage, role, attrs, whole(step), whole(policy_version))

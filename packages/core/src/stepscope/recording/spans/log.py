@@ -1,14 +1,15 @@
 """Log of a capture's spans: live objects in memory, lines on disk a moment later.
 
 A span appends itself to its log when it opens. The recorded code waits for nothing else. A thread looks five
-times a second. A span that has closed by then becomes a `span` line. One that is still open gets an `open`
-line, and is looked at again until it closes. So a hang is visible, and a crash loses at most the last fifth
-of a second.
+times a second. A span that has closed by then becomes a `span` line. One that is still open is looked at
+again until it closes, and gets an `open` line once it has run for a second. So a hang is visible, and a crash
+loses at most the spans that closed in the last fifth of a second and those that opened in the last second.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from contextlib import suppress
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 
 FLUSH_S = 0.2
+OPEN_NS = 1_000_000_000
+"""A span that is open for this long gets an `open` line. Sooner, a burst of short turns would cost two lines
+for each span."""
 FLUSH_NS = 10_000_000
 """A flush stops after this long and takes at most 5 % of the GIL. A burst of spans is written after it."""
 
@@ -59,8 +63,11 @@ class SpanLog(SpanMaker):
         self.dropped = 0
         self.failed: str | None = None
         """The reason why the file is not whole; None while it is."""
+        self._young: deque[Span] = deque()
+        """Spans that were open when they were looked at, the oldest first. Used by the writing thread alone,
+        as `_running`."""
         self._running: list[Span] = []
-        """Spans whose `open` line is written and whose end is awaited. Used by the writing thread alone."""
+        """Spans whose `open` line is written and whose end is awaited."""
         self._run_id, self._step = run_id, step
         self._file: FileIO | None = None
         self._fd = -1
@@ -102,7 +109,7 @@ class SpanLog(SpanMaker):
         return self._stop.is_set()
 
     def open_spans(self) -> list[Span]:
-        return [span for span in (*self._running, *list(self._pending)) if span.end_ns is None]
+        return [span for span in (*self._running, *self._young, *list(self._pending)) if span.end_ns is None]
 
     @property
     def began(self) -> bool:
@@ -152,11 +159,11 @@ class SpanLog(SpanMaker):
                 self._write_pending(monotonic_ns() + FLUSH_NS)
 
     def _write_pending(self, until_ns: int | None = None) -> None:
+        """Write until `until_ns`, the youngest open spans excepted. None: write everything."""
         if self._anchor is None:
             return
-        running, self._running = self._running, []
-        for span in running:
-            (self._running if span.end_ns is None else self._pending).append(span)
+        youngest_ns = monotonic_ns() - OPEN_NS if until_ns is not None else sys.maxsize
+        self._look_again(youngest_ns)
         finished, batch = 0, [] if self.began or self._fd < 0 else [self._header(self._anchor)]
         for at in range(len(self._pending)):
             if until_ns is not None and at % 64 == 0 and monotonic_ns() > until_ns:
@@ -164,6 +171,9 @@ class SpanLog(SpanMaker):
             span = self._pending.popleft()
             end_ns = span.end_ns
             if end_ns is None:
+                if span.start_ns > youngest_ns:
+                    self._young.append(span)
+                    continue
                 self._running.append(span)
             over = end_ns is not None
             if span.id > self.limit:
@@ -188,6 +198,16 @@ class SpanLog(SpanMaker):
             self.dropped += finished
             self.failed = self.failed or describe(error)
             failures.note("writing spans", error)
+
+    def _look_again(self, youngest_ns: int) -> None:
+        """Put the spans that have ended since, or need their `open` line by now, to those to write."""
+        running, self._running = self._running, []
+        for span in running:
+            (self._running if span.end_ns is None else self._pending).append(span)
+        young, self._young = self._young, deque()
+        for span in young:
+            is_young = span.end_ns is None and span.start_ns > youngest_ns
+            (self._young if is_young else self._pending).append(span)
 
     def _header(self, anchor: ClockAnchor) -> bytes:
         header = records.Header(step=self._step, run_id=self._run_id, process=self.process, anchor=anchor)

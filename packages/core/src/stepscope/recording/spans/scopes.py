@@ -26,6 +26,8 @@ current: ContextVar[Scope | None] = ContextVar("stepscope_scope", default=None)
 
 SHARED = cast("Token[Scope | None]", object())
 """Token of a scope that has copies: leaving it leaves the innermost copy."""
+# Looked up once: agent loops enter a scope for each turn, captured or not.
+_current, _enter, _leave = current.get, current.set, current.reset
 MAX_DEPTH = 10_000
 """Levels of scopes that are visited, so that no loop is endless."""
 
@@ -55,8 +57,8 @@ class Scope:
         if self.token is not None:
             return self._again()
         self.resolved = None
-        self.parent = current.get()
-        self.token = current.set(self)
+        self.parent = _current()
+        self.token = _enter(self)
         return self
 
     def __exit__(
@@ -68,7 +70,7 @@ class Scope:
             return
         self.token = None
         try:
-            current.reset(token)
+            _leave(token)
         except ValueError:
             pass  # closed by another task or thread (an async generator finalised by the loop)
 
@@ -161,8 +163,29 @@ class Placing(TypedDict, total=False):
     turn: int | None
 
 
+class UncapturedTurn(Scope):
+    """A turn that nobody records, so that a capture that opens meanwhile still knows it.
+
+    It has no `__init__`, as `Span`. `api.turn` makes it.
+    """
+
+    __slots__ = ("origin", "parent", "resolved", "token", "turn")
+
+    def _copy(self) -> Scope:
+        return Place(turn=self.turn)
+
+
+class UncapturedTrajectory(Scope):
+    """A trajectory that nobody records, as `UncapturedTurn`. `api.trajectory` makes it."""
+
+    __slots__ = ("origin", "parent", "policy_version", "resolved", "step", "token", "trajectory", "turns")
+
+    def _copy(self) -> Scope:
+        return Place(step=self.step, policy_version=self.policy_version, trajectory=self.trajectory)
+
+
 class Place(Scope):
-    """A scope with a place that records nothing: an attached carrier, an uncaptured trajectory."""
+    """A scope with a place that records nothing: an attached carrier, for example."""
 
     __slots__ = (
         "context", "link", "origin", "parent", "policy_version", "process", "resolved", "step", "token",

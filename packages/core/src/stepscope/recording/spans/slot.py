@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from stepscope.recording.spans.scopes import Placing, Scope
+from stepscope.recording.spans.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from typing_extensions import Unpack
 
     from stepscope.files.values import AttrValue
 
@@ -48,7 +46,10 @@ class ActiveSession(Protocol):
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
-        **place: Unpack[Placing],
+        step: int | None = None,
+        policy_version: int | None = None,
+        trajectory: str | None = None,
+        turn: int | None = None,
     ) -> Scope:
         """Return a span with a place of its own: step, policy_version, trajectory, turn."""
         ...

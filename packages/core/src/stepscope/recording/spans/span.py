@@ -173,7 +173,6 @@ class PlacedSpan(Span):
         stage: str,
         role: str | None,
         attrs: Mapping[str, AttrValue] | None,
-        *,
         step: int | None = None,
         policy_version: int | None = None,
         trajectory: str | None = None,
