@@ -2,8 +2,8 @@
 
 A span appends itself to its log when it opens. The recorded code waits for nothing else. A thread looks five
 times a second. A span that has closed by then becomes a `span` line. One that is still open is looked at
-again until it closes, and gets an `open` line once it has run for a second. So a hang is visible, and a crash
-loses at most the spans that closed in the last fifth of a second and those that opened in the last second.
+again until it closes, and gets an `open` line once it has run for a second. So a hang is visible. A crash
+loses at most the spans that closed in the last fifth of a second, and those that opened in the last second.
 """
 
 from __future__ import annotations
