@@ -110,6 +110,23 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
     return run
 
 
+def test_the_first_window_of_a_process_imports_no_compiler(tmp_path: Path) -> None:
+    """The compiler takes 2 s of CPU, and the server above has imported it."""
+    imports = "import json, sys, torch\nfrom stepscope.backends.torch.backend import TorchBackend\n"
+    script = """
+        start()
+        assert "ours" in write(backend.stop())
+        assert "torch._inductor" not in sys.modules
+        theirs()
+        assert "torch._inductor" in sys.modules, "the user's profiler has it, as without stepscope"
+        start()
+        assert "ours" in write(backend.stop())
+        """
+    command = [sys.executable, "-c", imports + PRELUDE + dedent(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @both
 @pytest.mark.parametrize(
     ("ending", "status"),
