@@ -14,6 +14,8 @@ _TEXT = {"startswith", "endswith", "find", "index", "count", "partition", "split
 
 def readers(source: str) -> Iterator[int]:
     """Yield the lines in which a `.reason`, or a name that was assigned one, decides something."""
+    if "reason" not in source:
+        return
     tree = ast.parse(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for scope in [*functions, tree]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,13 @@ KNOWN = {
 LISTENS = ("socketserver", "http.server", "wsgiref", "xmlrpc.server")
 
 
-def calls() -> Iterator[tuple[str, str]]:
-    """Yield (place, function) of every call in the sources of the four distributions."""
+@cache
+def calls() -> tuple[tuple[str, str], ...]:
+    """Return (place, function) of every call in the sources of the four distributions."""
+    return tuple(_calls())
+
+
+def _calls() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for file in sorted((package / "src").rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):

@@ -47,9 +47,13 @@ class Import(NamedTuple):
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.target}"
 
 
-def imports(package: Path) -> Iterator[Import]:
-    """Yield all imports in the sources of a distribution, also in functions and under `TYPE_CHECKING`."""
-    source = package / "src"
+@cache
+def imports(package: Path) -> tuple[Import, ...]:
+    """Return all imports in the sources of a distribution, also in functions and under `TYPE_CHECKING`."""
+    return tuple(_imports(package / "src"))
+
+
+def _imports(source: Path) -> Iterator[Import]:
     for file in sorted(source.rglob("*.py")):
         module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(file.read_text())):
