@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -82,17 +85,35 @@ PROCESS_STATE = {
 """Variables, by module, that each test finds as the tests before it did."""
 
 
+LASTING = {
+    "stepscope-engine-loop",
+    "stepscope-export",
+    "stepscope-finish",
+    "stepscope-hooks",
+    "stepscope-loop",
+    "stepscope-profiler",
+    "stepscope-requests",
+    "stepscope-vllm",
+}
+"""Threads that the first use starts and the process ends. All others end with what started them."""
+_ENDS_S = 5.0
+"""Time in which what was told to end does so."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def state_is_put_back_after_each_file() -> Iterator[None]:
     """Put `PROCESS_STATE` back after the fixtures of a test file, which change it before its tests begin."""
+    before = recording()
     with state_put_back():
         yield
+    if left := left_behind(before):
+        pytest.fail(f"the fixtures of the file left {', '.join(left)}. Fix: end them in the fixture")
 
 
 @pytest.fixture(autouse=True)
 def process_state_is_put_back() -> Iterator[None]:
     """Put `PROCESS_STATE` back after each test, and fail a test that leaves something open or changed."""
-    before = surroundings()
+    before, running = surroundings(), recording()
     with state_put_back():
         yield
     after = surroundings()
@@ -101,6 +122,36 @@ def process_state_is_put_back() -> Iterator[None]:
             f"{name}: {before[name]} -> {after[name]}" for name in after if after[name] != before[name]
         ]
         pytest.fail(f"the test changed {'; '.join(changes)}. Fix: undo it in the test")
+    if left := left_behind(running):
+        pytest.fail(f"the test left {', '.join(left)}. Fix: end them in the test")
+
+
+def recording() -> dict[int, str]:
+    """Return {id: name} of stepscope's threads and callbacks of the collector that are to end."""
+    threads = {
+        id(thread): f"the thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread.is_alive() and thread.name.startswith("stepscope-") and thread.name not in LASTING
+    }
+    callbacks = {
+        id(callback): f"the gc callback {name}"
+        for callback in gc.callbacks
+        if (name := getattr(callback, "__qualname__", ""))
+        and (getattr(callback, "__module__", None) or "").startswith("stepscope")
+    }
+    return threads | callbacks
+
+
+def left_behind(before: dict[int, str]) -> list[str]:
+    """Return the names of what records now and did not `before`, once it had time to end."""
+    if not recording().keys() - before.keys():
+        return []
+    gc.collect()  # threads that end with their owner
+    until = time.monotonic() + _ENDS_S
+    while (left := recording().keys() - before.keys()) and time.monotonic() < until:
+        time.sleep(0.01)
+    now = recording()
+    return sorted(now[key] for key in left if key in now)
 
 
 @contextmanager

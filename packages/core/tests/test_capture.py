@@ -203,8 +203,11 @@ def test_the_bodys_exception_wins_over_trouble_in_closing(
 
     cap = capture(2, config=config)
     with pytest.raises(KeyError, match="mine"), cap:
-        _break_and_raise(monkeypatch, session_of(cap), broken)
+        session = session_of(cap)
+        _break_and_raise(monkeypatch, session, broken)
     assert "disabled closing a capture" in caplog.text
+    monkeypatch.undo()
+    session.close()
 
 
 def test_a_decorated_method_is_recorded_with_its_role(config: ProfileConfig) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -226,3 +228,34 @@ def test_importing_stepscope_loads_none_of_the_libraries() -> None:
     code = "import sys, stepscope; print([n for n in ('pynvml','psutil','torch','ray') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_a_cancelled_opening_that_goes_on_in_its_thread_samples_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are opened on a thread, and the cancelled caller waits for none."""
+    reached, goes_on, over = threading.Event(), threading.Event(), threading.Event()
+    prepare = log_module.CounterLog.prepare
+
+    def prepare_late(log: log_module.CounterLog) -> None:
+        reached.set()
+        goes_on.wait(20)
+        prepare(log)
+        over.set()
+
+    monkeypatch.setattr(log_module.CounterLog, "prepare", prepare_late)
+    opening = asyncio.create_task(capture(1, config=config(tmp_path)).aopen())
+    assert await asyncio.to_thread(reached.wait, 20)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    goes_on.set()
+    assert over.wait(20)
+    for thread in samplers():
+        thread.join(10)
+    assert samplers() == []
+
+
+def samplers() -> list[threading.Thread]:
+    threads = threading.enumerate()  # also one whose start a signal interrupted
+    return [thread for thread in threads if thread.name == "stepscope-counters" and thread.is_alive()]

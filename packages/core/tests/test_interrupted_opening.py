@@ -133,7 +133,7 @@ def nothing_records(where: str | None) -> None:
 
 def threads_of_captures() -> list[str]:
     """Return those that do not end by themselves, as one does that was about to begin."""
-    names = ("stepscope-spans", "stepscope-watchdog")
+    names = ("stepscope-spans", "stepscope-watchdog", "stepscope-counters")
     own = [thread for thread in threading.enumerate() if thread.name in names and thread not in earlier]
     until = time.monotonic() + 10
     while any(thread.is_alive() for thread in own) and time.monotonic() < until:

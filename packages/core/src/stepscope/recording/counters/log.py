@@ -61,6 +61,7 @@ class CounterLog:
             self.sampler.open()
         except RuntimeError as error:  # the system has no thread for it
             self.failed = describe(error)
+        self._end_if_closed()
 
     def open(self) -> None:
         """Create the file. Raise nothing."""
@@ -84,6 +85,12 @@ class CounterLog:
             self.sampler.start(self._head.hz)
         except RuntimeError as error:  # its thread ended, and another one is refused
             self.failed = describe(error)
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        """End the thread if this was closed while it started: a cancelled opening goes on in its own."""
+        if self._closing:
+            self.sampler.end()
 
     def close(self, anchor: ClockAnchor) -> None:
         """End the sampling, and write the rest and the end line. Idempotent. Interrupted by a Ctrl-C, or by

@@ -34,6 +34,7 @@ class WorkQueue(Generic[J]):
         self._entries: deque[_Entry[J]] = deque()
         self._running: _Entry[J] | None = None
         self._thread: threading.Thread | None = None
+        self._is_ended = False
         # Of an RLock: a SIGTERM handler may drain in the middle of put().
         self._changed = threading.Condition()
 
@@ -57,6 +58,12 @@ class WorkQueue(Generic[J]):
         with self._changed:
             self._entries.append(_Entry(job, deferred))
             self.start()  # also for a deferred job: at exit it may be too late
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """End the thread once all jobs are done. A later job starts another one, which ends after it."""
+        with self._changed:
+            self._is_ended = True
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> list[J]:
@@ -88,14 +95,24 @@ class WorkQueue(Generic[J]):
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(self._has_due)
+            while self._await_job():
                 self._do_next()
-        finally:
+        except BaseException:
             self._thread = None
+            raise
+
+    def _await_job(self) -> bool:
+        """Wait for a job that is due. Return False if none is left and the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(self._has_due)
+            if not self._entries:
+                self._thread = None
+                return False
+            return True
 
     def _has_due(self) -> bool:
+        if not self._entries:
+            return self._is_ended
         return any(not entry.deferred for entry in self._entries)
 
     def _do_next(self) -> bool:

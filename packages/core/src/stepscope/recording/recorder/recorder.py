@@ -104,9 +104,10 @@ class Recorder:
                 failures.note("sampling counters for the flight recorder", error)
 
     def stop(self) -> None:
-        """Let go of what samples."""
+        """Let go of what samples, and of the thread that writes, once it has written."""
         if self.sampler is not None:
             self.sampler.end()
+        self._work.end()
 
     # What the recorded code calls, besides `log.new` and `log.begin`.
 
