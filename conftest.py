@@ -93,9 +93,12 @@ LASTING = {
     "stepscope-loop",
     "stepscope-profiler",
     "stepscope-requests",
+    "stepscope-rollout_0",
+    "stepscope-sglang",
     "stepscope-vllm",
+    "stepscope-vllm-llm",
 }
-"""Threads that the first use starts and the process ends. All others end with what started them."""
+"""Threads that end with the process, or with an engine. All others end with what started them."""
 _ENDS_S = 5.0
 """Time in which what was told to end does so."""
 

@@ -1,6 +1,6 @@
 """A script: its own decorated tasks and actors, and imported ones, in Ray workers that are being captured.
 
-    python ray_main.py SPAN_FOLDER EXPECTED_SPANS RAY_FOLDER
+    python ray_main.py SPAN_FOLDER EXPECTED_SPANS ADDRESS_OF_RAY
 
 Prints as JSON what the calls returned and which spans the workers wrote:
 {"returned": {call: value}, "spans": {stage: count}}.
@@ -137,15 +137,9 @@ def spans(folder: Path, expected: int, deadline_s: float = 30) -> Counter[str]:
 
 if __name__ == "__main__":
     folder, expected = Path(sys.argv[1]), int(sys.argv[2])
-    hooked = {"worker_process_setup_hook": capture_this_worker, "env_vars": {"SPANS_IN": str(folder)}}
-    ray.init(
-        "local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env=hooked,
-        _temp_dir=sys.argv[3],
-    )
+    variables = {"SPANS_IN": str(folder), "PYTHONPATH": os.environ["PYTHONPATH"]}
+    hooked = {"worker_process_setup_hook": capture_this_worker, "env_vars": variables}
+    ray.init(sys.argv[3], log_to_driver=False, runtime_env=hooked)
     try:
         returned = calls()
         print(json.dumps({"returned": returned, "spans": spans(folder, expected)}))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TypedDict
 
@@ -42,16 +40,15 @@ class Ran(TypedDict):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    pytest.importorskip("ray")
+def ran(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    import ray
+
     spans = tmp_path_factory.mktemp("spans")
-    # Below /tmp and short: the paths of Ray's sockets may not exceed 107 characters.
-    temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    command = [sys.executable, str(HERE / "ray_main.py"), str(spans), str(sum(SPANS.values())), temp]
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(HERE / "ray_main.py"), str(spans), str(sum(SPANS.values())), address]
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # the workers import the modules beside it
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    shutil.rmtree(temp, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     result: Ran = json.loads(done.stdout)
     return result

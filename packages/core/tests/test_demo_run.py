@@ -26,9 +26,10 @@ LONG_RUN = """
 import sys
 from functools import partial
 from pathlib import Path
-from stepscope.demo.run import run_demo
+from stepscope.demo import run
 
-run_demo(Path(sys.argv[1]), steps=1000, captured=range(1000), on_progress=partial(print, flush=True))
+run.WARM_UP = 1
+run.run_demo(Path(sys.argv[1]), steps=1000, captured=range(1000), on_progress=partial(print, flush=True))
 """
 
 RAY_GIVES_UP_SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}

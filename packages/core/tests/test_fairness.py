@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-ROUNDS = 2_000
+ROUNDS = 1_000
 ATTEMPTS = 8
 
 

@@ -173,16 +173,16 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
 
 
 def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> None:
-    workers = [ray.remote(Trainer).options(num_cpus=0.1).remote() for _ in range(8)]
+    workers = [ray.remote(Trainer).options(num_cpus=0.1).remote() for _ in range(4)]
     config = config_in(tmp_path)
     try:
-        step_of(config, 0, workers, (0.01,) * 8)
+        step_of(config, 0, workers, (0.01,) * 4)
         while min(ray.get([actor.recorded.remote() for actor in workers])) < 0:
             time.sleep(0.02)
         with capture(1, config=config), span("train", role="trainer"):
-            for actor in workers[:5] + workers[6:]:
+            for actor in workers[:2] + workers[3:]:
                 actor.update.remote(30, carrier())
-            workers[5].hang.remote(carrier())
+            workers[2].hang.remote(carrier())
             time.sleep(0.5)  # until the calls are under way
             began = time.monotonic()
             answer = why(ask(RunLayout(tmp_path), 10))
@@ -197,7 +197,7 @@ def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> Non
     (hung,) = [call for call in first if call.stage == "hang"]
     assert hung.where.startswith("wait_for_the_lock at ")
     train = next(call for call in answer.calls if call.stage == "train")
-    assert len(train.waits_for) == 8
+    assert len(train.waits_for) == 4
 
 
 def test_an_actor_that_is_captured_keeps_its_recorder(tmp_path: Path, actors: list[Any]) -> None:

@@ -12,9 +12,12 @@ import msgspec
 import pytest
 
 from stepscope import ProfileConfig, configure
+from stepscope.engines import instrumented_engines
+from stepscope.engines import ray as engines_of_actors
 from stepscope.engines.instrumented_engines import register, register_none
 from stepscope.files.manifest.records import Expectation, Manifest
 from stepscope.recording.capture import configure as run
+from stepscope.recording.fanout import unedited_engines
 from stepscope.recording.instrument import configured, step_boundaries
 
 ray = pytest.importorskip("ray")
@@ -27,6 +30,9 @@ import ray, torch
 class Server:
     def __init__(self, rank):
         self.rank = rank
+        self.build()
+
+    def build(self):
         self.engine, self.draft = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
 
     async def generate(self):
@@ -41,11 +47,45 @@ class Trainer:
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the framework."""
+    folder = tmp_path_factory.mktemp("framework")
+    (folder / "server_loop.py").write_text(FRAMEWORK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, ray_cluster: None) -> Iterator[list[Any]]:
+    """Start two servers for all tests, because each of them imports torch."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
+        module = importlib.import_module("server_loop")
+        environment = {"env_vars": {"PYTHONPATH": ":".join([str(folder), *filter(None, sys.path)])}}
+        started = ray.remote(module.Server).options(runtime_env=environment)
+        handles = [started.remote(rank) for rank in (5, 4)]
+    sys.modules.pop("server_loop")
+    yield handles
+    for handle in handles:
+        ray.kill(handle)
+
+
+def build_anew(server: Any) -> None:
+    """Give a server engines that nothing knows."""
+    instrumented_engines._entries.clear()
+    instrumented_engines._empty.clear()
+    engines_of_actors._seats.clear()
+    server.build()
+
+
 @pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def trainer(
+    servers: list[Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """Provide a trainer with two servers; its boundary leads to them under two adapters."""
-    (tmp_path / "server_loop.py").write_text(FRAMEWORK)
-    monkeypatch.syspath_prepend(tmp_path)
+    ray.get([server.__ray_call__.remote(build_anew) for server in servers])
+    monkeypatch.setattr(unedited_engines, "_answers", {})
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(run, "_configured", None)
     monkeypatch.setattr(step_boundaries, "_next", 0)
     monkeypatch.setattr("stepscope.recording.process.prepared._process", 0)
@@ -53,12 +93,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     step = {"module": "server_loop", "name": "Trainer.step", "step": "around", "engines": engines}
     roles = {"rollout": {"profiler": "off", "ranks": "all"}, "*": {"profiler": "off"}}
     configure(ProfileConfig(save_path=tmp_path / "run", steps="every:1", roles=roles, instrument=[step]))
-    module = importlib.import_module("server_loop")
-    environment = {"env_vars": {"PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])}}
-    handles = [ray.remote(module.Server).options(runtime_env=environment).remote(rank) for rank in (5, 4)]
-    yield module.Trainer(handles)
-    for handle in handles:
-        ray.kill(handle)
+    yield importlib.import_module("server_loop").Trainer(list(servers))
     configured.apply(ProfileConfig())
     sys.modules.pop("server_loop", None)
 
@@ -144,6 +179,7 @@ def test_an_actor_whose_call_made_no_engine_is_left_out(trainer: Any, tmp_path: 
 
 
 def test_a_dead_actor_costs_its_own_row(trainer: Any, tmp_path: Path) -> None:
+    """The last test: it kills a server."""
     trainer.step()
     ray.kill(trainer.handles[0])
     with pytest.raises(ray.exceptions.RayActorError):
