@@ -42,7 +42,7 @@ OF_LINUX = [
 
 SERVER = """
 import gc, json, os, signal, sys
-import torch, torch.profiler, numpy, sympy, pytest  # the seconds that every wheel would pay
+import torch, torch._inductor.config, torch.profiler, pytest  # the seconds that every wheel would pay
 
 gc.freeze()  # a child that exits would walk, and so copy, every page of torch's objects: a second
 for line in sys.stdin:
