@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -27,7 +29,20 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 POLL_S = 0.1
 
 
+def set_clock(seconds: float) -> None:
+    """Move this process' time of day."""
+    real = getattr(time, "_real_time_ns", time.time_ns)
+    time._real_time_ns = real  # type: ignore[attr-defined]  # where a second call finds it
+    time.time_ns = (lambda: real() + int(seconds * 1e9)) if seconds else real
+
+
 class Trainer:
+    def set_clock(self, seconds: float) -> None:
+        set_clock(seconds)
+
+    def pid(self) -> int:
+        return os.getpid()
+
     @profile_step(role="actor")
     def update(self, seconds: float, carried: Any) -> float:
         with attach(carried):
@@ -150,6 +165,58 @@ def test_clocks_of_other_hosts_are_measured_at_first_and_with_the_step(
     assert all(abs(clock.offset_ns) <= clock.uncertainty_ns for clock in owner.clocks)
     updates = [span for span in load_step(RunLayout(tmp_path).step(1).root).spans if span.stage == "update"]
     assert len(updates) == 2
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -86_400.0])
+def test_a_jump_of_the_wall_clock_moves_no_span(tmp_path: Path, actors: list[Any], seconds: float) -> None:
+    config = config_in(tmp_path, recorder={"triggers": []})
+    step_of(config, 0, actors, (0.01, 0.01))
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        time.sleep(0.02)
+    recorder = standing.standing()
+    assert recorder is not None
+    try:
+        with capture(1, config=config), span("train", role="trainer"):
+            ray.get([actor.update.remote(0.1, carrier()) for actor in actors])
+            set_clock(seconds)
+            ray.get([actor.set_clock.remote(seconds) for actor in actors])
+            ray.get([actor.update.remote(0.2, carrier()) for actor in actors])
+        recorder.write_last(1)
+        drained()
+        states = ask(RunLayout(tmp_path), 10)
+    finally:
+        set_clock(0)
+    timeline = load_step(RunLayout(tmp_path).step(1).root)
+    (train,) = [span for span in timeline.spans if span.stage == "train"]
+    updates = [span for span in timeline.spans if span.stage == "update"]
+    assert sorted(round((span.dur_ns or 0) / 1e9, 1) for span in updates) == [0.1, 0.1, 0.2, 0.2]
+    ends = [(span.start_ns, span.start_ns + (span.dur_ns or 0)) for span in updates]
+    assert all(train.start_ns - 10**6 <= start for start, _ in ends)
+    assert all(end <= train.start_ns + (train.dur_ns or 0) + 10**6 for _, end in ends)
+    assert len(states) == 3, "an order is obeyed, however early the clock says that it was made"
+
+
+def test_an_actor_that_is_terminated_writes_its_spans(tmp_path: Path, actors: list[Any]) -> None:
+    config = config_in(tmp_path, recorder={"triggers": ["signal"], "last": 1})
+    step_of(config, 0, actors, (0.01, 0.01))
+    while min(ray.get([actor.recorded.remote() for actor in actors])) < 0:
+        time.sleep(0.02)
+    pid = ray.get(actors[1].pid.remote())
+    with capture(1, config=config), span("train", role="trainer"):
+        call = actors[1].update.remote(60, carrier())
+        time.sleep(0.5)  # until the call is under way
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(call)
+    drained()
+    parts, _ = read_parts(RunLayout(tmp_path).step(1))
+    (own,) = [part for part in parts if part.owner]
+    assert own.recorder is not None
+    assert own.recorder.trigger == "signal"
+    assert "(SIGTERM)" in own.recorder.reason
+    assert [part.process.pid for part in parts if part.process.pid == pid] == [pid]
+    stages = {span.stage: span.dur_ns for span in load_step(RunLayout(tmp_path).step(1).root).spans}
+    assert stages["update"] is None, "it had not ended"
 
 
 def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> None:

@@ -166,6 +166,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     collectives: Collectives | None = None
     ray_calls: tuple[RayCall, ...] = ()
     """Of all actors of the job, as the driver knows them from Ray."""
+    more: bool = False
+    """A second state follows, with what Ray says."""
 
 
 class StacksHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ from stepscope.report.why import why as join
 from stepscope.timeline import load_step
 
 POLL_S = 0.1
+_LOOKS_S = 0.7
+"""Time in which every process has looked for the order. Those that expect no other may answer first."""
 _ANSWER_S = 1.0
 """A process whose Python runs answers in this time."""
 
@@ -76,8 +78,7 @@ def ask(layout: RunLayout, wait_s: float) -> list[ProcessState]:
             time.sleep(POLL_S)
             states = _read(folder)
             stills = standstills(layout, states) if waited > _ANSWER_S else []
-            if _is_all(states, stills):
-                time.sleep(POLL_S)  # ranks that name no others may come a moment later
+            if waited > _LOOKS_S and _is_all(states, stills):
                 break
     states = _read(folder)
     path.unlink(missing_ok=True)
@@ -95,7 +96,7 @@ def _read(folder: Path) -> list[ProcessState]:
 
 def _is_all(states: Sequence[ProcessState], stills: Sequence[Standstill]) -> bool:
     known = {state.process.key for state in states} | {still.stacks.process.key for still in stills}
-    return bool(known) and all(known >= state.workers.keys() for state in states)
+    return bool(known) and all(known >= state.workers.keys() and not state.more for state in states)
 
 
 def standstills(layout: RunLayout, states: Sequence[ProcessState]) -> list[Standstill]:

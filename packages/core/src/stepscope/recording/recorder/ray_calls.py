@@ -19,13 +19,12 @@ _NO_ACTOR = "f" * 24
 """Begin of the actor's id in a task that is none of an actor's: the driver's, or a plain task."""
 
 
-def is_driver() -> bool:
-    """Return whether this process is connected to Ray as a driver."""
+def known_here(workers: bool) -> bool:
+    """Return whether this process asks Ray for all: it is a driver, or an actor that has workers."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False
-    worker = getattr(ray.get_runtime_context(), "worker", None)
-    return worker is not None and worker.mode == ray.SCRIPT_MODE
+    return workers or getattr(ray.get_runtime_context().worker, "mode", None) == ray.SCRIPT_MODE
 
 
 def open_calls() -> tuple[RayCall, ...]:

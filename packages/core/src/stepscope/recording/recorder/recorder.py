@@ -24,8 +24,9 @@ from stepscope.recording.counters.catalogue import openers
 from stepscope.recording.counters.sampler import Sampler
 from stepscope.recording.process import clock, failures
 from stepscope.recording.process.work_queue import WorkQueue
-from stepscope.recording.recorder import step_lines
+from stepscope.recording.recorder import ray_calls, step_lines
 from stepscope.recording.recorder.engine_queues import EngineQueues
+from stepscope.recording.recorder.in_time import in_time
 from stepscope.recording.recorder.ring import Ring
 from stepscope.recording.recorder.state import state_of
 from stepscope.recording.recorder.steps import RecordedStep, Steps
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 
 
 _LOOK_S = 0.2
+_RAY_S = 1.0
+"""Longest wait for Ray, more of which may first be imported."""
+_ORDER_S = 2.0
+"""Longest wait of a terminated worker for an order: both sides look twice a second."""
 _WORKERS_S = 5.0
 """Longest wait for the parts of workers, beyond the time in which they look."""
 
@@ -92,6 +97,8 @@ class Recorder:
         self._triggers = Triggers(config.recorder)
         self._work: WorkQueue[Callable[[], None]] = WorkQueue("stepscope-recorder", _do, inline=True)
         self._taking = threading.RLock()  # a signal's handler may fire in the middle of it
+        self._has_obeyed = False
+        """True once an order came, after `ask_for_order` began."""
         self._is_hurried = False
         """True if the process ends: nobody waits for the workers' files."""
 
@@ -221,6 +228,35 @@ class Recorder:
     def obey(self, order: Order) -> None:
         """Write the steps of another process' order in the background."""
         self._work.put(partial(self._obey, order))
+        self._has_obeyed = True
+
+    def serve(self, order: Order) -> None:
+        """Order all to write the last steps, because a worker that is terminated asks for it."""
+        if self.steps.running is not None:
+            self.fire(order.trigger, order.reason)
+
+    def ask_for_order(self, reason: str) -> None:
+        """Ask the process that bounds steps to order the last ones, and wait for that order.
+
+        A worker does so when it is terminated in the middle of a call: it knows no steps.
+        """
+        if "signal" not in self.config.recorder.triggers or not self.log.open_spans():
+            return
+        order = Order(
+            run_id=self.run_id,
+            trigger="signal",
+            reason=f"{self.process.key}: {reason}",
+            made_ns=time.time_ns(),
+            steps=(),
+        )
+        try:
+            write_atomic(self.layout.order(self.run_id, os.urandom(4).hex()), msgspec.json.encode(order))
+        except OSError as error:
+            failures.note("asking for an order of the flight recorder", error)
+            return
+        self._has_obeyed, until = False, time.monotonic() + _ORDER_S
+        while not self._has_obeyed and time.monotonic() < until:
+            time.sleep(_LOOK_S / 4)
 
     def write_state(self, order_id: str) -> None:
         """Write what this process does right now. On the calling thread: another one may hang.
@@ -241,7 +277,15 @@ class Recorder:
             workers=dict(self.workers),
             sampler=self.sampler,
         )
-        write_atomic(self.layout.state_of(self.process, order_id), msgspec.json.encode(state))
+        path, asks_ray = (
+            self.layout.state_of(self.process, order_id),
+            ray_calls.known_here(bool(self.workers)),
+        )
+        write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, more=asks_ray)))
+        if asks_ray:
+            calls = in_time("asking Ray for calls", ray_calls.open_calls, _RAY_S) or ()
+            if path.exists():  # somebody still waits for it
+                write_atomic(path, msgspec.json.encode(msgspec.structs.replace(state, ray_calls=calls)))
 
     def later(self, work: Callable[[], None]) -> None:
         """Do some work in the background, after what was triggered before."""

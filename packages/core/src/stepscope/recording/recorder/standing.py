@@ -61,6 +61,8 @@ def _end(ending: Ending, deadline_s: float) -> None:
     if ending.by == "signal" and running is not None:
         running.ending = ending
         recorder.fire("signal", ending.error)
+    elif ending.by == "signal":
+        recorder.ask_for_order(ending.error)
     recorder.drain(deadline_s)
     if _watch is not None and ending.by == "signal":
         _watch.rest()

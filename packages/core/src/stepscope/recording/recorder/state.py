@@ -15,7 +15,6 @@ from stepscope.files.spans import WAIT, WAITING
 from stepscope.files.states import RECENT_NS, CounterNow, Frame, OpenSpan, ProcessState, Task, Thread
 from stepscope.files.values import MAX_TEXT, bounded
 from stepscope.recording.counters.sampler import Sampler
-from stepscope.recording.recorder import ray_calls
 from stepscope.recording.recorder.collectives import collectives_here
 from stepscope.recording.recorder.engine_queues import engine_states
 from stepscope.recording.recorder.in_time import in_time
@@ -28,8 +27,6 @@ DEPTH = 40
 """Frames of a stack that it holds, the innermost."""
 _ASK_S = 0.5
 """Longest wait for a library that may block."""
-_RAY_S = 1.0
-"""Longest wait for Ray, which may first be imported further."""
 _TRIES = 10
 _WRAPPERS = ("async_generator_asend", "async_generator_athrow", "coroutine_wrapper", "anext_awaitable")
 """Types of awaited objects that name what they wrap to the garbage collector alone, first."""
@@ -51,7 +48,7 @@ def state_of(
         spans: Those that have not ended.
         sampler: Of its counters; None without any.
     """
-    now_ns, asks_ray = time.monotonic_ns(), bool(workers) or ray_calls.is_driver()
+    now_ns = time.monotonic_ns()
     return ProcessState(
         process=process,
         run_id=run_id,
@@ -65,7 +62,6 @@ def state_of(
         counters=() if sampler is None else tuple(_counters(sampler, now_ns)),
         engines=tuple(engine_states(sampler, now_ns)),
         collectives=in_time("reading torch's flight recorder", collectives_here, _ASK_S),
-        ray_calls=(in_time("asking Ray for calls", ray_calls.open_calls, _RAY_S) or ()) if asks_ray else (),
     )
 
 

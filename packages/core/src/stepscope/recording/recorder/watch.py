@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 
 from stepscope.errors import RecordError
 from stepscope.files.recorder import WHY, read_order
@@ -21,11 +23,11 @@ class Watch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._since_ns = time.time_ns()
         self._folder = recorder.layout.orders
         self._seen: int | None = None
         """Time of the folder's last change at the last look."""
         self._read: set[str] = set()
+        """Names of orders that were obeyed, or are from before."""
         self._progress: tuple[int, int] = (0, 0)
         """The number of the last span, and the number of those that ran, at the last look."""
         self._still_since = time.monotonic()
@@ -48,6 +50,7 @@ class Watch:
             self._watchdog.close(self._recorder.workers)
 
     def _run(self) -> None:
+        self._read.update(self._old_orders())
         pause_s = min(LONGEST_S, self._recorder.config.control.poll_seconds)
         self._note_life()
         while not self._stop.wait(pause_s):
@@ -61,6 +64,14 @@ class Watch:
     def _note_life(self) -> None:
         if self._watchdog is not None:
             self._watchdog.alive()
+
+    def _old_orders(self) -> Iterator[str]:
+        """Yield the orders from before this process began. Later ones are new, whatever the clock does."""
+        before_s = time.time() - 1
+        for path in self._folder.glob("[!.]*.json"):
+            with suppress(OSError):
+                if path.stat().st_mtime < before_s:
+                    yield path.name
 
     def _look_for_orders(self) -> None:
         try:
@@ -80,10 +91,12 @@ class Watch:
                 failures.warn("stepscope: an order of the flight recorder cannot be read: %s", error)
                 continue
             recorder = self._recorder
-            if order.run_id not in ("", recorder.run_id) or order.made_ns < self._since_ns - 10**9:
+            if order.run_id not in ("", recorder.run_id):
                 continue
             if order.trigger == WHY:
                 recorder.write_state(path.stem)
+            elif not order.steps:
+                recorder.serve(order)
             else:
                 recorder.obey(order)
 

@@ -57,9 +57,16 @@ class Written(NamedTuple):
 
 
 def window_of(step: RecordedStep, now: ClockAnchor) -> Window:
-    """Return the window of a step of this process; one that still runs ends now."""
-    running = step.closed is None
-    return Window(step.number, step.opened, step.closed or now, step.ending, running)
+    """Return the window of a step of this process; one that still runs ends now.
+
+    Its times of day are by the present wall clock: it may have jumped since, and workers use theirs.
+    """
+    running, opened, closed = step.closed is None, _by_now(step.opened, now), _by_now(step.closed or now, now)
+    return Window(step.number, opened, closed, step.ending, running)
+
+
+def _by_now(anchor: ClockAnchor, now: ClockAnchor) -> ClockAnchor:
+    return msgspec.structs.replace(anchor, wall_ns=now.wall_ns - now.mono_ns + anchor.mono_ns)
 
 
 def windows_by_time(order: Order, process: ProcessInfo, now: ClockAnchor) -> list[Window]:
