@@ -10,15 +10,21 @@ functions are awaited by a coroutine.
 `the least in Python` is what no recorder goes below here: an object for each call, the context variable that
 holds it set and reset, two readings of the clock, one append; no parent, thread, error or file. The rest of
 our cost is ours; that much is the machine's and Python's.
+
+The last table is an agent loop as people write it: coroutines, all in flight, each a trajectory of three
+turns with one span. Its costs are those of the whole process, what is written included.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
@@ -28,7 +34,8 @@ import _peers
 from _measure import arguments, header, interleaved, table, verdict
 from _peers import Peer
 
-from stepscope import ProfileConfig, capture, profile_step, span
+from stepscope import ProfileConfig, capture, profile_step, span, trajectory, turn
+from stepscope.recording.recorder import standing
 from stepscope.recording.spans import slot
 from stepscope.recording.spans.log import SpanLog
 
@@ -36,6 +43,7 @@ BURST = 1_000
 FLOOD = 20_000
 """Spans in one burst that outruns every writer: each costs more, since all of them wait in fresh memory."""
 ROUNDS = 41
+TURNS = 3
 GOAL_NS = 1000
 OURS = "stepscope profile_step"
 FLOOR = "the least in Python"
@@ -123,6 +131,7 @@ def least(pending: deque[Record], fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Costs: TypeAlias = tuple[float, float, float]
+Rollout: TypeAlias = Callable[[int], Coroutine[Any, Any, None]]
 
 
 def timed(
@@ -175,6 +184,64 @@ def judge(title: str, cost: dict[str, Costs], peers: dict[str, Peer]) -> None:
     print()
 
 
+async def bare_rollout(number: int) -> None:
+    for _ in range(2 * TURNS):
+        await asyncio.sleep(0)
+
+
+async def rollout(number: int) -> None:
+    with trajectory(f"t{number}"):
+        for index in range(TURNS):
+            with turn(index):
+                await asyncio.sleep(0)
+                with span("generate", role="rollout"):
+                    await asyncio.sleep(0)
+
+
+async def rollouts(kind: Rollout, number: int) -> None:
+    await asyncio.gather(*map(kind, range(number)))
+
+
+class AgentLoop:
+    """The loop, bare or with spans, in a step that is captured, recorded or neither."""
+
+    def __init__(
+        self, kind: Callable[[int], Coroutine[Any, Any, None]], number: int, **settings: Any
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.config = ProfileConfig.from_mapping(settings) if settings else None
+        self.steps = itertools.count()
+
+    def run(self) -> float:
+        """Return the CPU ns of the process for each span."""
+        standing.stop()
+        began = time.process_time_ns()
+        with contextlib.ExitStack() as stack:
+            if self.config is not None:
+                stack.enter_context(capture(next(self.steps), config=self.config))
+            asyncio.run(rollouts(self.kind, self.number))
+        return (time.process_time_ns() - began) / (self.number * (1 + 2 * TURNS))
+
+
+def agent_loop(folder: str, number: int, rounds: int) -> None:
+    common = {"counters": "off", "control": {"requests": False}}
+    captured = {"save_path": f"{folder}/captured", "steps": "every:1", "roles": {"*": {"profiler": "off"}}}
+    recorded = {"save_path": f"{folder}/recorded", "record": "spans", "recorder": {"triggers": []}}
+    loops = {
+        "bare": AgentLoop(bare_rollout, number),
+        "off": AgentLoop(rollout, number),
+        "recorder": AgentLoop(rollout, number, **common, **recorded),
+        "captured": AgentLoop(rollout, number, **common, **captured),
+    }
+    results = interleaved({name: loop.run for name, loop in loops.items()}, rounds)
+    cost = {name: statistics.median(results[name]) - statistics.median(results["bare"]) for name in loops}
+    rows = [[name, f"{ns:.0f}"] for name, ns in cost.items() if name != "bare"]
+    table([f"{number:,} trajectories in flight, ns of CPU a span", "process"], rows)
+    verdict("agent loop: a span that is captured", cost["captured"], 3000, " ns")
+    verdict("agent loop: a span while nothing is recorded", cost["off"], 500, " ns")
+
+
 def main() -> None:
     quick = arguments(__doc__).quick
     header("a span while capturing", "stepscope", "areal", "opentelemetry-sdk", "torch")
@@ -192,7 +259,7 @@ def main() -> None:
     inside = {"stepscope span()": capturing.peer(with_span)}
     records: deque[Record] = deque()
     floor = {FLOOR: Peer(partial(least, records), finish=lambda _: records.clear())}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         config = ProfileConfig(save_path=folder, steps="every:1", roles={"*": {"profiler": "off"}})
         with capture(1, config=config):
             both = {"bare": bare, OURS: decorated}
@@ -202,6 +269,7 @@ def main() -> None:
             cost = compare("async", aupdate, call_async, {**both, **async_peers}, BURST, rounds)
             judge("async", cost, peers)
             compare("sync, a flood", update, call, {**both, **inside, **peers}, FLOOD, rounds // 5)
+        agent_loop(folder, 2_000 if quick else 20_000, 3 if quick else 7)
 
 
 if __name__ == "__main__":
