@@ -245,10 +245,7 @@ def test_an_actor_that_is_gone_is_named(tmp_path: Path, actors: list[Any]) -> No
     assert "missing: it began, but its part of the manifest is not in this folder" in problem
 
 
-def test_the_actor_that_hangs_is_named(
-    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STEPSCOPE_RAISE", "0")  # this Ray has no dashboard that knows its calls
+def test_the_actor_that_hangs_is_named(tmp_path: Path, ray_cluster: None) -> None:
     workers = [ray.remote(Trainer).options(num_cpus=0.1).remote() for _ in range(4)]
     config = config_in(tmp_path)
     try:
