@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +11,13 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_steps, is_step
+from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.pages import Pages
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, step_report
+from stepscope.report.brief import Part, brief_markdown, brief_text, step_brief
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
@@ -47,7 +48,8 @@ def report(
         bool | None,
         typer.Option(
             "--html/--no-html",
-            help="Write report.html into each step's folder and into the run's. Default: unless --json.",
+            help="Write report.html into each step's folder and into the run's. Default: unless --json or "
+            "--brief.",
         ),
     ] = None,
     short: Annotated[
@@ -57,6 +59,10 @@ def report(
             help="The time, the first advice and where it went, or all tables. Default: full for one step.",
         ),
     ] = None,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="The whole story in at most 40 lines; of a run, its longest step.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief: as Markdown.")] = False,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
@@ -72,12 +78,16 @@ def report(
     path = sample_in(path or SAMPLE) if sample else path
     if path is None:
         raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
-    pages = Pages() if html or (html is None and not json) else None
+    if (markdown and not brief) or (brief and json):
+        raise typer.BadParameter("--markdown needs --brief, and --brief goes without --json")
+    pages = Pages() if html or (html is None and not (json or brief)) else None
     reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
     if pages is not None and step is None and not is_step(path):
         pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
         screen.show_json(reports)
+    elif brief:
+        show_brief(reports, path, markdown=markdown)
     else:
         show_reports(reports, short=len(reports.steps) > 1 if short is None else short)
     failed = False if pages is None else say_pages(pages)
@@ -156,3 +166,19 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
         screen.say(f"{step}: {why}")
     if short:
         screen.say(f"All tables: --full{', or --step N for those of one step' * (len(reports.steps) > 1)}")
+
+
+def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
+    """Print the brief of the longest step, unwrapped, and the steps that could not be read."""
+    parts = brief_of(reports.steps, path)
+    screen.show_unwrapped(brief_markdown(parts) if markdown else brief_text(parts))
+    for step, why in reports.unreadable.items():
+        screen.say(f"{step}: {why}")
+
+
+def brief_of(reports: Sequence[StepReport], path: Path) -> list[Part]:
+    """Return the brief of the longest of these steps, which `path` (a run's folder, or a step's) holds."""
+    longest = max(reports, key=lambda report: report.breakdown.window_ns)
+    folder = StepLayout(path) if is_step(path) else find_run(path).get(longest.step)
+    others = [report for report in reports if report is not longest]
+    return step_brief(longest, None if folder is None else folder.root, others)

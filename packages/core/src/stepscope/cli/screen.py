@@ -32,6 +32,11 @@ def show(*parts: RenderableType) -> None:
         console.print(part)
 
 
+def show_unwrapped(text: str) -> None:
+    """Print text on stdout, each line as long as it is."""
+    _console(stderr=False).print(text, soft_wrap=True)
+
+
 def show_json(data: object) -> None:
     """Print one JSON document on stdout, with the control characters of its strings as `\\u` escapes."""
     document = msgspec.json.format(msgspec.json.encode(data)).decode()

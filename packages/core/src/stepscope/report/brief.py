@@ -1,0 +1,240 @@
+"""The whole story of a step in at most 40 lines: text, Markdown or HTML.
+
+All of it is taken from the report. Nothing is computed here but the choice of lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from shlex import quote
+
+import msgspec
+
+from stepscope.report.advice.evidence import Advice
+from stepscope.report.blocks.advice import savings
+from stepscope.report.blocks.baseline import say_beside, say_usual
+from stepscope.report.blocks.engines import engine_times, shares_of
+from stepscope.report.blocks.health import (
+    say_again,
+    say_complete,
+    say_ended,
+    say_incomplete,
+    say_recorder,
+    say_span,
+)
+from stepscope.report.blocks.idle import say_causes
+from stepscope.report.blocks.long_tail import slow_cells, tail_sentences, waits
+from stepscope.report.formatting import count, duration, moment, percents, plain
+from stepscope.report.model import StepReport
+from stepscope.report.tables.breakdown import Line
+from stepscope.report.tables.engine import Engine
+from stepscope.report.tables.stages import Stage
+
+LINES = 40
+"""A brief is never longer."""
+_WIDTH = 400
+_SIZES = ((7, 3), (5, 3), (3, 3), (3, 2))
+"""Stages and advice that are shown: the first that leaves a brief short enough."""
+_PHASES = ("prefill", "decode", "mixed", "held up", "paused", "writing", "idle")
+"""Names of `engine_times`."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Lines of a brief below one heading. A line that starts with two spaces explains the one before."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def step_brief(
+    report: StepReport, folder: Path | None = None, others: Sequence[StepReport] = ()
+) -> list[Part]:
+    """Return the brief of one step: the first part says what and how long, the last one what to run next.
+
+    Args:
+        folder: The step's folder. None: no command is named.
+        others: Further steps of the run, that are only counted.
+    """
+    first = Part(_title(report), tuple(_head(report, others)))
+    last = (
+        Part("Findings", tuple(_findings(report))),
+        Part("Next", () if folder is None else tuple(_commands(report, folder))),
+    )
+    parts: list[Part] = []
+    for stages, advice in _SIZES:
+        middle = (
+            Part("Where it went", tuple(_stages(report, stages))),
+            Part("What to do", tuple(_advice(report, advice))),
+        )
+        parts = [first, *(part for part in (*middle, *last) if part.lines)]
+        if sum(len(part.lines) + 2 for part in parts) <= LINES + 1:
+            break
+    return [_on_one_line(part) for part in parts]
+
+
+def brief_text(parts: Sequence[Part]) -> str:
+    """Return a brief as plain text."""
+    first, *rest = parts
+    lines = [first.title, *first.lines]
+    for part in rest:
+        lines += ["", part.title, *(f"  {line}" for line in part.lines)]
+    return "\n".join(lines)
+
+
+def brief_markdown(parts: Sequence[Part]) -> str:
+    """Return a brief as Markdown. Commands are code."""
+    lines: list[str] = []
+    for level, part in zip(("##", *("###" for _ in parts)), parts, strict=False):
+        lines += ["", f"{level} {_markdown(part.title)}"]
+        for line in part.lines:
+            indent = "  " * line.startswith("  ")
+            words = f"`{line.strip()}`" if part.title == "Next" else _markdown(line.strip())
+            lines.append(f"{indent}- {words}")
+    return "\n".join(lines[1:])
+
+
+def brief_html(parts: Sequence[Part]) -> str:
+    """Return a brief as HTML, for a notebook."""
+    first, *rest = parts
+    pieces = [f"<b>{escape(first.title)}</b>", *(f"<br>{escape(line)}" for line in first.lines)]
+    for part in rest:
+        lines = "\n".join(map(escape, part.lines))
+        pieces.append(f'<br><b>{escape(part.title)}</b><pre style="white-space: pre-wrap">{lines}</pre>')
+    return f"<div>{''.join(pieces)}</div>"
+
+
+def _on_one_line(part: Part) -> Part:
+    lines = (plain(line) for line in part.lines)
+    cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
+    return Part(plain(part.title)[:_WIDTH], tuple(cut))
+
+
+def _markdown(text: str) -> str:
+    """Escape what would be markup: an underscore inside a word is none."""
+    return re.sub(r"([\\`*<\[|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+
+
+def _title(report: StepReport) -> str:
+    took = duration(report.breakdown.window_ns)
+    return f"Step {report.step} of run {report.run_id}, {moment(report.opened_ns)}: {took}"
+
+
+def _head(report: StepReport, others: Sequence[StepReport]) -> Iterator[str]:
+    health, breakdown = report.health, report.breakdown
+    if others:
+        took = [other.breakdown.window_ns for other in others]
+        extent = " to ".join(dict.fromkeys((duration(min(took)), duration(max(took)))))
+        yield f"The longest of {len(others) + 1:,} captured steps; the others took {extent}"
+    yield say_complete(health) if health.complete else say_incomplete(health)
+    if report.traces is not None and report.traces.problems:
+        yield f"{count(len(report.traces.problems), 'trace')} could not be read in full"
+    if notes := [*filter(None, (say_recorder(health), say_ended(health), say_again(health)))]:
+        yield "; ".join(notes)
+    yield say_usual(report.baseline)
+    yield from filter(None, (say_beside(report.baseline),))
+    if health.errors:
+        yield f"{count(len(health.errors), 'error')}: {say_span(health.errors[0])}: {health.errors[0].error}"
+    if breakdown.opening_ns + breakdown.closing_ns:
+        cost = duration(breakdown.opening_ns + breakdown.closing_ns)
+        yield f"Outside of the step, opening and closing the capture took {cost}"
+
+
+def _stages(report: StepReport, most: int) -> Iterator[str]:
+    breakdown = report.breakdown
+    shares = percents([line.wall_ns for line in breakdown.lines], breakdown.window_ns)
+    lines = list(zip(breakdown.lines, shares, strict=True))
+    stages = [entry for entry in lines if entry[0].kind == "stage" and entry[0].wall_ns]
+    for line, share in stages[:most]:
+        yield f"{share} % {_name(line)}: {duration(line.wall_ns)}, {_alone(line)}"
+    if rest := stages[most:]:
+        wall_ns = sum(line.wall_ns for line, _ in rest)
+        (share,) = percents([wall_ns], breakdown.window_ns)
+        yield f"{share} % {count(len(rest), 'other stage')}: {duration(wall_ns)}"
+    for line, share in lines:
+        if line.kind != "stage":
+            yield f"{share} % {line.kind}: {duration(line.wall_ns)}"
+
+
+def _name(line: Line) -> str:
+    return f"{line.role} {line.stage}{' (waiting)' if line.waits else ''}"
+
+
+def _alone(line: Line) -> str:
+    if line.alone_ns >= line.wall_ns:
+        return "nothing else ran"
+    return f"{duration(line.alone_ns)} of it alone"
+
+
+def _advice(report: StepReport, most: int) -> Iterator[str]:
+    for advice in report.advice[:most]:
+        yield from _remark(advice, report.breakdown.window_ns)
+    if rest := report.advice[most:]:
+        yield f"{len(rest)} more: {', '.join(advice.rule for advice in rest)}"
+    if not report.advice:
+        yield "No rule of advice applies"
+
+
+def _remark(advice: Advice, window_ns: int) -> Iterator[str]:
+    gain = f" (gains at most {savings(advice, window_ns)} of the step)" if advice.saves_ns else ""
+    yield f"{'! ' if advice.kind == 'alarm' else ''}{advice.what}{gain} [{advice.rule}]"
+    yield f"  {'; '.join(advice.because)}"
+    yield f"  Try: {advice.do}"
+
+
+def _findings(report: StepReport) -> Iterator[str]:
+    if uneven := [stage for stage in report.stages if _is_uneven(stage)]:
+        yield _say_uneven(max(uneven, key=_lost_ns))
+    if report.long_tail is not None:
+        yield from islice(tail_sentences(report.long_tail), 1)
+        for slow in report.long_tail.worst[:1]:
+            name, took, _ = slow_cells(slow)
+            yield f"Slowest trajectory: {name}, {took}: {waits(slow)}"
+    for engine in _extremes(report.engines):
+        yield f"Engine {engine.replica}, {duration(engine.recorded_ns)} recorded: {_use(engine)}"
+    idle = [row for row in report.idle if row.idle_ns]
+    if idle and report.breakdown.window_ns:
+        row = max(idle, key=lambda row: row.idle_ns)
+        (share,) = percents([row.idle_ns], report.breakdown.window_ns)
+        causes = f"; it probably waited for {say_causes(row)}" if row.causes else ""
+        yield f"Most idle: {row.process}, {duration(row.idle_ns)}, {share} %{causes}"
+
+
+def _is_uneven(stage: Stage) -> bool:
+    return not (stage.waits or stage.uneven or stage.imbalance is None or stage.imbalance <= 1.1)
+
+
+def _lost_ns(stage: Stage) -> float:
+    return max(share.busy_ns for share in stage.processes) * (1 - 1 / (stage.imbalance or 1))
+
+
+def _say_uneven(stage: Stage) -> str:
+    most_ns = max(share.busy_ns for share in stage.processes)
+    return (
+        f"Least balanced: {stage.role} {stage.title}, {stage.slowest} busy for {duration(most_ns)}, "
+        f"{stage.imbalance:.2f} times the median of {count(len(stage.processes), 'process')}"
+    )
+
+
+def _extremes(engines: Sequence[Engine]) -> Sequence[Engine]:
+    """Return the engine that is idle longest and the one that is so shortest."""
+    ordered = sorted(engines, key=lambda row: row.idle_ns or 0)
+    return ordered if len(ordered) < 2 else (ordered[0], ordered[-1])
+
+
+def _use(engine: Engine) -> str:
+    shares = zip(_PHASES, engine_times(engine), shares_of(engine), strict=True)
+    used = (f"{phase} {share} %" for phase, ns, share in shares if ns)
+    preempted = [] if not engine.preemptions else [count(engine.preemptions, "preemption")]
+    return ", ".join((*used, *preempted)) or "no phases"
+
+
+def _commands(report: StepReport, folder: Path) -> Iterator[str]:
+    path = quote(str(folder))
+    if not report.health.complete:
+        yield f"stepscope ls {path}  # what is missing, and why"
+    yield f"stepscope report {path} --full  # all tables"
+    yield f"stepscope merge {path}  # its timeline, for Perfetto"
