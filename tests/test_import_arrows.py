@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "writers": {"config", "files", "errors", "timeline", "report"},
     "startup": {"recording"},
     "cli": ON_DISK | OFFLINE | {"mirror", "writers", "demo", "doctor", "switch", "__init__"},
-    "__init__": {"config", "errors", "recording", "integrations"},
+    "__init__": {"config", "errors", "recording", "integrations", "report"},
     "__main__": {"cli"},
 }
 """Part of the core -> other parts it may import. `demo` and `testing` may import anything that is public."""

@@ -57,6 +57,7 @@ PUBLIC = {
     "on_artifact",
     "on_capture",
     "on_report",
+    "open",
     "prepare",
     "profile_step",
     "redact",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stepscope.recording.capture.requesting import request_capture
     from stepscope.recording.capture.result import CaptureResult, on_capture
     from stepscope.recording.instrument.patch import instrument
+    from stepscope.report.opened import open  # noqa: A004  # read as `stepscope.open`
 
     __version__: str
 
@@ -58,6 +59,7 @@ __all__ = [
     "on_artifact",
     "on_capture",
     "on_report",
+    "open",
     "prepare",
     "profile_step",
     "redact",
@@ -81,6 +83,7 @@ _LATER = {
     "configure": "stepscope.recording.capture.configure",
     "instrument": "stepscope.recording.instrument.patch",
     "on_capture": "stepscope.recording.capture.result",
+    "open": "stepscope.report.opened",
     "prepare": "stepscope.recording.capture.prepare",
     "request_capture": "stepscope.recording.capture.requesting",
 }

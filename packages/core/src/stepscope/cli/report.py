@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.report import StepReport, step_report
-from stepscope.report.brief import Part, brief_markdown, brief_text, step_brief
+from stepscope.report.brief import brief_markdown, brief_text, run_brief
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
@@ -170,15 +170,12 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
 
 def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
     """Print the brief of the longest step, unwrapped, and the steps that could not be read."""
-    parts = brief_of(reports.steps, path)
+    folders = (
+        {reports.steps[0].step: path}
+        if is_step(path)
+        else {number: step.root for number, step in find_run(path).items()}
+    )
+    parts = run_brief(reports.steps, folders)
     screen.show_unwrapped(brief_markdown(parts) if markdown else brief_text(parts))
     for step, why in reports.unreadable.items():
         screen.say(f"{step}: {why}")
-
-
-def brief_of(reports: Sequence[StepReport], path: Path) -> list[Part]:
-    """Return the brief of the longest of these steps, which `path` (a run's folder, or a step's) holds."""
-    longest = max(reports, key=lambda report: report.breakdown.window_ns)
-    folder = StepLayout(path) if is_step(path) else find_run(path).get(longest.step)
-    others = [report for report in reports if report is not longest]
-    return step_brief(longest, None if folder is None else folder.root, others)

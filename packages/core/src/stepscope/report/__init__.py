@@ -8,9 +8,10 @@ sections, and `html.traces` draws this one. Every section takes the same way.
 from stepscope.report.advice.evidence import Advice, Evidence
 from stepscope.report.advice.rules import step_advice
 from stepscope.report.model import StepReport
+from stepscope.report.opened import OpenRun, OpenStep
 from stepscope.report.scalars import to_scalars
 from stepscope.report.step import step_report
-from stepscope.report.table import Table
+from stepscope.report.table import Rows, Table
 from stepscope.report.tables.baseline import Baseline, step_baseline
 from stepscope.report.tables.breakdown import Breakdown, Line, Overlap, step_breakdown
 from stepscope.report.tables.counters import CounterRow, Counters, IdleDevice, step_counters
@@ -69,11 +70,14 @@ __all__ = [
     "LongTail",
     "MemoryRow",
     "NoDevice",
+    "OpenRun",
+    "OpenStep",
     "OperatorRow",
     "OtherStep",
     "Overlap",
     "Phaseless",
     "ProcessRow",
+    "Rows",
     "Share",
     "SlowTrajectory",
     "SpanRow",

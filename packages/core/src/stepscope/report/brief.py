@@ -6,7 +6,7 @@ All of it is taken from the report. Nothing is computed here but the choice of l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import islice
 from pathlib import Path
@@ -74,6 +74,13 @@ def step_brief(
         if sum(len(part.lines) + 2 for part in parts) <= LINES + 1:
             break
     return [_on_one_line(part) for part in parts]
+
+
+def run_brief(reports: Sequence[StepReport], folders: Mapping[int, Path]) -> list[Part]:
+    """Return the brief of the longest of these steps. `folders` has the folder of each step, by number."""
+    longest = max(reports, key=lambda report: report.breakdown.window_ns)
+    others = [report for report in reports if report is not longest]
+    return step_brief(longest, folders.get(longest.step), others)
 
 
 def brief_text(parts: Sequence[Part]) -> str:

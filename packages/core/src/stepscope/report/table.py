@@ -35,7 +35,7 @@ class Table(tuple[_Row, ...]):
         Raises:
             StepscopeError: polars is not installed.
         """
-        return _library("polars").DataFrame(self.to_dicts(), infer_schema_length=None)
+        return Rows(self.to_dicts()).to_polars()
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a column for each field; times are integers, in ns.
@@ -43,7 +43,29 @@ class Table(tuple[_Row, ...]):
         Raises:
             StepscopeError: pandas is not installed.
         """
-        return _library("pandas").DataFrame(self.to_dicts())
+        return Rows(self.to_dicts()).to_pandas()
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of a table as dicts."""
+
+    __slots__ = ()
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return a column for each field; times are integers, in ns.
+
+        Raises:
+            StepscopeError: polars is not installed.
+        """
+        return _library("polars").DataFrame(list(self), infer_schema_length=None)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a column for each field; times are integers, in ns.
+
+        Raises:
+            StepscopeError: pandas is not installed.
+        """
+        return _library("pandas").DataFrame(list(self))
 
 
 def _library(name: str) -> Any:

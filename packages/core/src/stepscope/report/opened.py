@@ -1,0 +1,210 @@
+"""Captured runs and steps as objects, for notebooks and scripts. Their files are read when first needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import RecordError
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.report.brief import Part, brief_html, brief_markdown, brief_text, run_brief
+from stepscope.report.model import StepReport
+from stepscope.report.step import step_report
+from stepscope.report.table import Rows, Table
+from stepscope.timeline import Timeline, load_step, load_traces
+
+
+class _Told:
+    """Something with a brief."""
+
+    def _parts(self) -> Sequence[Part]:
+        raise NotImplementedError
+
+    def brief(self, *, markdown: bool = False) -> str:
+        """Return the whole story in at most 40 lines."""
+        parts = self._parts()
+        return brief_markdown(parts) if markdown else brief_text(parts)
+
+    def _repr_html_(self) -> str:
+        return brief_html(self._parts())
+
+
+class OpenStep(_Told):
+    """A captured step.
+
+    Attributes:
+        folder: Its folder.
+    """
+
+    def __init__(self, folder: Path, *, run: str | None = None, traces: bool = True) -> None:
+        self.folder = folder
+        self._run, self._traces = run, traces
+
+    def __repr__(self) -> str:
+        return f"<stepscope step {self.folder}>"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The spans of all processes on one clock."""
+        return load_step(self.folder, run_id=self._run)
+
+    @cached_property
+    def _report(self) -> StepReport:
+        traces = load_traces(self.folder, self.timeline) if self._traces else None
+        return step_report(self.timeline, traces)
+
+    def report(self) -> StepReport:
+        """Return all tables of the step. They are made once.
+
+        Raises:
+            RecordError: nothing of the step can be read.
+        """
+        return self._report
+
+    def table(self, name: str) -> Rows:
+        """Return the rows of a table as dicts; times are integers, in ns.
+
+        Args:
+            name: One of `tables`.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        if name == "spans":
+            return Rows(_spans(self.timeline))
+        values = _values(self.report())
+        if name not in values:
+            raise ValueError(f"table is {name!r}; use one of {', '.join(self.tables)}")
+        return Rows(Table(values[name]).to_dicts())
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables."""
+        return (*_values(self.report()), "spans")
+
+    def _parts(self) -> Sequence[Part]:
+        report = self.report()
+        return run_brief([report], {report.step: self.folder})
+
+
+class OpenRun(_Told):
+    """A run with its captured steps: `run[3]` is step 3.
+
+    Attributes:
+        folder: Its folder.
+        steps: Its captured steps, by number.
+    """
+
+    def __init__(self, folder: Path, steps: Mapping[int, OpenStep]) -> None:
+        self.folder = folder
+        self.steps = dict(steps)
+
+    def __repr__(self) -> str:
+        return f"<stepscope run {self.folder}: steps {', '.join(map(str, self.steps))}>"
+
+    def __getitem__(self, step: int) -> OpenStep:
+        if step not in self.steps:
+            raise KeyError(f"no step {step} was captured; captured: {', '.join(map(str, self.steps))}")
+        return self.steps[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def report(self) -> list[StepReport]:
+        """Return the report of each step that can be read.
+
+        Raises:
+            RecordError: none of them can.
+        """
+        return [step.report() for step in self._readable().values()]
+
+    def table(self, name: str) -> Rows:
+        """Return the rows of a table of all steps that can be read, each with its step first."""
+        tables = {number: step.table(name) for number, step in self._readable().items()}
+        return Rows({"step": number, **row} for number, rows in tables.items() for row in rows)
+
+    def _readable(self) -> dict[int, OpenStep]:
+        readable, reasons = {}, []
+        for number, step in self.steps.items():
+            try:
+                step.report()
+            except RecordError as error:
+                reasons.append(str(error))
+            else:
+                readable[number] = step
+        if not readable:
+            raise RecordError("\n".join(reasons))
+        return readable
+
+    def _parts(self) -> Sequence[Part]:
+        return run_brief(self.report(), {number: step.folder for number, step in self.steps.items()})
+
+
+def open(  # noqa: A001  # read as `stepscope.open`
+    path: str | os.PathLike[str], *, run: str | None = None, traces: bool = True
+) -> OpenRun | OpenStep:
+    """Open the folder of a run (its save_path), or of one step in it.
+
+    In a notebook, the value shows the brief of the step; of a run, that of its longest step.
+
+    Args:
+        path: The folder.
+        run: The run's id, where several wrote into one folder.
+        traces: Whether reports read the profilers' traces, which may be large.
+
+    Raises:
+        RecordError: the folder holds no captured step.
+    """
+    folder = Path(path)
+    layout = StepLayout(folder)
+    if layout.processes.is_dir() or layout.spans.is_dir():
+        return OpenStep(folder, run=run, traces=traces)
+    steps = RunLayout(folder).steps()
+    if not steps:
+        raise RecordError(
+            f"{folder} holds no captured step. Give the folder of a run (save_path), or of one step in it"
+        )
+    return OpenRun(
+        folder,
+        {number: OpenStep(step.root, run=run, traces=traces) for number, step in steps.items()},
+    )
+
+
+def _values(report: StepReport) -> dict[str, Sequence[Any]]:
+    """Return the rows of each table of a report. A table that the step lacks has none."""
+    tail, traces, counters = report.long_tail, report.traces, report.counters
+    return {
+        "advice": report.advice,
+        "breakdown": report.breakdown.lines,
+        "stages": report.stages,
+        "idle": report.idle,
+        "trajectories": () if tail is None else tail.worst,
+        "spreads": () if tail is None else tail.spreads,
+        "engines": report.engines,
+        "operators": () if traces is None else traces.operators,
+        "devices": () if traces is None else traces.devices,
+        "counters": () if counters is None else counters.rows,
+        "processes": report.health.processes,
+    }
+
+
+def _spans(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for span in timeline.spans:
+        yield {
+            "process": timeline.processes[span.process].name,
+            "role": span.role,
+            "stage": span.stage,
+            "start_ns": timeline.since_opening_ns(span),
+            "dur_ns": span.dur_ns,
+            "of_step": span.step,
+            "trajectory": span.trajectory,
+            "turn": span.turn,
+            "error": span.error,
+            "attrs": span.attrs or {},
+        }
