@@ -149,7 +149,8 @@ def gpu(arguments: list[str]) -> bool:
 
 
 def chaos(arguments: list[str]) -> bool:
-    """a small trainer on Ray to which something happens in every other step: [--rounds 100] [--seed N]"""
+    """a small trainer on Ray to which something happens in every other step: [--rounds 100] [--seed N]
+    [--recorder: while the flight recorder writes]"""
     return run(DEV.ready(), "packages/core/tests/chaos/run.py", *arguments)
 
 

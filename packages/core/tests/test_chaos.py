@@ -19,3 +19,10 @@ def test_whatever_happens_training_goes_on_and_the_manifest_is_true(seed: int) -
     command = [sys.executable, str(CHAOS), "--rounds", "5", "--seed", str(seed), "--no-drivers"]
     played = subprocess.run(command, capture_output=True, text=True)
     assert played.returncode == 0, f"{played.stdout}\n{played.stderr}"
+
+
+def test_what_the_flight_recorder_writes_is_true_whatever_happens_meanwhile() -> None:
+    command = [sys.executable, str(CHAOS), "--recorder", "--rounds", "4", "--seed", "4"]
+    played = subprocess.run(command, capture_output=True, text=True)
+    assert played.returncode == 0, f"{played.stdout}\n{played.stderr}"
+    assert all(name in played.stdout for name in ("kill", "full_disk", "clock_jump", "two_triggers"))

@@ -1,6 +1,6 @@
 """Chaos: a small trainer on Ray, captured step by step, to which something happens in every other step.
 
-    python run.py [--rounds 100] [--seed 0] [--first 0] [--fault NAME] [--no-drivers]
+    python run.py [--rounds 100] [--seed 0] [--first 0] [--fault NAME] [--no-drivers] [--recorder]
 
 Rounds are played in sessions: a driver with its own Ray, and a seed that decides everything it chooses.
 Behind each full session another driver is itself killed, terminated or interrupted in the middle of its work.
@@ -26,7 +26,7 @@ from truth import after_a_death, alive_with, temporary_files
 
 from stepscope.files.layout import RunLayout
 
-SESSION = Path(__file__).with_name("session.py")
+SESSION, DUMPS = (Path(__file__).with_name(name) for name in ("session.py", "dumps.py"))
 ROUNDS = 12
 """Of one session."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -45,8 +45,9 @@ with capture(10**6, config=config):
 
 
 class Sessions:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = SESSION) -> None:
         self.folder = folder
+        self.script = script
         self.found = 0
 
     def play(self, seed: int, first: int, count: int, fault: str | None) -> None:
@@ -101,7 +102,7 @@ class Sessions:
         marker = f"STEPSCOPE_CHAOS={secrets.token_hex(8)}"
         save_path = self.folder / f"seed-{seed}-{secrets.token_hex(2)}"
         environ = {**os.environ, **dict([marker.split("=")]), "CHAOS_TEMP": str(self.folder)}
-        command = [sys.executable, str(SESSION), str(save_path), str(seed), *arguments]
+        command = [sys.executable, str(self.script), str(save_path), str(seed), *arguments]
         return subprocess.Popen(command, env=environ, stdout=stdout), marker, save_path
 
     def _nobody_left(self, marker: str, seed: int) -> None:
@@ -130,20 +131,20 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first round of the session, to repeat one")
     parser.add_argument("--fault", help="only this one; `driver`: the driver is the victim")
     parser.add_argument("--no-drivers", action="store_true", help="no driver is itself the victim")
+    parser.add_argument("--recorder", action="store_true", help="of the flight recorder, while it writes")
     chosen = parser.parse_args()
     seed = secrets.randbelow(10**6) if chosen.seed is None else chosen.seed
     print(f"chaos: {chosen.rounds} rounds from --seed {seed}", flush=True)
     # Short, and below /tmp: the paths of Ray's sockets may not exceed 107 characters.
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        sessions = Sessions(Path(folder))
+        sessions = Sessions(Path(folder), DUMPS if chosen.recorder else SESSION)
         left = chosen.rounds
         while left > 0:
             count = min(left, ROUNDS)
             if chosen.fault != "driver":
                 sessions.play(seed, chosen.first, count, chosen.fault)
-            if chosen.fault == "driver" or (
-                chosen.fault is None and not chosen.no_drivers and count == ROUNDS
-            ):
+            drivers = not (chosen.no_drivers or chosen.recorder)
+            if chosen.fault == "driver" or (chosen.fault is None and drivers and count == ROUNDS):
                 sessions.kill_the_driver(seed)
             left, seed = left - count, seed + 1
     print(f"chaos: {sessions.found or 'no'} session(s) with findings", flush=True)

@@ -84,7 +84,7 @@ class Session:
 
     def capture(self, fault: Fault | None, *, in_task: bool) -> None:
         step, self.number = self.number, self.number + 1
-        took_part = {name: _known_as(name, actor) for name, actor in self.trainer.actors.items()}
+        took_part = {name: known_as(name, actor) for name, actor in self.trainer.actors.items()}
         one = _Step(self, step, fault)
         try:
             try:
@@ -240,7 +240,7 @@ def _on_disk(result: CaptureResult) -> str | None:
         return None
 
 
-def _known_as(name: str, actor: object) -> str:
+def known_as(name: str, actor: object) -> str:
     return name if name.startswith("replica") else str(actor._actor_id.hex())  # type: ignore[attr-defined]
 
 
