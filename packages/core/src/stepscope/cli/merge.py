@@ -12,18 +12,26 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
+from stepscope.cli.plain import is_plain, target_of
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline.merge.merge import merge_plain
+from stepscope.timeline.step.plain import plain_bytes
 
 _RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 _SHOWN = 20
 
 
 def merge(
-    path: Annotated[
-        Path, typer.Argument(metavar="STEP_DIR", help="Folder of one step, or of a run with --step.")
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STEP_DIR",
+            help="Folder of one step, or of a run with --step. Or traces of torch.profiler and of engines: "
+            "files and folders, with --output.",
+        ),
     ],
     step: Annotated[int | None, typer.Option(help="The step, where the folder is a run's.")] = None,
     roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
@@ -49,7 +57,6 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
-    path = _step_of(path, step)
     selection = Selection(
         roles=None if roles is None else tuple(role.strip() for role in roles.split(",")),
         ranks=_ranks(ranks),
@@ -58,9 +65,17 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
-    target = output or StepLayout(path).timeline
-    with screen.progress("merging", merge_bytes(path)) as done:
-        merged = merge_step(path, run_id=run, selection=selection, to=target, on_read=done)
+    if is_plain(paths):
+        if step is not None or run is not None:
+            raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
+        target = target_of(paths, output)
+        with screen.progress("merging", plain_bytes(paths)) as done:
+            merged = merge_plain(paths, target, selection=selection, on_read=done)
+    else:
+        path = _step_of(paths[0], step)
+        target = output or StepLayout(path).timeline
+        with screen.progress("merging", merge_bytes(path)) as done:
+            merged = merge_step(path, run_id=run, selection=selection, to=target, on_read=done)
     if json:
         screen.show_json(merged)
     else:

@@ -13,6 +13,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.pages import Pages
+from stepscope.cli.plain import is_plain, report_plain
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -36,8 +37,13 @@ class Reports(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run, or of one step in it.")
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN_OR_STEP",
+            help="Folder of a run, or of one step in it. Or traces of torch.profiler and of engines: files "
+            "and folders.",
+        ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step of the run.")] = None,
     run: Annotated[
@@ -73,13 +79,24 @@ def report(
             help=f"A recorded run that comes with stepscope; unpacks it into {SAMPLE}, or the folder named.",
         ),
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Of traces that stepscope did not write: file for the page."),
+    ] = None,
 ) -> None:
     """Show where each captured step went: tables by role and stage, ranks, long tail, and what is missing."""
+    path = paths[0] if paths else None
     path = sample_in(path or SAMPLE) if sample else path
     if path is None:
         raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
     if (markdown and not brief) or (brief and json):
         raise typer.BadParameter("--markdown needs --brief, and --brief goes without --json")
+    if paths and not sample and is_plain(paths):
+        options = {"--step": step, "--run": run, "--brief": brief or None, "--html": html}
+        _refuse([name for name, value in options.items() if value is not None], paths)
+        report_plain(paths, json=json, output=output)
+    if output is not None:
+        raise typer.BadParameter("--output is for traces that stepscope did not write")
     pages = Pages() if html or (html is None and not (json or brief)) else None
     reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
     if pages is not None and step is None and not is_step(path):
@@ -93,6 +110,13 @@ def report(
     failed = False if pages is None else say_pages(pages)
     complete = all(result.health.complete and not trouble(result) for result in reports.steps)
     raise typer.Exit(Exit.OK if complete and not (reports.unreadable or failed) else Exit.INCOMPLETE)
+
+
+def _refuse(options: list[str], paths: list[Path]) -> None:
+    """Refuse options that need spans or a folder of stepscope."""
+    if options:
+        needed = f"{', '.join(options)}: only of a run or a step of stepscope"
+        raise typer.BadParameter(f"{needed}, and {paths[0]} is none; --output FILE writes the page")
 
 
 def sample_in(folder: Path) -> Path:

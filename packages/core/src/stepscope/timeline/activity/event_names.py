@@ -23,9 +23,7 @@ GROUP = "stepscope.iterations"
 _COMMUNICATION = re.compile(r"nccl|.*ncclKernel|rccl|hccl|.*cross_device_reduce|.*multimem_all_?reduce")
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc):(?!send|recv)\w+")
-_VLLM = re.compile(
-    r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)(?:sk\d+sqsq\d+sqsk\d+)?\)_generation_(\d+)\((?:sq)?\d+"
-)
+_VLLM = re.compile(r"execute_(?:\d+_)?context_(\d+)\((?:sq)?(\d+)\w*\)_generation_(\d+)\((?:sq)?\d+")
 """`execute_context_2(512)_generation_6(6)`. With `detailed_trace_annotation` the brackets hold more."""
 _SGLANG = re.compile(r"step\[(\w+) bs=(\d+)(?: toks=(\d+))?")
 _DECODES = frozenset({"DECODE", "TARGET_VERIFY", "VERIFY"})

@@ -16,7 +16,7 @@ from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.step.rows import Row, Rows, axis_of, offset_at
-from stepscope.timeline.step.traces import TraceFile, find_traces
+from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
 
 
 class TraceActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +74,14 @@ def load_traces(
         on_read: Called with the number of bytes of each read of the files.
     """
     files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
+    contents = read_all([trace.path for trace in files.traces if trace.reader is None], on_read)
+    return place_traces(files, contents, timeline)
+
+
+def place_traces(files: StepFiles, contents: Sequence[TraceContent], timeline: Timeline) -> Traces:
+    """Place the contents of torch traces, in the order of `files.traces`, on the timeline's clock."""
     torch = [trace for trace in files.traces if trace.reader is None]
     others = [trace.name for trace in files.traces if trace.reader is not None]
-    contents = read_all([trace.path for trace in torch], on_read)
     rows = Rows(timeline, axis_of(timeline))
     placed = [_row(rows, trace, content) for trace, content in zip(torch, contents, strict=True)]
     rows.number()

@@ -8,7 +8,7 @@ finds the lines that fit. If no line fits, clocks may deviate from a line as far
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -55,11 +55,25 @@ def refine(
     Args:
         earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
     """
+    return refine_by(sources, aligned, reference, lambda: _traces(sources, layout, earlier_files))
+
+
+def refine_by(
+    sources: Sequence[Source],
+    aligned: Sequence[Aligned],
+    reference: Reference,
+    traces_of: Callable[[], Mapping[int, list[Path]]],
+) -> list[Aligned]:
+    """Return the placements as `refine` does.
+
+    Args:
+        traces_of: Returns the traces of each source, by its index. It is called only if there are two clocks.
+    """
     clocks = list(clocks_of(sources, aligned, reference))
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
-    leads = _against_each_other(clocks, sources, _traces(sources, layout, earlier_files), notes)
+    leads = _against_each_other(clocks, sources, traces_of(), notes)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, leads, notes):
         for index in clock.processes:

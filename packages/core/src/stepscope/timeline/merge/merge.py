@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -11,15 +11,16 @@ from pathlib import Path
 from stepscope.files.layout import StepLayout
 from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks, merged_row
-from stepscope.timeline.merge.plan import Plan, Recording, plan_merge, read_sources
+from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
 from stepscope.timeline.merge.row_writer import RowOutcome, TraceTexts, noted, show, write_row
 from stepscope.timeline.merge.tracks import Event
 from stepscope.timeline.merge.write import TimelineFile, timeline_file
-from stepscope.timeline.model import FileProblem
+from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.blocks import keep_memory
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.load import load_step, span_bytes
+from stepscope.timeline.step.plain import read_plain
 from stepscope.timeline.step.traces import trace_bytes
 
 _EVERYTHING = Selection()
@@ -61,8 +62,38 @@ def merge_step(
     keep_memory()
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, on_read=on_read)
-    plan = plan_merge(timeline, read_sources(layout, timeline), selection)
-    with timeline_file(layout.timeline if to is None else Path(to), plan.common.axis.base_ns) as out:
+    sources = read_sources(layout, timeline)
+    return _merge(timeline, sources, selection, layout.timeline if to is None else Path(to), on_read)
+
+
+def merge_plain(
+    paths: Sequence[Path],
+    to: Path,
+    *,
+    selection: Selection = _EVERYTHING,
+    on_read: Callable[[int], None] | None = None,
+) -> Merged:
+    """Write one timeline of traces that stepscope did not write: files, and folders that hold them.
+
+    Raises:
+        RecordError: none of them holds an event of a trace.
+        ConfigError: none has one of the selected roles.
+        OSError: the file cannot be written.
+    """
+    keep_memory()
+    step = read_plain(paths)
+    return _merge(step.timeline, sources_of(step.files), selection, to, on_read)
+
+
+def _merge(
+    timeline: Timeline,
+    sources: Sources,
+    selection: Selection,
+    target: Path,
+    on_read: Callable[[int], None] | None,
+) -> Merged:
+    plan = plan_merge(timeline, sources, selection)
+    with timeline_file(target, plan.common.axis.base_ns) as out:
         merged = write_timeline(plan, out, on_read)
         out.finish(merged)
     return merged

@@ -20,7 +20,7 @@ from stepscope.timeline.readers.chrome import ChromeTrace, TraceFields
 from stepscope.timeline.readers.installed import Readers
 from stepscope.timeline.selection import Selection
 from stepscope.timeline.step.rows import Row, Rows, axis_of
-from stepscope.timeline.step.traces import TraceFile, find_traces
+from stepscope.timeline.step.traces import StepFiles, TraceFile, find_traces
 
 NOT_SELECTED = "of another role or rank"
 
@@ -66,7 +66,11 @@ class Plan(NamedTuple):
 
 def read_sources(layout: StepLayout, timeline: Timeline) -> Sources:
     """Find the traces of a step and read the beginning of each."""
-    files = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
+    return sources_of(find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files))
+
+
+def sources_of(files: StepFiles) -> Sources:
+    """Read the beginning of each trace."""
     chrome = [(trace, ChromeTrace(trace.path).fields()) for trace in files.traces if trace.reader is None]
     recordings = [
         (trace, Recorded(trace.reader, trace.found_file, trace.role))

@@ -1,0 +1,106 @@
+"""Report of traces that stepscope did not write: the sections that need no span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from stepscope.report.blocks.block import Block, Listing
+from stepscope.report.blocks.health import clock_notes
+from stepscope.report.formatting import count, duration, moment
+from stepscope.report.html.colours import Colours
+from stepscope.report.html.markup import tag
+from stepscope.report.html.page import draw_section, page
+from stepscope.report.model import StepReport
+from stepscope.report.section import Page, Section
+from stepscope.report.sections import ENGINES, THROUGHPUT, TRACES
+from stepscope.report.step import step_report
+from stepscope.report.tables.engine import Engine
+from stepscope.report.tables.health import ProcessRow
+from stepscope.report.tables.traces import TraceTables
+from stepscope.report.throughput.rates import Throughput
+from stepscope.timeline import Timeline, Traces
+
+_SECTIONS: tuple[Section[Any], ...] = (ENGINES, THROUGHPUT, TRACES)
+LEFT_OUT = (
+    "Left out, because traces have no spans of stepscope: where the step went, calls, idle processes, "
+    "long tail, staleness, advice."
+)
+
+
+class PlainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of traces without spans, as `--json` prints it. Times are in ns."""
+
+    format: int = 1
+    name: str
+    """Name of the folder that holds all of them."""
+    opened_ns: int
+    window_ns: int
+    """From the first to the last event, of all processes on one clock."""
+    processes: tuple[ProcessRow, ...]
+    engines: tuple[Engine, ...]
+    throughput: Throughput | None
+    traces: TraceTables | None
+    left_out: str = LEFT_OUT
+
+
+class Plain:
+    """A report of traces and its drawings."""
+
+    def __init__(self, timeline: Timeline, traces: Traces) -> None:
+        self._timeline = timeline
+        self._report: StepReport = step_report(timeline, traces)
+
+    @property
+    def complete(self) -> bool:
+        """True if every trace was read in full and all are on one clock."""
+        traces = self._report.traces
+        return not (traces is None or traces.problems or self._unaligned())
+
+    @property
+    def title(self) -> str:
+        return f"Traces in {self._timeline.run_id}"
+
+    def head(self) -> list[str]:
+        """Return the sentences above the tables."""
+        window = self._timeline.window
+        processes = count(len(self._timeline.processes), "process")
+        span = f"{duration(window.wall_ns)} from the first event to the last"
+        return [f"{self.title}, {moment(window.start_ns)}: {processes}, {span}", LEFT_OUT]
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the tables and lists."""
+        for section in _SECTIONS:
+            yield from section.blocks_of(self._report)
+        yield from self._clocks()
+
+    def _clocks(self) -> Iterator[Block]:
+        if notes := (*clock_notes(self._report.health), *self._unaligned()):
+            yield Listing("Notes on clocks", notes)
+
+    def _unaligned(self) -> list[str]:
+        rows = () if self._report.traces is None else self._report.traces.traces
+        return [f"{row.file}: unaligned, {row.unaligned}" for row in rows if row.unaligned is not None]
+
+    def to_json(self) -> PlainReport:
+        report, window = self._report, self._timeline.window
+        return PlainReport(
+            name=self._timeline.run_id,
+            opened_ns=window.start_ns,
+            window_ns=window.wall_ns,
+            processes=report.health.processes,
+            engines=report.engines,
+            throughput=report.throughput,
+            traces=report.traces,
+        )
+
+    def to_html(self) -> str:
+        """Return the page, which links to no file."""
+        drawn = Page(self._timeline, self._report, Colours([], []), ())
+        notes = (tag("p", sentence, class_="note") for sentence in self.head())
+        header = tag("header", tag("h1", self.title), *notes)
+        sections = [part for section in _SECTIONS for part in section.html_of(drawn)]
+        clocks = draw_section("clocks", "Notes on clocks", self._clocks())
+        return page(self.title, header, *sections, *clocks)
