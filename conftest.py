@@ -43,6 +43,7 @@ ENGINES = {
     "mkdocs",
     "loguru",
     "nbclient",
+    "mcp",
 }
 """And what else has an environment of its own for its tests."""
 OPTIONAL = {"torch", "ray", "numpy", "opencensus", *ENGINES}  # opencensus: of ray[default]

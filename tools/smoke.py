@@ -26,6 +26,7 @@ NEEDED = {
     "counters": ("pynvml",),
     "nsys": ("nvtx",),
     "mirror": ("fsspec",),
+    "mcp": ("mcp",),
     "tensorboard": ("stepscope.writers.tensorboard",),
     "wandb": ("stepscope.writers.wandb",),
     "mlflow": ("stepscope.writers.mlflow",),

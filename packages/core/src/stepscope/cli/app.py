@@ -18,6 +18,7 @@ from stepscope.cli.diff import diff
 from stepscope.cli.doctor import doctor
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import ls
+from stepscope.cli.mcp.server import mcp
 from stepscope.cli.merge import merge
 from stepscope.cli.mirror import mirror
 from stepscope.cli.publish import publish
@@ -51,6 +52,7 @@ app.command()(why)
 app.command()(validate)
 app.command()(publish)
 app.command()(mirror)
+app.command()(mcp)
 app.command()(doctor)
 
 _with_traceback = False

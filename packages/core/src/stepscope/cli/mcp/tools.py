@@ -1,0 +1,224 @@
+"""The tools of `stepscope mcp`: bounded questions about the runs below one folder, answered in text or JSON.
+
+Only `trigger` writes: a request in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepscope import request_capture, switch
+from stepscope.cli.find import find_steps
+from stepscope.cli.ls import rows_of
+from stepscope.cli.report import read_reports
+from stepscope.errors import CaptureError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.report import OpenRun, OpenStep, StepReport
+from stepscope.report.blocks.long_tail import tail_sentences
+from stepscope.report.formatting import duration
+from stepscope.report.opened import open as open_path
+from stepscope.report.tables.diff import diff as compare
+
+ROWS = 200
+"""Rows of an answer, at most."""
+_STEPS = 50
+"""Steps of a run that are listed: the last ones."""
+_DEPTH = 4
+"""Folders below the root in which runs are looked for."""
+
+
+class Tools:
+    """The tools, for the runs below `root`. Each method is one of them, and its docstring describes it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.resolve()
+
+    def readers(self) -> tuple[Callable[..., str], ...]:
+        """Return the tools that write nothing."""
+        return (
+            self.list_runs,
+            self.brief,
+            self.explain_stage,
+            self.slowest_trajectories,
+            self.query_spans,
+            self.diff,
+        )
+
+    def list_runs(self) -> str:
+        """List the runs, and of each its captured steps: state, duration, what is missing (JSON)."""
+        runs = {}
+        for folder in islice(self._runs(), ROWS):
+            steps = RunLayout(folder).steps()
+            rows = [row for number, layout in steps.items() for row in rows_of(number, layout)]
+            runs[self._name(folder)] = [
+                {
+                    "step": row.step,
+                    "run_id": row.run_id,
+                    "state": row.state,
+                    "took": duration(row.wall_ns),
+                    "problems": row.problems[:3],
+                }
+                for row in rows[-_STEPS:]
+            ]
+        return _json(runs)
+
+    def brief(self, path: str, step: int | None = None) -> str:
+        """Tell the whole story of a step in at most 40 lines (Markdown). Of a run: of its longest step.
+
+        `path` is the folder of a run or of a step, as `list_runs` names it. Begin with this one.
+        """
+        return self._open(path, step, traces=True).brief(markdown=True)
+
+    def explain_stage(self, path: str, stage: str, step: int | None = None, role: str | None = None) -> str:
+        """Explain one stage of a step (JSON): its share, its calls, each process' part, what ran beside it.
+
+        Of a run, the longest step is explained. Times are integers, in ns.
+        """
+        report = self._longest(path, step)
+        labels = sorted({(row.role, row.stage) for row in report.stages})
+        if not any(label[1] == stage and role in (None, label[0]) for label in labels):
+            names = ", ".join(" ".join(label) for label in labels[:ROWS])
+            raise RecordError(f"step {report.step} has no stage {stage!r} of that role; it has: {names}")
+
+        def fits(row: Any) -> bool:
+            return row.stage == stage and role in (None, row.role)
+
+        tail = report.long_tail
+        beside = (
+            overlap
+            for overlap in report.breakdown.overlaps
+            if any(name == stage for _, name in overlap.stages)
+        )
+        return _json(
+            {
+                "step": report.step,
+                "step_ns": report.breakdown.window_ns,
+                "share": [line for line in report.breakdown.lines if fits(line)],
+                "calls": [row for row in report.stages if fits(row)],
+                "at_the_same_time": list(beside)[:10],
+                "spread_over_trajectories": []
+                if tail is None
+                else [row for row in tail.spreads if fits(row)],
+                "advice": [item for item in report.advice if stage in f"{item.what} {item.because}"],
+            }
+        )
+
+    def slowest_trajectories(self, path: str, step: int | None = None, most: int = 5) -> str:
+        """List the slowest trajectories of a step, and what each waited for (JSON, times in ns)."""
+        report = self._longest(path, step)
+        tail = report.long_tail
+        if tail is None:
+            raise RecordError(f"step {report.step} has no trajectories: no span belongs to one")
+        worst = tail.worst[: _bounded(most)]
+        return _json({"step": report.step, "summary": tail_sentences(tail), "slowest": worst})
+
+    def query_spans(
+        self,
+        path: str,
+        step: int | None = None,
+        role: str | None = None,
+        stage: str | None = None,
+        trajectory: str | None = None,
+        limit: int = 50,
+    ) -> str:
+        """List the longest spans of a step that fit (JSON, times in ns): at most `limit`, and never over 200.
+
+        Those that never ended (`dur_ns` is null) come first. `matching` counts all that fit. `start_ns` is
+        since the capture's opening. Of a run with several steps, name the step.
+        """
+        wanted = {"role": role, "stage": stage, "trajectory": trajectory}
+        rows = [
+            row
+            for row in self._step(path, step).table("spans")
+            if all(value in (None, row[field]) for field, value in wanted.items())
+        ]
+        longest = sorted(rows, key=_length, reverse=True)[: _bounded(limit)]
+        return _json({"matching": len(rows), "spans": longest})
+
+    def diff(self, a: str, b: str) -> str:
+        """Compare two steps, or the means of two runs (JSON, in ns): the largest changes from a to b."""
+        one, other = self._reports(a), self._reports(b)
+        change = compare(one, other)
+        largest = sorted(change.changes, key=lambda row: -abs(row.delta_ns))[:20]
+        return _json(
+            {
+                "a": change.a,
+                "b": change.b,
+                "delta_ns": change.b.step_ns - change.a.step_ns,
+                "changes": largest,
+            }
+        )
+
+    def trigger(
+        self, run: str, steps: str = "next", ranks: str | None = None, last: int | None = None
+    ) -> str:
+        """Ask a live run to capture steps: `next`, one number, or START:STOP. The only tool that writes.
+
+        `last` asks for the last steps of the flight recorder instead. `list_runs` shows captured steps.
+        """
+        if switch.DISABLED:
+            raise CaptureError(f"{switch.VARIABLE} is set, so nothing is asked for. Fix: unset it")
+        request = request_capture(steps, ranks=ranks, last=last, save_path=self._path(run))
+        return f"Asked: request {request}. `stepscope trigger {self._path(run)} --status` shows the answers."
+
+    def _runs(self) -> Iterator[Path]:
+        """Yield folders with captured steps, without a look into these."""
+        for folder, names, _ in os.walk(self._root):
+            path = Path(folder)
+            if RunLayout(path).steps():
+                yield path
+                names.clear()
+            elif len(path.relative_to(self._root).parts) >= _DEPTH:
+                names.clear()
+            names.sort()
+
+    def _name(self, folder: Path) -> str:
+        return str(folder.relative_to(self._root))
+
+    def _path(self, name: str) -> Path:
+        path = (self._root / name).resolve()
+        if not path.is_relative_to(self._root):
+            raise RecordError(f"{name} is not below {self._root}, which is all that this server reads")
+        return path
+
+    def _open(self, path: str, step: int | None, *, traces: bool = False) -> OpenRun | OpenStep:
+        opened = open_path(self._path(path), traces=traces)
+        if step is None or isinstance(opened, OpenStep):
+            return opened
+        if step not in opened.steps:
+            raise RecordError(f"{path} holds no step {step}. Captured: {', '.join(map(str, opened))}")
+        return opened[step]
+
+    def _step(self, path: str, step: int | None) -> OpenStep:
+        opened = self._open(path, step)
+        if isinstance(opened, OpenStep):
+            return opened
+        if len(opened) != 1:
+            raise RecordError(f"name a step of {path}. Captured: {', '.join(map(str, opened))}")
+        return next(iter(opened.steps.values()))
+
+    def _longest(self, path: str, step: int | None) -> StepReport:
+        opened = self._open(path, step)
+        reports = opened.report() if isinstance(opened, OpenRun) else [opened.report()]
+        return max(reports, key=lambda report: report.breakdown.window_ns)
+
+    def _reports(self, path: str) -> list[StepReport]:
+        return read_reports(find_steps(self._path(path))).steps
+
+
+def _length(row: dict[str, Any]) -> tuple[bool, int]:
+    return row["dur_ns"] is None, row["dur_ns"] or 0
+
+
+def _bounded(number: int) -> int:
+    return min(max(number, 1), ROWS)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

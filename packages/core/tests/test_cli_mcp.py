@@ -1,0 +1,111 @@
+"""The tools of `stepscope mcp`, without the protocol."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packages.core.tests.simulated import Rollout
+from packages.core.tests.test_cli import a_run, damage
+from stepscope.cli import run
+from stepscope.cli.mcp.tools import Tools
+from stepscope.errors import CaptureError, RecordError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a damaged run of steps 2 and 4, and one with a slow call of a tool."""
+    a_run(tmp_path / "sub" / "plain")
+    damage(tmp_path / "sub" / "plain")
+    slow = Rollout(slots=2, tool_ms=lambda number, turn: 1500 if (number, turn) == (2, 1) else 30)
+    slow.report(tmp_path / "slow")
+    return tmp_path
+
+
+def test_runs_are_listed_with_their_steps(root: Path) -> None:
+    runs = json.loads(Tools(root).list_runs())
+    assert list(runs) == ["slow", "sub/plain"]
+    assert [(row["step"], row["took"]) for row in runs["sub/plain"]] == [(2, "10.0 ms"), (4, "10.0 ms")]
+    assert {row["state"] for row in runs["sub/plain"]} == {"ok"}
+
+
+def test_the_brief_is_of_the_longest_step_or_of_the_one_named(root: Path) -> None:
+    tools = Tools(root)
+    assert "[slow-tools]" in tools.brief("slow").replace("\\", "")
+    assert tools.brief("sub/plain", step=4).startswith("## Step 4 of run run1")
+    assert tools.brief("sub/plain/step_000004").startswith("## Step 4 of run run1")
+
+
+def test_a_stage_is_explained(root: Path) -> None:
+    answer = json.loads(Tools(root).explain_stage("slow", "tool"))
+    (calls,) = answer["calls"]
+    assert (calls["role"], calls["calls"], calls["max_ns"]) == ("env", 24, 1_500_000_000)
+    assert answer["share"][0]["wall_ns"] > 0
+    assert answer["advice"][0]["rule"] == "slow-tools"
+    with pytest.raises(RecordError, match=r"no stage 'tol' of that role; it has: .*env tool"):
+        Tools(root).explain_stage("slow", "tol")
+
+
+def test_the_slowest_trajectories_say_what_they_waited_for(root: Path) -> None:
+    answer = json.loads(Tools(root).slowest_trajectories("slow", most=2))
+    slowest, _ = answer["slowest"]
+    assert (slowest["trajectory"], slowest["waits"][0]["stage"]) == ("t2", "tool")
+    with pytest.raises(RecordError, match="has no trajectories"):
+        Tools(root).slowest_trajectories("sub/plain", step=4)
+
+
+def test_spans_are_found_and_bounded(root: Path) -> None:
+    tools = Tools(root)
+    answer = json.loads(tools.query_spans("slow", role="env", stage="tool", trajectory="t2"))
+    assert answer["matching"] == 3
+    assert [row["dur_ns"] for row in answer["spans"]] == [1_500_000_000, 30_000_000, 30_000_000]
+    answer = json.loads(tools.query_spans("slow", limit=7))
+    assert len(answer["spans"]) == 7 < answer["matching"]
+    with pytest.raises(RecordError, match=r"name a step of sub/plain\. Captured: 2, 4"):
+        tools.query_spans("sub/plain")
+
+
+def test_two_runs_are_compared(root: Path) -> None:
+    answer = json.loads(Tools(root).diff("sub/plain", "slow"))
+    assert answer["delta_ns"] == answer["b"]["step_ns"] - 10_000_000
+    assert answer["changes"][0]["delta_ns"] > 0
+
+
+@pytest.mark.parametrize("path", ["..", "/etc", "sub/../../x"])
+def test_nothing_outside_of_the_folder_is_read(root: Path, path: str) -> None:
+    with pytest.raises(RecordError, match="which is all that this server reads"):
+        Tools(root).brief(path)
+
+
+def test_readers_write_nothing(root: Path) -> None:
+    before = contents(root)
+    tools = Tools(root)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "list_runs": (), "brief": ("slow",), "explain_stage": ("slow", "tool"),
+        "slowest_trajectories": ("slow",), "query_spans": ("slow",), "diff": ("slow", "sub/plain"),
+    }  # fmt: skip
+    for tool in tools.readers():
+        assert tool(*arguments[tool.__name__])
+    assert contents(root) == before
+
+
+def contents(root: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+def test_a_run_that_nobody_hears_is_not_asked(root: Path) -> None:
+    with pytest.raises(CaptureError):
+        Tools(root).trigger("slow")
+
+
+def test_without_the_package_the_command_names_the_extra(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    monkeypatch.setitem(sys.modules, "mcp.types", None)
+    assert run(["mcp", str(root)]) == 2
+    assert "pip install 'stepscope[cli,mcp]'" in capsys.readouterr().err
