@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from packages.core.tests.test_cli import a_run, damage
 from stepscope.cli import run
 from stepscope.cli.mcp.tools import Tools
 from stepscope.errors import CaptureError, RecordError
+from stepscope.files.layout import RunLayout
+from stepscope.files.requests import Listening, read_requests, write_listening
 
 
 @pytest.fixture
@@ -100,6 +104,19 @@ def contents(root: Path) -> dict[str, int]:
 def test_a_run_that_nobody_hears_is_not_asked(root: Path) -> None:
     with pytest.raises(CaptureError):
         Tools(root).trigger("slow")
+
+
+def test_a_run_that_listens_is_asked_with_the_settings(root: Path) -> None:
+    layout = RunLayout(root / "slow")
+    hears = Listening(
+        host=socket.gethostname(), pid=os.getpid(), role="trainer", rank=None, since_ns=1, step=7
+    )
+    write_listening(layout, hears)
+    answer = Tools(root).trigger("slow", steps="20", ranks="first")
+    (request,) = read_requests(layout.control)
+    assert (request.steps, request.ranks) == ("20", "first")
+    assert f"request {request.id}" in answer
+    assert str(root / "slow") in answer
 
 
 def test_without_the_package_the_command_names_the_extra(
