@@ -54,7 +54,7 @@ def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None) -> N
     if json:
         screen.show_json(report.to_json())
     else:
-        screen.show(Text(plain("\n".join(report.head())), style="bold"), *map(draw, report.blocks()))
+        screen.show(Text("\n".join(map(plain, report.head())), style="bold"), *map(draw, report.blocks()))
     if output is not None:
         write_atomic(output, report.to_html().encode())
         screen.say(f"Page: {output}")
