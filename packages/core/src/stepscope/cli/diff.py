@@ -1,18 +1,41 @@
-"""`stepscope diff`: what changed between two steps, or two runs."""
+"""`stepscope diff`: what changed between two steps, or two runs, and whether that is within limits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from stepscope.cli import screen
-from stepscope.cli.exits import Exit
-from stepscope.cli.find import find_steps
+from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.report import Reports, read_reports
+from stepscope.config._steps import StepRange, parse_steps
+from stepscope.errors import ConfigError
+from stepscope.files.layout import StepLayout
+from stepscope.report.gate.gate import Gate, check_gate
+from stepscope.report.gate.limits import Limit, parse_limits
+from stepscope.report.gate.output import gate_junit, gate_markdown, render_gate
+from stepscope.report.gate.steps import GateSteps, read_gate_steps, recorded_runs
+from stepscope.report.tables.diff import Diff
 from stepscope.report.tables.diff import diff as compare
-from stepscope.report.terminal.diff import render_diff
+from stepscope.report.terminal.diff import diff_markdown, render_diff
+
+
+class _Side(msgspec.Struct, frozen=True):
+    """Steps that one argument names."""
+
+    path: Path
+    run: str | None
+    steps: tuple[StepRange, ...] | None
+    reports: Reports | None
+    """None: no step is captured, but the flight recorder wrote lines."""
+
+    def wants(self, step: int) -> bool:
+        return self.steps is None or any(step in part for part in self.steps)
 
 
 def diff(
@@ -20,21 +43,120 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
     run_a: Annotated[str | None, typer.Option(help="A's run, where several wrote into one folder.")] = None,
     run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns.")] = False,
+    steps_a: Annotated[
+        str | None, typer.Option(help="Only these steps of run A, as in `steps`: 7, 10:50:10, every:5.")
+    ] = None,
+    steps_b: Annotated[str | None, typer.Option(help="The same of B.")] = None,
+    fail_above: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PERCENT", help="Exit with 1 if the step, or --stage, grew by more."),
+    ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE/STAGE", help="A pattern of stages, each with its --fail-above, in order."),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown.")] = False,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the verdicts there, as JUnit XML.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON; times in ns, of the gate in s.")] = False,
 ) -> None:
     """Show what changed from A to B, stage by stage. Of a run, the mean of its captured steps is compared."""
-    one, other = _read(a, run_a), _read(b, run_b)
-    change = compare(one.steps, other.steps)
+    limits = _limits(fail_above or (), stage or (), junit)
+    if json and markdown:
+        raise typer.BadParameter("--markdown goes without --json")
+    one = _read(a, run_a, _ranges(a, steps_a, "--steps-a"), gated=bool(limits))
+    other = _read(b, run_b, _ranges(b, steps_b, "--steps-b"), gated=bool(limits))
+    change = None
+    if one.reports is not None and other.reports is not None:
+        change = compare(one.reports.steps, other.reports.steps)
+    gate = check_gate(_gate_steps(one), _gate_steps(other), limits) if limits else None
     if json:
-        screen.show_json(change)
+        screen.show_json(_document(change, gate))
     else:
-        screen.show(render_diff(change))
-    sound = change.a.complete and change.b.complete and not (one.unreadable or other.unreadable)
-    raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
+        _show(change, gate, markdown=markdown)
+    if junit is not None and gate is not None:
+        junit.parent.mkdir(parents=True, exist_ok=True)
+        junit.write_bytes(gate_junit(gate))
+    if gate is not None and gate.failed:
+        raise typer.Exit(Exit.ERROR)
+    raise typer.Exit(Exit.OK if _sound(change, one, other) else Exit.INCOMPLETE)
 
 
-def _read(path: Path, run: str | None) -> Reports:
-    reports = read_reports(find_steps(path, run=run), run)
+def _limits(fail_above: Sequence[str], stages: Sequence[str], junit: Path | None) -> list[Limit]:
+    if fail_above:
+        return parse_limits(fail_above, stages)
+    if stages or junit is not None:
+        option, value = ("--stage", list(stages)) if stages else ("--junit", str(junit))
+        raise ConfigError(option, value, "only with a limit", "add --fail-above 5%")
+    return []
+
+
+def _ranges(path: Path, steps: str | None, option: str) -> tuple[StepRange, ...] | None:
+    if steps is None:
+        return None
+    if is_step(path):
+        raise ConfigError(
+            option, steps, "only for a run", f"omit it, or give the run's folder: {path.parent}"
+        )
+    return parse_steps(steps, option)
+
+
+def _read(path: Path, run: str | None, steps: tuple[StepRange, ...] | None, *, gated: bool) -> _Side:
+    side = _Side(path, run, steps, None)
+    recorded = gated and bool(recorded_runs(path))
+    try:
+        wanted = _wanted(side)
+    except (CommandError, ConfigError):
+        if recorded:
+            return side
+        raise
+    reports = read_reports(wanted, run)
     for step, why in reports.unreadable.items():
         screen.say(f"{step}: {why}")
-    return reports
+    return msgspec.structs.replace(side, reports=reports)
+
+
+def _wanted(side: _Side) -> list[StepLayout]:
+    layouts = find_steps(side.path, run=side.run)
+    if side.steps is None:
+        return layouts
+    numbers = {layout.root: number for number, layout in find_run(side.path).items()}
+    wanted = [layout for layout in layouts if side.wants(numbers[layout.root])]
+    if not wanted:
+        captured = ", ".join(str(numbers[layout.root]) for layout in layouts)
+        asked = ",".join(map(str, side.steps))
+        raise ConfigError(f"steps of {side.path}", asked, f"captured steps: {captured}", "name some of these")
+    return wanted
+
+
+def _gate_steps(side: _Side) -> GateSteps:
+    reports = () if side.reports is None else side.reports.steps
+    runs = list(dict.fromkeys(report.run_id for report in reports)) or (
+        recorded_runs(side.path)[:1] if side.run is None else [side.run]
+    )
+    whole = not is_step(side.path)
+    folder = side.path if whole else side.path.absolute().parent
+    return read_gate_steps(folder, runs, reports, side.wants, whole=whole)
+
+
+def _document(change: Diff | None, gate: Gate | None) -> dict[str, Any]:
+    document = {"format": 1} if change is None else msgspec.to_builtins(change)
+    return document if gate is None else {**document, "gate": gate}
+
+
+def _show(change: Diff | None, gate: Gate | None, *, markdown: bool) -> None:
+    if markdown:
+        verdict = None if gate is None else gate_markdown(gate)
+        account = None if change is None else diff_markdown(change)
+        screen.show_unwrapped("\n\n".join(filter(None, (verdict, account))))
+        return
+    if change is not None:
+        screen.show(render_diff(change))
+    if gate is not None:
+        screen.show(render_gate(gate))
+
+
+def _sound(change: Diff | None, *sides: _Side) -> bool:
+    complete = change is None or (change.a.complete and change.b.complete)
+    return complete and not any(side.reports is not None and side.reports.unreadable for side in sides)

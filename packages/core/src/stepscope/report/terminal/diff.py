@@ -13,13 +13,25 @@ from stepscope.report.formatting import LISTED, both, count, duration, percentag
 from stepscope.report.model import StepReport
 from stepscope.report.tables.diff import Change, Diff, Side, diff
 from stepscope.report.terminal.layout import table
+from stepscope.report.terminal.markdown import markdown_table
 
+COLUMNS = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
 CHANGES = 4
 """The largest changes of a step against the one before it that are listed."""
 
 
 def render_diff(comparison: Diff) -> RenderableType:
     """Return the change of the whole, then of each line; the smallest of many are summed up."""
+    return Group(_head(comparison), table("What changed", COLUMNS, _rows(comparison), _note(comparison)))
+
+
+def diff_markdown(comparison: Diff) -> str:
+    """Return the same as Markdown."""
+    head = "  \n".join(_head(comparison).plain.splitlines())
+    return f"{head}\n\n{markdown_table(COLUMNS, _rows(comparison))}\n\n{_note(comparison)}"
+
+
+def _rows(comparison: Diff) -> list[tuple[str, ...]]:
     shown = _worth_a_line(comparison)
     rest = comparison.changes[len(shown) :]
     rows = [_row(change, comparison.a.step_ns) for change in shown]
@@ -31,8 +43,7 @@ def render_diff(comparison: Diff) -> RenderableType:
     a_ns, b_ns = (side.opening_ns + side.closing_ns for side in (comparison.a, comparison.b))
     if a_ns or b_ns:
         rows.append(("", BESIDE, duration(a_ns), duration(b_ns), signed(b_ns - a_ns), "", "", ""))
-    columns = ("role", "stage", ">A", ">B", ">B - A", ">% of A", ">calls", ">mean call")
-    return Group(_head(comparison), table("What changed", columns, rows, _note(comparison)))
+    return rows
 
 
 def render_changes(reports: Sequence[StepReport]) -> RenderableType:

@@ -1,0 +1,99 @@
+"""Durations of a side's steps: captured ones, and those that a run recorded or timed beside them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.files.layout import RunLayout, safe
+from stepscope.files.recorder import read_step_lines
+from stepscope.files.uncaptured import read_uncaptured
+from stepscope.report.model import StepReport
+from stepscope.report.tables.baseline import comparable
+
+Durations = Mapping[str, float]
+"""Seconds by `role/stage`; `step` is the whole step."""
+STEP = "step"
+
+
+class GateSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of the gate."""
+
+    whole: bool
+    """It is a run, so that its other steps are compared as well, if there are enough."""
+    captured: Sequence[Durations] = ()
+    """Each stage's share of the step. Opening and closing the capture is in none of them."""
+    recorded: Sequence[Durations] = ()
+    """By the recorder's lines: stages are the spans at the top of the process that bounds steps."""
+    timed: Sequence[Durations] = ()
+    """Uncaptured steps of which only the whole is known."""
+
+    def stages(self) -> set[str]:
+        """Return the stages of any of its steps."""
+        return {name for step in (*self.captured, *self.recorded) for name in step} - {STEP}
+
+    def unprofiled(self, name: str) -> list[float]:
+        """Return one stage's times in the steps without a capture; empty if they do not know it."""
+        steps = max(self.recorded, self.timed, key=len) if name == STEP else self.recorded
+        return [step.get(name, 0) for step in steps] if any(name in step for step in steps) else []
+
+
+def read_gate_steps(
+    folder: Path,
+    runs: Sequence[str],
+    reports: Sequence[StepReport],
+    wanted: Callable[[int], bool],
+    *,
+    whole: bool,
+) -> GateSteps:
+    """Return the steps of a side.
+
+    Args:
+        folder: The run's.
+        runs: Ids of the runs whose steps count.
+        reports: Of the captured steps.
+        wanted: Whether a step that was not captured counts, by its number.
+        whole: Whether the side is a run.
+    """
+    layout = RunLayout(folder)
+    return GateSteps(
+        whole=whole,
+        captured=[_of_report(report) for report in reports],
+        recorded=[step for run in runs for step in _recorded(layout, run, wanted)],
+        timed=[step for run in runs for step in _timed(layout, run, wanted)],
+    )
+
+
+def recorded_runs(folder: Path) -> list[str]:
+    """Return the ids, as in file names, of the runs with a recorder's lines, the newest first."""
+    files = sorted(folder.glob("steps_*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.stem.removeprefix("steps_") for path in files]
+
+
+def _of_report(report: StepReport) -> Durations:
+    shares = {
+        f"{line.role}/{line.stage}" if line.kind == "stage" else line.kind: line.wall_ns / 1e9
+        for line in report.breakdown.lines
+        if line.kind != "profiler"
+    }
+    return {**shares, STEP: report.breakdown.window_ns / 1e9}
+
+
+def _recorded(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> Iterator[Durations]:
+    lines = read_step_lines(layout.step_lines(run))[1:]  # the first one warms up
+    for line in lines:
+        if wanted(line.step) and not line.captured and line.error is None and line.dur_ns > 0:
+            yield {**line.stages, STEP: line.dur_ns / 1e9}
+
+
+def _timed(layout: RunLayout, run: str, wanted: Callable[[int], bool]) -> list[Durations]:
+    """Return the whole of each uncaptured step. Of several owners the slowest one's counts."""
+    slowest: dict[int, int] = defaultdict(int)
+    for path in layout.uncaptured_files():
+        if path.stem.endswith(f"_{safe(run)}"):
+            for step in comparable(read_uncaptured(path)):
+                slowest[step.step] = max(slowest[step.step], step.dur_ns)
+    return [{STEP: ns / 1e9} for step, ns in sorted(slowest.items()) if wanted(step) and ns > 0]
