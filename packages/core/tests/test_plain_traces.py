@@ -128,8 +128,10 @@ def test_a_trace_without_a_base_is_unaligned(tmp_path: Path, capsys: pytest.Capt
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace(tmp_path / "rank0.json", [])
     (tmp_path / "config.json").write_text('{"hidden": 4}')
+    (tmp_path / "empty.json").write_text('{"traceEvents": []}')
     assert run(["report", str(tmp_path), "--json"]) == 0
-    assert printed(capsys)["traces"]["unread"] == ["config.json: it holds no event of a trace"]
+    unread = printed(capsys)["traces"]["unread"]
+    assert unread == ["config.json: no trace", "empty.json: it holds no event"]
 
 
 def test_a_damaged_trace_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +144,8 @@ def test_a_damaged_trace_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"hidden": 4}')
-    assert run(["report", str(tmp_path)]) == 1
-    assert "config.json" in capsys.readouterr().err
+    assert run(["report", str(tmp_path)]) == 2
+    assert "holds no captured step" in capsys.readouterr().err
 
 
 def test_options_that_need_spans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ _DIMENSION = re.compile(r"(?:^|[^A-Za-z])(tp|pp|dp|ep)[-_]?(\d+)(?=[^0-9]|$)", r
 _REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
 _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
+_FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
+_HEAD = 1 << 14
 _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _NO_HOST = "host unknown"
@@ -61,8 +63,8 @@ class _Trace(NamedTuple):
 
 
 def has_traces(path: Path) -> bool:
-    """Return whether a path is, or has below it, a file whose name is that of a trace."""
-    return next(_below(path), None) is not None
+    """Return whether a path is, or has below it, a trace."""
+    return any(map(_is_trace, _below(path)))
 
 
 def plain_bytes(paths: Sequence[Path]) -> int:
@@ -85,17 +87,18 @@ def read_plain(paths: Sequence[Path], on_read: Callable[[int], None] | None = No
         for file in path.absolute().rglob("*")
         if file.suffix in _FOREIGN
     ]
-    files = [path for path in files if not _is_merged(path)]
+    unread += [f"{path.relative_to(root)}: no trace" for path in files if not _is_trace(path)]
+    files = [path for path in files if _is_trace(path) and not _is_merged(path)]
     problems: list[FileProblem] = []
     traces: list[_Trace] = []
     for path, content in zip(files, read_all(files, on_read), strict=True):
         name = path.relative_to(root).as_posix()
         if content.events:
             traces.append(_trace(path, name, content))
-        elif _is_meant_as_one(path):
-            problems += [FileProblem(file=name, what=what, events=n) for what, n in content.problems.items()]
+        elif not content.problems:
+            unread.append(f"{name}: it holds no event")
         else:
-            unread.append(f"{name}: it holds no event of a trace")
+            problems += [FileProblem(file=name, what=what, events=n) for what, n in content.problems.items()]
     if not traces:
         reasons = "; ".join([*unread, *(f"{problem.file}: {problem.what}" for problem in problems)][:3])
         raise RecordError(f"no trace in {', '.join(map(str, paths))} ({reasons or 'no such files'})")
@@ -103,11 +106,10 @@ def read_plain(paths: Sequence[Path], on_read: Callable[[int], None] | None = No
     return PlainStep(_timeline(root, traces), step_files, [trace.content for trace in traces])
 
 
-def _is_meant_as_one(path: Path) -> bool:
-    """Return whether a file without an event is a damaged trace, rather than other JSON."""
-    return ".trace.json" in path.name or b'"traceEvents"' in FoundFile(path=path, name=path.name).head(
-        1 << 16
-    )
+def _is_trace(path: Path) -> bool:
+    """Return whether a file is a trace, damaged or not, rather than other JSON. Reads its beginning alone."""
+    head = FoundFile(path=path, name=path.name).head(_HEAD)
+    return ".trace.json" in path.name or _FIELD.search(head) is not None
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
