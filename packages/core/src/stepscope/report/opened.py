@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,12 @@ from stepscope.report.table import Rows, Table
 from stepscope.timeline import Timeline, load_step, load_traces
 
 
-class _Told:
+class _Briefed(ABC):
     """Something with a brief."""
 
+    @abstractmethod
     def _parts(self) -> Sequence[Part]:
-        raise NotImplementedError
+        """Return the parts of the brief."""
 
     def brief(self, *, markdown: bool = False) -> str:
         """Return the whole story in at most 40 lines."""
@@ -32,7 +34,7 @@ class _Told:
         return brief_html(self._parts())
 
 
-class OpenStep(_Told):
+class OpenStep(_Briefed):
     """A captured step.
 
     Attributes:
@@ -90,7 +92,7 @@ class OpenStep(_Told):
         return run_brief([report], {report.step: self.folder})
 
 
-class OpenRun(_Told):
+class OpenRun(_Briefed):
     """A run with its captured steps: `run[3]` is step 3.
 
     Attributes:
