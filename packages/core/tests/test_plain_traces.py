@@ -179,3 +179,10 @@ def test_folders_of_real_engines_are_read_without_sidecars(
     engines = printed(capsys)["engines"]
     assert engines
     assert all(engine["iterations"] for engine in engines)
+
+
+def test_a_trace_is_known_behind_long_metadata(tmp_path: Path) -> None:
+    path = trace(tmp_path / "rank0.json", [])
+    text = path.read_text().replace('{"schemaVersion": 1', '{"metadata": "' + "x" * 100_000 + '"', 1)
+    path.write_text(text)
+    assert ranks_of(tmp_path) == [0]

@@ -38,7 +38,7 @@ _REPLICA = re.compile(r"replica[-_]?(\d+)", re.IGNORECASE)
 _HANDLER = re.compile(r"(.+)_(\d+)\.\d+\.pt\.trace\.json")
 """`host_pid.time.pt.trace.json`, of torch's `tensorboard_trace_handler`."""
 _FIELD = re.compile(rb'"(?:traceEvents|schemaVersion|ph)"\s*:')
-_HEAD = 1 << 14
+_HEAD = 1 << 18
 _MERGED = "merged-"
 """Prefix of the file in which SGLang repeats the traces of its ranks."""
 _NO_HOST = "host unknown"
