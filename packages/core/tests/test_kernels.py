@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,12 +16,11 @@ from hypothesis import strategies as st
 from packages.core.tests.traces import add_trace, event, kernel, memory, op, trace_text, write_trace
 from stepscope.testing.steps import OPENED_NS, StepFolder
 from stepscope.timeline import Requests, load_step, load_traces
-from stepscope.timeline.activity import content_reader, event_names, pool
+from stepscope.timeline.activity import content_reader, event_names
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import read_trace
 from stepscope.timeline.activity.event_names import iteration_of, work_of
 from stepscope.timeline.activity.intervals import CHUNK, Cover, length
-from stepscope.timeline.children import command_of
 
 
 def read(tmp_path: Path, events: list[Any], **fields: Any) -> TraceContent:
@@ -239,71 +235,6 @@ def test_a_clock_that_is_ahead_is_moved(tmp_path: Path) -> None:
     path = folder.write()
     (activity,) = load_traces(path, load_step(path)).activities
     assert activity.unix_ns(activity.content.first_us or 0) - OPENED_NS == 1_000_000
-
-
-def test_several_readers_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = step_with_traces(tmp_path).write()
-    timeline = load_step(path)
-    alone = load_traces(path, timeline)
-    read: list[int] = []
-    monkeypatch.setattr(pool, "SMALL", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    together = load_traces(path, timeline, on_read=read.append)
-    assert msgspec.json.encode(together) == msgspec.json.encode(alone)
-    assert sum(read) == sum(file.stat().st_size for file in (path / "traces" / "actor").glob("*.gz"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("executable", None), ("frozen", True), ("path", [Path("/nowhere"), "/n\udcff\u00ef", *sys.path])],
-)
-def test_an_odd_interpreter_costs_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
-) -> None:
-    path = step_with_traces(tmp_path).write()
-    timeline = load_step(path)
-    alone = load_traces(path, timeline)
-    monkeypatch.setattr(pool, "SMALL", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(sys, name, value, raising=False)
-    assert msgspec.json.encode(load_traces(path, timeline)) == msgspec.json.encode(alone)
-
-
-def test_one_who_gives_up_leaves_no_reader_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[pool._Reader] = []
-
-    class Reader(pool._Reader):
-        def __init__(self, command: list[str]) -> None:
-            super().__init__(command)
-            started.append(self)
-
-    def on_read(size: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pool, "SMALL", 0)
-    monkeypatch.setattr(pool, "_Reader", Reader)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    paths = [write_trace(tmp_path / f"{at}.json", [op("aten::mm", 0, 5)]) for at in range(9)]
-    with pytest.raises(KeyboardInterrupt):
-        pool.read_all(paths, on_read)
-    assert [(reader.over, reader._child) for reader in started] == [(True, None)] * 2
-
-
-def test_where_no_process_can_be_started_a_trace_is_read_here(tmp_path: Path) -> None:
-    with pool._Reader([str(tmp_path / "nothing")]) as reader:
-        assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1
-
-
-def test_a_reader_that_dies_costs_its_file_alone(tmp_path: Path) -> None:
-    with pool._Reader(command_of(pool._CHILD) or []) as reader:
-        assert reader.read(write_trace(tmp_path / "a.json", [op("aten::mm", 0, 5)])).events == 1
-        child = reader._child
-        assert child is not None
-        child.kill()
-        child.wait()
-        died = reader.read(tmp_path / "a.json")
-        assert list(died.problems) == ["not read: its reader ended with code -9"]
-        assert reader.read(tmp_path / "a.json").events == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40), st.integers(1, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
+from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.merge.merge import merge_plain
 from stepscope.timeline.step.plain import plain_bytes
 
@@ -54,6 +56,14 @@ def merge(
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that read traces. Default: idle cores; 1 if traces are small. 1 with --max-mb.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
@@ -68,14 +78,14 @@ def merge(
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        target = target_of(paths, output)
-        with screen.progress("merging", plain_bytes(paths)) as done:
-            merged = merge_plain(paths, target, selection=selection, on_read=done)
+        target, total = target_of(paths, output), plain_bytes(paths)
+        write = partial(merge_plain, paths, target)
     else:
         path = _step_of(paths[0], step)
-        target = output or StepLayout(path).timeline
-        with screen.progress("merging", merge_bytes(path)) as done:
-            merged = merge_step(path, run_id=run, selection=selection, to=target, on_read=done)
+        target, total = output or StepLayout(path).timeline, merge_bytes(path)
+        write = partial(merge_step, path, run_id=run, to=target)
+    with screen.progress("merging", total) as done, workers(jobs, total) as executor:
+        merged = write(selection=selection, on_read=done, executor=executor)
     if json:
         screen.show_json(merged)
     else:

@@ -17,6 +17,7 @@ from stepscope.report.formatting import plain
 from stepscope.report.plain import Plain
 from stepscope.report.terminal.layout import draw
 from stepscope.timeline.activity.step import place_traces
+from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.step.plain import has_traces, plain_bytes, read_plain
 
 
@@ -39,7 +40,7 @@ def _is_ours(path: Path) -> bool:
     return inside or any(RunLayout(child).steps() for child in path.glob("*/"))
 
 
-def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None) -> None:
+def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None, jobs: int | None = None) -> None:
     """Print the report of traces, write its page to `output` if it is named, and exit.
 
     Raises:
@@ -48,8 +49,9 @@ def report_plain(paths: Sequence[Path], *, json: bool, output: Path | None) -> N
         OSError: the page cannot be written.
     """
     _check(paths)
-    with screen.progress("reading traces", plain_bytes(paths)) as done:
-        step = read_plain(paths, done)
+    total = plain_bytes(paths)
+    with screen.progress("reading traces", total) as done, workers(jobs, total) as executor:
+        step = read_plain(paths, done, executor)
     report = Plain(step.timeline, place_traces(step.files, step.contents, step.timeline))
     if json:
         screen.show_json(report.to_json())

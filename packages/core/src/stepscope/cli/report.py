@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ from stepscope.report import StepReport, step_report
 from stepscope.report.brief import brief_markdown, brief_text, run_brief
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
-from stepscope.timeline import load_step, load_traces, merge_bytes, span_bytes
+from stepscope.timeline import Timeline, Traces, load_step, load_traces, merge_bytes, span_bytes
+from stepscope.timeline.execution.workers import workers
 
 SAMPLE = Path("outputs/sample")
 """Folder of the sample run, unless one is named."""
@@ -72,6 +74,14 @@ def report(
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that read traces; same result. Default: idle cores, or 1 if traces are small.",
+        ),
+    ] = None,
     sample: Annotated[
         bool,
         typer.Option(
@@ -94,11 +104,11 @@ def report(
     if paths and not sample and is_plain(paths):
         options = {"--step": step, "--run": run, "--brief": brief or None, "--html": html}
         _refuse([name for name, value in options.items() if value is not None], paths)
-        report_plain(paths, json=json, output=output)
+        report_plain(paths, json=json, output=output, jobs=jobs)
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
     pages = Pages() if html or (html is None and not (json or brief)) else None
-    reports = read_reports(find_steps(path, step, run), run, pages, traces=traces)
+    reports = read_reports(find_steps(path, step, run), run, pages, traces=traces, jobs=jobs)
     if pages is not None and step is None and not is_step(path):
         pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
@@ -129,20 +139,28 @@ def sample_in(folder: Path) -> Path:
 
 
 def read_reports(
-    steps: list[StepLayout], run: str | None = None, pages: Pages | None = None, *, traces: bool = False
+    steps: list[StepLayout],
+    run: str | None = None,
+    pages: Pages | None = None,
+    *,
+    traces: bool = False,
+    jobs: int | None = None,
 ) -> Reports:
     """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
     Args:
         traces: Whether to read the profilers' traces, which are large.
+        jobs: Number of processes that read these. None: as `workers` chooses.
 
     Raises:
         CommandError: nothing could be made of any of them.
     """
     measure = merge_bytes if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
-    with screen.progress(what, sum(measure(step.root) for step in steps)) as done:
-        read = {step.root.name: _read(step, run, done, pages, traces) for step in steps}
+    total = sum(measure(step.root) for step in steps)
+    with screen.progress(what, total) as done, workers(jobs if traces else 1, total) as executor:
+        traces_of = partial(load_traces, on_read=done, executor=executor) if traces else None
+        read = {step.root.name: _read(step, run, done, pages, traces_of) for step in steps}
     reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
     unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
     if not reports:
@@ -151,13 +169,17 @@ def read_reports(
 
 
 def _read(
-    step: StepLayout, run: str | None, done: Callable[[int], None], pages: Pages | None, traces: bool
+    step: StepLayout,
+    run: str | None,
+    done: Callable[[int], None],
+    pages: Pages | None,
+    traces_of: Callable[[Path, Timeline], Traces] | None,
 ) -> StepReport | str:
     try:
         timeline = load_step(step.root, run_id=run, on_read=done)
     except RecordError as error:
         return str(error)
-    result = step_report(timeline, load_traces(step.root, timeline, on_read=done) if traces else None)
+    result = step_report(timeline, None if traces_of is None else traces_of(step.root, timeline))
     if pages is not None:
         pages.add_step(step, timeline, result)
     return result

@@ -16,6 +16,8 @@ from stepscope.report.model import StepReport
 from stepscope.report.step import step_report
 from stepscope.report.table import Rows, Table
 from stepscope.timeline import Timeline, load_step, load_traces
+from stepscope.timeline.execution.workers import workers
+from stepscope.timeline.step.traces import trace_bytes
 
 
 class _Briefed(ABC):
@@ -55,8 +57,10 @@ class OpenStep(_Briefed):
 
     @cached_property
     def _report(self) -> StepReport:
-        traces = load_traces(self.folder, self.timeline) if self._traces else None
-        return step_report(self.timeline, traces)
+        if not self._traces:
+            return step_report(self.timeline)
+        with workers(None, trace_bytes(StepLayout(self.folder))) as executor:
+            return step_report(self.timeline, load_traces(self.folder, self.timeline, executor=executor))
 
     def report(self) -> StepReport:
         """Return all tables of the step. They are made once.

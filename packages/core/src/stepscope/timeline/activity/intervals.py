@@ -93,7 +93,7 @@ def united(ascending: Iterable[Pair]) -> Iterator[Pair]:
 
 def length(*covers: Iterable[Pair]) -> float:
     """Return the length of the union of several covers, each in the order of its starts."""
-    return sum(end - start for start, end in united(merge(*covers)))
+    return sum((end - start for start, end in united(merge(*covers))), 0.0)
 
 
 def _unpacked(flat: array[float]) -> Iterator[Pair]:

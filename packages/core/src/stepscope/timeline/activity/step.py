@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 
 import msgspec
 
@@ -11,7 +12,7 @@ from stepscope.files.layout import StepLayout
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.memory import MemoryRecord, read_memory
-from stepscope.timeline.activity.pool import read_all
+from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
@@ -64,17 +65,22 @@ class Traces(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_traces(
-    path: str | os.PathLike[str], timeline: Timeline, *, on_read: Callable[[int], None] | None = None
+    path: str | os.PathLike[str],
+    timeline: Timeline,
+    *,
+    on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
 ) -> Traces:
-    """Read the torch traces of a step, large ones on several cores. Memory does not grow with their size.
+    """Read the torch traces of a step. Memory does not grow with their size.
 
     Args:
         path: The step's folder.
         timeline: Timeline of the same folder, with its processes and their clocks.
         on_read: Called with the number of bytes of each read of the files.
+        executor: Processes of this machine that read them. None: this process reads them.
     """
     files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
-    contents = read_all([trace.path for trace in files.traces if trace.reader is None], on_read)
+    contents = read_all([trace.path for trace in files.traces if trace.reader is None], on_read, executor)
     return place_traces(files, contents, timeline)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -13,7 +15,8 @@ from stepscope.timeline.merge.ids import FlowIds
 from stepscope.timeline.merge.merged import Merged, MergedFile, duplicate_ranks, merged_row
 from stepscope.timeline.merge.plan import Plan, Recording, Sources, plan_merge, read_sources, sources_of
 from stepscope.timeline.merge.reader_events import Drawing
-from stepscope.timeline.merge.row_writer import RowOutcome, TraceTexts, noted, show, write_row
+from stepscope.timeline.merge.row_parts import write_rows
+from stepscope.timeline.merge.row_writer import Output, RowOutcome, TraceTexts, noted, show, write_row
 from stepscope.timeline.merge.tracks import Event
 from stepscope.timeline.merge.write import TimelineFile, timeline_file
 from stepscope.timeline.model import FileProblem, Timeline
@@ -42,17 +45,21 @@ def merge_step(
     selection: Selection = _EVERYTHING,
     to: str | os.PathLike[str] | None = None,
     on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
 ) -> Merged:
     """Write the timeline of one captured step, for ui.perfetto.dev and chrome://tracing.
 
-    Memory is bounded whatever the size of the traces: only spans are held. If interrupted, it removes its
-    partial output and keeps any previous timeline.
+    The file is the same, byte for byte, whatever processes write it. Memory is bounded whatever the size of
+    the traces: only spans are held. If interrupted, it removes its partial output and keeps any previous
+    timeline.
 
     Args:
         path: A step's folder.
         run_id: Which run, if several wrote into the folder. None: the one that opened it last.
         to: Where to write. None: `timeline.json.gz` in the step's folder.
         on_read: Called with a number of bytes each time that many more of the files were read.
+        executor: Processes of this machine that write the rows' traces. None, or a limit on the size: this
+            process writes them.
 
     Raises:
         RecordError: no process of a capture left anything, or none of the requested run.
@@ -63,7 +70,9 @@ def merge_step(
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, on_read=on_read)
     sources = read_sources(layout, timeline)
-    return _merge(timeline, sources, selection, layout.timeline if to is None else Path(to), on_read)
+    return _merge(
+        timeline, sources, selection, layout.timeline if to is None else Path(to), on_read, executor
+    )
 
 
 def merge_plain(
@@ -72,6 +81,7 @@ def merge_plain(
     *,
     selection: Selection = _EVERYTHING,
     on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
 ) -> Merged:
     """Write one timeline of traces that stepscope did not write: files, and folders that hold them.
 
@@ -81,8 +91,8 @@ def merge_plain(
         OSError: the file cannot be written.
     """
     keep_memory()
-    step = read_plain(paths)
-    return _merge(step.timeline, sources_of(step.files), selection, to, on_read)
+    step = read_plain(paths, executor=executor)
+    return _merge(step.timeline, sources_of(step.files), selection, to, on_read, executor)
 
 
 def _merge(
@@ -91,28 +101,53 @@ def _merge(
     selection: Selection,
     target: Path,
     on_read: Callable[[int], None] | None,
+    executor: Executor | None,
 ) -> Merged:
     plan = plan_merge(timeline, sources, selection)
     with timeline_file(target, plan.common.axis.base_ns) as out:
-        merged = write_timeline(plan, out, on_read)
+        if executor is None or selection.max_mb is not None:  # what a trace may take depends on those before
+            merged = write_timeline(plan, out, on_read)
+        else:
+            with closing(write_rows(plan.traces, plan.common, out, executor, target.parent, on_read)) as rows:
+                merged = write_timeline(plan, out, on_read, rows)
         out.finish(merged)
     return merged
 
 
-def write_timeline(plan: Plan, out: TimelineFile, on_read: Callable[[int], None] | None = None) -> Merged:
-    """Write the events of a plan and return what was written. Rows depend on no other row."""
+def write_timeline(
+    plan: Plan,
+    out: TimelineFile,
+    on_read: Callable[[int], None] | None = None,
+    rows: Iterator[RowOutcome] | None = None,
+) -> Merged:
+    """Write the events of a plan and return what was written. Rows depend on no other row.
+
+    Args:
+        rows: Writes the traces of the rows when it is read. None: they are written here.
+    """
     outcome = RowOutcome()
     spans = _write_spans(plan, out, outcome)
     counters = _write_counters(plan, out)
     shares = iter(range(sum(len(row.traces) for row in plan.traces) + len(plan.recordings), 0, -1))
-    limit_of = partial(_limit, plan.selection.max_mb, out, shares)
-    for traces in plan.traces:
-        outcome.add(write_row(traces, plan.common, out, limit_of=limit_of, on_read=on_read))
+    limit_of = partial(_limit, plan.selection.max_mb, shares)
+    for part in _write_rows(plan, out, limit_of, on_read) if rows is None else rows:
+        outcome.add(part)
     for recording in plan.recordings:
-        outcome.add(_write_recording(recording, plan, out, limit_of()))
+        outcome.add(_write_recording(recording, plan, out, limit_of(out)))
         if on_read is not None:
             on_read(recording.trace.path.stat().st_size)
     return _merged(plan, spans, counters, outcome)
+
+
+def _write_rows(
+    plan: Plan,
+    out: TimelineFile,
+    limit_of: Callable[[Output], int | None],
+    on_read: Callable[[int], None] | None,
+) -> Iterator[RowOutcome]:
+    for traces in plan.traces:
+        with out.piece() as piece:
+            yield write_row(traces, plan.common, piece, limit_of=limit_of, on_read=on_read)
 
 
 def _write_spans(plan: Plan, out: TimelineFile, outcome: RowOutcome) -> int:
@@ -155,7 +190,7 @@ def _write_recording(recording: Recording, plan: Plan, out: TimelineFile, limit:
     return outcome
 
 
-def _limit(max_mb: float | None, out: TimelineFile, shares: Iterator[int]) -> int | None:
+def _limit(max_mb: float | None, shares: Iterator[int], out: Output) -> int | None:
     """Return the size of the file at which the next trace ends: what is left is shared equally."""
     share = next(shares)
     if max_mb is None:

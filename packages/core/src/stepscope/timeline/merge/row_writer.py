@@ -76,13 +76,13 @@ def write_row(
     common: Common,
     out: Output,
     *,
-    limit_of: Callable[[], int | None] = lambda: None,
+    limit_of: Callable[[Output], int | None] = lambda out: None,
     on_read: Callable[[int], None] | None = None,
 ) -> RowOutcome:
     """Write the traces of a row, in their order.
 
     Args:
-        limit_of: Called before each trace: the size of the file at which it ends.
+        limit_of: Called with `out` before each trace: the size of the file at which it ends.
         on_read: Called with a number of bytes each time that many more of the files were read.
     """
     row, outcome = traces.row, RowOutcome()
@@ -92,7 +92,7 @@ def write_row(
         ids = FlowIds(trace.number, common.files)
         rewriter = Rewriter(row, place, ids, common.tracks, common.cut, file.notes)
         texts = TraceTexts(trace.name, file.texts(rewriter.rewrite, on_read), rewriter, lambda: [row])
-        outcome.left_out += texts.write(out, common.tracks, limit_of())
+        outcome.left_out += texts.write(out, common.tracks, limit_of(out))
         outcome.files.append(MergedFile(file=trace.name, row=row.pid, events=rewriter.written))
         outcome.problems += noted(trace.name, file.notes)
     return outcome

@@ -24,6 +24,18 @@ _OF_A_ROW = 1 << 11
 """Tids of a row, before they are another row's as well."""
 
 
+class RowTracks(msgspec.Struct, frozen=True, kw_only=True):
+    """Tracks of one row, as far as they are known: its share of the state of `Tracks`."""
+
+    pids: list[int]
+    """Of all rows."""
+    tids: list[tuple[str, str, int]]
+    """(pid, tid) in a file, and the tid in the timeline."""
+    labels: list[tuple[str, str]]
+    counters: list[tuple[str, int]]
+    first: str | None
+
+
 class Tracks:
     """Tracks of one timeline. Processes in a file become tracks in the row of the file's process."""
 
@@ -43,6 +55,34 @@ class Tracks:
         self._first: dict[int, str] = {}
         self.metadata: list[Event] = []
         """Written since somebody last took them from here."""
+
+    @classmethod
+    def of(cls, row: Row, known: RowTracks) -> Tracks:
+        """Return the tracks of one row, with which `adopt` ends."""
+        tracks = cls(known.pids)
+        tracks.adopt(row, known)
+        return tracks
+
+    def known(self, row: Row) -> RowTracks:
+        """Return what is known of a row's tracks, once all their metadata is written."""
+        return RowTracks(
+            pids=self.pids,
+            tids=[(pid, tid, taken) for (at, pid, tid), taken in self._tids.items() if at == row.pid],
+            labels=[(pid, label) for (at, pid), label in self._labels.items() if at == row.pid],
+            counters=[(pid, taken) for (at, pid), taken in self._counters.items() if at == row.pid],
+            first=self._first.get(row.pid),
+        )
+
+    def adopt(self, row: Row, known: RowTracks) -> None:
+        """Take over what is known of a row's tracks."""
+        self._pids.update(taken for _, taken in known.counters)
+        self._tids.update({(row.pid, pid, tid): taken for pid, tid, taken in known.tids})
+        self._taken.update((row.pid, taken) for _, _, taken in known.tids)
+        self._count[row.pid] = len(known.tids)
+        self._labels.update({(row.pid, pid): label for pid, label in known.labels})
+        self._counters.update({(row.pid, pid): taken for pid, taken in known.counters})
+        if known.first is not None:
+            self._first[row.pid] = known.first
 
     def own(self, row: Row, name: str, sort: int, owner: str = _OWN) -> int:
         """Return the tid of the track that `owner` (stepscope or a reader) calls by this name."""

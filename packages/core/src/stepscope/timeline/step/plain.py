@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from stepscope.files.clock import ClockAnchor
 from stepscope.files.layout import SIDECAR_SUFFIX
 from stepscope.files.sidecar import Artifact, ProcessInfo, Sidecar
 from stepscope.timeline.activity.content import TraceContent
-from stepscope.timeline.activity.pool import read_all
+from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.clocks.align import Aligned, Reference, align
 from stepscope.timeline.clocks.refine import refine_by
 from stepscope.timeline.model import FileProblem, Process, Timeline, Window
@@ -72,7 +73,9 @@ def plain_bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in _files(paths))
 
 
-def read_plain(paths: Sequence[Path], on_read: Callable[[int], None] | None = None) -> PlainStep:
+def read_plain(
+    paths: Sequence[Path], on_read: Callable[[int], None] | None = None, executor: Executor | None = None
+) -> PlainStep:
     """Return the traces in files and folders as one step. Writes nothing.
 
     Raises:
@@ -91,7 +94,7 @@ def read_plain(paths: Sequence[Path], on_read: Callable[[int], None] | None = No
     files = [path for path in files if _is_trace(path) and not _is_merged(path)]
     problems: list[FileProblem] = []
     traces: list[_Trace] = []
-    for path, content in zip(files, read_all(files, on_read), strict=True):
+    for path, content in zip(files, read_all(files, on_read, executor), strict=True):
         name = path.relative_to(root).as_posix()
         if content.events:
             traces.append(_trace(path, name, content))

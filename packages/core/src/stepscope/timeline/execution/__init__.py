@@ -1,0 +1,1 @@
+"""Execution of work that is independent by trace or row, through any `concurrent.futures.Executor`."""
