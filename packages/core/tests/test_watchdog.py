@@ -21,7 +21,7 @@ from stepscope.files.layout import RunLayout
 from stepscope.files.states import read_stacks
 
 HEAD = """
-import ctypes, faulthandler, os, sys, threading, time
+import ctypes, faulthandler, os, select, sys, threading, time
 from stepscope import capture, configure, profile_step, span
 seconds = float(sys.argv[2])
 configure(save_path=sys.argv[1], record="spans", recorder={"watchdog_seconds": seconds},
@@ -29,6 +29,8 @@ configure(save_path=sys.argv[1], record="spans", recorder={"watchdog_seconds": s
 
 def ready():
     print("ready", flush=True)
+    while not select.select([sys.stdin], [], [], 0.2)[0]:
+        pass  # a signal that comes just before a read without a limit is handled after it
     sys.stdin.readline()
 
 """

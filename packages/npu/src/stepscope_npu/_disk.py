@@ -63,11 +63,15 @@ def make_folder(above: Path) -> Path:
         OSError: it cannot be made.
     """
     for _ in range(100):
-        above.mkdir(parents=True, exist_ok=True)
+        # The exporter may remove `above` with its last recording, at any moment.
         try:
+            above.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(dir=above))
-        except FileNotFoundError:  # the exporter has just removed `above` with its last recording
+        except FileNotFoundError:
             continue
+        except FileExistsError:  # removed while `mkdir` looked at it, or it is a file
+            if above.exists():
+                raise
     raise FileNotFoundError(f"{above} is removed again and again")
 
 
