@@ -68,7 +68,8 @@ def test_the_engine_of_an_actor_is_sampled_in_the_actor(tmp_path: Path) -> None:
         timeline = load_step(tmp_path / f"step_{step:06d}")
         (counter,) = [item for item in timeline.counters if item.name == FINISHED]
         assert timeline.processes[counter.process].info.role == "rollout"
-        assert counter.values[-1] - counter.values[0] == 3
+        # Not the growth: on a busy machine the thread takes its first sample late.
+        assert counter.values[-1] == 3 * step
     ray.kill(actor)
 
 
