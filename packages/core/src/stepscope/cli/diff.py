@@ -18,11 +18,11 @@ from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
 from stepscope.report.gate.gate import Gate, check_gate
 from stepscope.report.gate.limits import Limit, parse_limits
-from stepscope.report.gate.output import gate_junit, gate_markdown, render_gate
 from stepscope.report.gate.steps import GateSteps, read_gate_steps, recorded_runs
 from stepscope.report.tables.diff import Diff
 from stepscope.report.tables.diff import diff as compare
 from stepscope.report.terminal.diff import diff_markdown, render_diff
+from stepscope.report.terminal.gate import gate_junit, gate_markdown, render_gate
 
 
 class _Side(msgspec.Struct, frozen=True):
