@@ -66,3 +66,16 @@ def nothing_is_left() -> Iterator[None]:
 def url(tmp_path: Path) -> str:
     """Of a mirror's store."""
     return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def one_recorder() -> Iterator[None]:
+    """End the flight recorder of the test, its requests and its measured loops."""
+    from stepscope.recording.capture import on_demand
+    from stepscope.recording.recorder import baseline, standing
+
+    yield
+    on_demand.end("the test ended")
+    on_demand._forget()
+    standing.stop()
+    baseline._loops.clear()

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from stepscope.files.requests import read_requests
 from stepscope.files.sidecar import ProcessInfo
 from stepscope.recording.capture import on_demand
 from stepscope.recording.process import shutdown
-from stepscope.recording.recorder import baseline, standing, step_lines, write
+from stepscope.recording.recorder import standing, step_lines, write
 from stepscope.recording.recorder.ring import SPAN_BYTES, Ring
 from stepscope.recording.recorder.steps import FIRST
 from stepscope.recording.spans import slot
@@ -41,17 +41,10 @@ from stepscope.report.html.step import render_step
 from stepscope.report.terminal.text import render
 from stepscope.timeline import load_step
 
+pytestmark = pytest.mark.usefixtures("one_recorder")
+
 SPANS_ALONE = {"*": {"profiler": "off"}}
 SETTINGS = {"record": "spans", "roles": SPANS_ALONE, "control": {"poll_seconds": 0.05}}
-
-
-@pytest.fixture(autouse=True)
-def _one_recorder() -> Iterator[None]:
-    yield
-    on_demand.end("the test ended")
-    on_demand._forget()
-    standing.stop()
-    baseline._loops.clear()
 
 
 def config_in(folder: Path, recorder: Mapping[str, object] = {}, **settings: object) -> ProfileConfig:

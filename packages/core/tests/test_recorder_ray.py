@@ -18,14 +18,13 @@ from stepscope.cli.running.why import ask, standstills
 from stepscope.files.layout import RunLayout
 from stepscope.files.manifest.parts import fold, read_parts
 from stepscope.fleet.ray_worker import Worker
-from stepscope.recording.capture import on_demand
-from stepscope.recording.recorder import baseline, standing
+from stepscope.recording.recorder import standing
 from stepscope.report import step_report
 from stepscope.report.why import why
 from stepscope.timeline import load_step
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = pytest.mark.usefixtures("ray_cluster", "one_recorder")
 
 POLL_S = 0.1
 
@@ -68,15 +67,6 @@ class Trainer:
     def recorded(self) -> int:
         recorder = standing.standing()
         return -1 if recorder is None else len(recorder.log)
-
-
-@pytest.fixture(autouse=True)
-def _one_recorder() -> Iterator[None]:
-    yield
-    on_demand.end("the test ended")
-    on_demand._forget()
-    standing.stop()
-    baseline._loops.clear()
 
 
 @pytest.fixture

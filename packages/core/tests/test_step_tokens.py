@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,13 @@ import pytest
 from stepscope import ProfileConfig, capture, span, step_tokens
 from stepscope.files.layout import RunLayout
 from stepscope.files.recorder import StepLine, read_step_lines
-from stepscope.recording.capture import on_demand
-from stepscope.recording.recorder import baseline, standing
+from stepscope.recording.recorder import standing
 from stepscope.report import step_report
 from stepscope.timeline import Timeline, load_step
 
+pytestmark = pytest.mark.usefixtures("one_recorder")
+
 SETTINGS = {"record": "spans", "roles": {"*": {"profiler": "off"}}, "steps": [2]}
-
-
-@pytest.fixture(autouse=True)
-def _one_recorder() -> Iterator[None]:
-    yield
-    on_demand.end("the test ended")
-    on_demand._forget()
-    standing.stop()
-    baseline._loops.clear()
 
 
 def captured(folder: Path) -> Timeline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,9 +12,10 @@ from packages.core.tests.test_why import hanging
 from stepscope import ProfileConfig, capture, span
 from stepscope.cli import run
 from stepscope.files.recorder import StepLine
-from stepscope.recording.capture import on_demand
-from stepscope.recording.recorder import baseline, standing
+from stepscope.recording.recorder import standing
 from stepscope.report.live import live
+
+pytestmark = pytest.mark.usefixtures("one_recorder")
 
 LOOP = """
 async def agent(number):
@@ -36,15 +36,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_recorder() -> Iterator[None]:
-    yield
-    on_demand.end("the test ended")
-    on_demand._forget()
-    standing.stop()
-    baseline._loops.clear()
 
 
 def test_it_shows_the_step_that_runs_and_the_trajectories_in_it(
