@@ -23,11 +23,14 @@ from stepscope.files.states import read_stacks
 HEAD = """
 import ctypes, faulthandler, os, select, sys, threading, time
 from stepscope import capture, configure, profile_step, span
+from stepscope.recording.recorder import watchdog
 seconds = float(sys.argv[2])
 configure(save_path=sys.argv[1], record="spans", recorder={"watchdog_seconds": seconds},
           control={"poll_seconds": 0.05}, roles={"*": {"profiler": "off"}})
 
 def ready():
+    while seconds and not watchdog._is_set:
+        time.sleep(0.01)  # its file is there a moment before it
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0.2)[0]:
         pass  # a signal that comes just before a read without a limit is handled after it
@@ -50,7 +53,7 @@ with capture(3), span("train", role="trainer"):
 HELD_FOR_A_WHILE = """
 with capture(3):
     ready()
-    ctypes.PyDLL(None).sleep(2)
+    ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # holds the lock until a line comes
     print("again", flush=True)
     sys.stdin.readline()
 """
@@ -169,6 +172,7 @@ def test_a_killed_process_keeps_its_stacks(tmp_path: Path, capsys: pytest.Captur
 def test_stacks_go_when_python_runs_again(tmp_path: Path) -> None:
     with running(HELD_FOR_A_WHILE, tmp_path, 0.5) as program:
         program.stand_still()
+        program.go_on()
         assert program.read() == "again"
         until(lambda: program.sizes() == [1])
 
