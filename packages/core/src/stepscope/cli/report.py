@@ -74,6 +74,13 @@ def report(
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
+    digests: Annotated[
+        bool,
+        typer.Option(
+            "--digests/--no-digests",
+            help="Use what an earlier report kept of the traces, or read them again; same result.",
+        ),
+    ] = True,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -108,7 +115,8 @@ def report(
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
     pages = Pages() if html or (html is None and not (json or brief)) else None
-    reports = read_reports(find_steps(path, step, run), run, pages, traces=traces, jobs=jobs)
+    layouts = find_steps(path, step, run)
+    reports = read_reports(layouts, run, pages, traces=traces, jobs=jobs, digests=digests)
     if pages is not None and step is None and not is_step(path):
         pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
@@ -145,12 +153,14 @@ def read_reports(
     *,
     traces: bool = False,
     jobs: int | None = None,
+    digests: bool = True,
 ) -> Reports:
     """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
     Args:
         traces: Whether to read the profilers' traces, which are large.
         jobs: Number of processes that read these. None: as `workers` chooses.
+        digests: As of `load_traces`.
 
     Raises:
         CommandError: nothing could be made of any of them.
@@ -159,8 +169,9 @@ def read_reports(
     what = "reading spans and traces" if traces else "reading spans"
     total = sum(measure(step.root) for step in steps)
     with screen.progress(what, total) as done, workers(jobs if traces else 1, total) as executor:
-        traces_of = partial(load_traces, on_read=done, executor=executor) if traces else None
-        read = {step.root.name: _read(step, run, done, pages, traces_of) for step in steps}
+        load = partial(load_step, run_id=run, on_read=done, digests=digests)
+        traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
+        read = {step.root.name: _read(step, load, pages, traces_of) for step in steps}
     reports = [outcome for outcome in read.values() if isinstance(outcome, StepReport)]
     unreadable = {name: outcome for name, outcome in read.items() if isinstance(outcome, str)}
     if not reports:
@@ -170,13 +181,12 @@ def read_reports(
 
 def _read(
     step: StepLayout,
-    run: str | None,
-    done: Callable[[int], None],
+    load: Callable[[Path], Timeline],
     pages: Pages | None,
     traces_of: Callable[[Path, Timeline], Traces] | None,
 ) -> StepReport | str:
     try:
-        timeline = load_step(step.root, run_id=run, on_read=done)
+        timeline = load(step.root)
     except RecordError as error:
         return str(error)
     result = step_report(timeline, None if traces_of is None else traces_of(step.root, timeline))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 
 from stepscope.files.sidecar import ProcessInfo
@@ -170,6 +172,16 @@ class StepLayout:
     @property
     def report(self) -> Path:
         return self.root / "report.html"
+
+    @property
+    def digests(self) -> Path:
+        """The folder of contents of traces that a report read. Hidden, so that mirrors leave it out."""
+        return self.root / ".digests"
+
+    def digest_of(self, names: Iterable[str]) -> Path:
+        """Return the path of one of `digests`. Its name is of one length, whatever those of the traces."""
+        key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
+        return self.digests / f"{key}.json.gz"
 
     def part_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """Return the path of the process' part of the manifest.

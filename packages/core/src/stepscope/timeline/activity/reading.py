@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
 
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read, read_trace
+from stepscope.timeline.digests import Digests
 from stepscope.timeline.execution.parts import Lost, results
 
 
@@ -19,21 +20,56 @@ def read_part(path: bytes) -> TraceContent:
 
 
 def read_all(
-    paths: Sequence[Path], on_read: Callable[[int], None] | None = None, executor: Executor | None = None
+    paths: Sequence[Path],
+    on_read: Callable[[int], None] | None = None,
+    executor: Executor | None = None,
+    digests: Digests | None = None,
 ) -> list[TraceContent]:
-    """Return the content of each trace, in the order of `paths`."""
+    """Return the content of each trace, in the order of `paths`.
+
+    Args:
+        digests: Has the content of traces that were read before, and takes that of the others.
+    """
+    contents = {} if digests is None else _kept(paths, digests, on_read)
+    missing = [path for path in paths if path not in contents]
+    stamps = {} if digests is None else {path: digests.stamps([path]) for path in missing}
+    with closing(_read(missing, on_read, executor)) as parts:
+        for path, content in zip(missing, parts, strict=True):
+            if isinstance(content, Lost):
+                contents[path] = nothing_read(f"not read: twice, {content.why}")
+                continue
+            contents[path] = content
+            if digests is not None:
+                digests.keep([path], content, stamps[path])
+    return [contents[path] for path in paths]
+
+
+def _kept(
+    paths: Sequence[Path], digests: Digests, on_read: Callable[[int], None] | None
+) -> dict[Path, TraceContent]:
+    contents = {}
+    for path in paths:
+        content = digests.kept([path], TraceContent)
+        if content is not None:
+            contents[path] = content
+            if on_read is not None:
+                on_read(_size(path))
+    return contents
+
+
+def _read(
+    paths: Sequence[Path], on_read: Callable[[int], None] | None, executor: Executor | None
+) -> Generator[TraceContent | Lost, None, None]:
     if executor is None:
-        return [read_trace(path, on_read) for path in paths]
-    contents = []
+        for path in paths:
+            yield read_trace(path, on_read)
+        return
     sizes = [_size(path) for path in paths]
     with closing(results(executor, read_part, [os.fsencode(path) for path in paths], sizes)) as parts:
         for content, size in zip(parts, sizes, strict=True):
-            contents.append(
-                nothing_read(f"not read: twice, {content.why}") if isinstance(content, Lost) else content
-            )
+            yield content
             if on_read is not None:
                 on_read(size)
-    return contents
 
 
 def _size(path: Path) -> int:

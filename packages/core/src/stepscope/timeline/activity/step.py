@@ -13,6 +13,7 @@ from stepscope.files.sidecar import ProcessInfo
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.reading import read_all
+from stepscope.timeline.digests import Digests
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
@@ -70,6 +71,7 @@ def load_traces(
     *,
     on_read: Callable[[int], None] | None = None,
     executor: Executor | None = None,
+    digests: bool = True,
 ) -> Traces:
     """Read the torch traces of a step. Memory does not grow with their size.
 
@@ -78,9 +80,12 @@ def load_traces(
         timeline: Timeline of the same folder, with its processes and their clocks.
         on_read: Called with the number of bytes of each read of the files.
         executor: Processes of this machine that read them. None: this process reads them.
+        digests: Whether traces that were read before need not be read again. The result is the same.
     """
-    files = find_traces(StepLayout(path), timeline.run_id, Readers.installed(), timeline.earlier_files)
-    contents = read_all([trace.path for trace in files.traces if trace.reader is None], on_read, executor)
+    layout = StepLayout(path)
+    files = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
+    torch = [trace.path for trace in files.traces if trace.reader is None]
+    contents = read_all(torch, on_read, executor, Digests(layout) if digests else None)
     return place_traces(files, contents, timeline)
 
 

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -83,6 +83,10 @@ class Refused(NamedTuple):
 
 
 _UNNAMED = Refused("they do not say of which process group they are, and there is not just one")
+
+
+Collectives: TypeAlias = list[tuple[Kind, Series | Refused]]
+"""Those of one process by kind, as a digest holds them."""
 
 
 class _Group(msgspec.Struct, frozen=True):

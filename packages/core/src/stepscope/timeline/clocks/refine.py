@@ -20,9 +20,19 @@ from stepscope.files.layout import SIDECAR_SUFFIX, StepLayout
 from stepscope.files.sidecar import Sidecar
 from stepscope.files.storage.reading import read_record
 from stepscope.timeline.clocks.align import REACH_NS, WANDER_PPM, Aligned, Reference, align_at, anchored
-from stepscope.timeline.clocks.collectives import Kind, Refused, Series, Times, join, match, read_collectives
+from stepscope.timeline.clocks.collectives import (
+    Collectives,
+    Kind,
+    Refused,
+    Series,
+    Times,
+    join,
+    match,
+    read_collectives,
+)
 from stepscope.timeline.clocks.drift_bounds import Band
 from stepscope.timeline.clocks.hosts import MOST_DRIFT_PPM, Clock, Line, Sample, clocks_of, extent
+from stepscope.timeline.digests import Digests
 from stepscope.timeline.sources import Source
 
 _SUFFIXES = (".json", ".json.gz")
@@ -47,6 +57,8 @@ def refine(
     reference: Reference,
     layout: StepLayout,
     earlier_files: Collection[str] = (),
+    *,
+    digests: bool = True,
 ) -> list[Aligned]:
     """Return the placements, improved for hosts whose traces hold collectives with other hosts.
 
@@ -54,8 +66,10 @@ def refine(
 
     Args:
         earlier_files: Artifacts of earlier captures of the step, relative to its folder. They are not read.
+        digests: Whether traces that were searched before need not be searched again.
     """
-    return refine_by(sources, aligned, reference, lambda: _traces(sources, layout, earlier_files))
+    kept = Digests(layout) if digests else None
+    return refine_by(sources, aligned, reference, lambda: _traces(sources, layout, earlier_files), kept)
 
 
 def refine_by(
@@ -63,6 +77,7 @@ def refine_by(
     aligned: Sequence[Aligned],
     reference: Reference,
     traces_of: Callable[[], Mapping[int, list[Path]]],
+    digests: Digests | None = None,
 ) -> list[Aligned]:
     """Return the placements as `refine` does.
 
@@ -73,7 +88,7 @@ def refine_by(
     if len(clocks) < 2 or aligned[0].clock.jumped:
         return list(aligned)
     notes: dict[str, list[str]] = {clock.host: [] for clock in clocks}
-    leads = _against_each_other(clocks, sources, traces_of(), notes)
+    leads = _against_each_other(clocks, sources, traces_of(), notes, digests)
     refined = list(aligned)
     for clock, known in _against_owner(clocks, leads, notes):
         for index in clock.processes:
@@ -113,6 +128,7 @@ def _against_each_other(
     sources: Sequence[Source],
     traces: Mapping[int, list[Path]],
     notes: Mapping[str, list[str]],
+    digests: Digests | None,
 ) -> list[tuple[Clock, Clock, Lead]]:
     """Return triples of two clocks and the lead of the second over the first.
 
@@ -121,7 +137,9 @@ def _against_each_other(
     firsts: dict[Kind, tuple[Clock, Series | Refused]] = {}
     leads = []
     for clock in clocks:
-        ranks = [_read(sources[index], traces[index]) for index in clock.processes if index in traces]
+        ranks = [
+            _read(sources[index], traces[index], digests) for index in clock.processes if index in traces
+        ]
         pairs: dict[str, list[tuple[Clock, Kind, Series | Refused, Series | Refused]]] = {}
         for kind in dict.fromkeys(chain.from_iterable(ranks)):
             series = join(kind, ranks)
@@ -136,9 +154,17 @@ def _against_each_other(
     return leads
 
 
-def _read(source: Source, traces: Sequence[Path]) -> dict[Kind, Series | Refused]:
+def _read(source: Source, traces: Sequence[Path], digests: Digests | None) -> dict[Kind, Series | Refused]:
     replica = "" if source.info.replica is None else f" replica {source.info.replica}"
-    return read_collectives(source.info.role + replica, traces)
+    world = source.info.role + replica
+    kept = None if digests is None else digests.kept(traces, Collectives, world)
+    if kept is not None:
+        return dict(kept)
+    stamps = () if digests is None else digests.stamps(traces)
+    collectives = read_collectives(world, traces)
+    if digests is not None:
+        digests.keep(traces, list(collectives.items()), stamps, world)
+    return collectives
 
 
 class _Search:

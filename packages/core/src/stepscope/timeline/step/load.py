@@ -29,7 +29,11 @@ from stepscope.timeline.step.tree import parents_of
 
 
 def load_step(
-    path: str | os.PathLike[str], *, run_id: str | None = None, on_read: Callable[[int], None] | None = None
+    path: str | os.PathLike[str],
+    *,
+    run_id: str | None = None,
+    on_read: Callable[[int], None] | None = None,
+    digests: bool = True,
 ) -> Timeline:
     """Return the timeline of one captured step. Damaged parts of files are left out and named in `problems`.
 
@@ -38,6 +42,7 @@ def load_step(
         run_id: The run to load, if several wrote into the folder. None: the one that opened it last. If a
             process captured the step several times, the last capture counts (`Timeline.captures`).
         on_read: Called with the number of bytes of each read of the span files.
+        digests: As of `load_traces`, for traces of several hosts: their collectives align the clocks.
 
     Raises:
         RecordError: no process of a capture left a record, or none of the requested run did.
@@ -55,7 +60,7 @@ def load_step(
     chosen = run_id or runs[-1]
     latest, earlier = of_the_last([source for source in sources if source.run_id == chosen])
     files = tuple(sorted(_artifacts(earlier) - _artifacts(latest)))
-    timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, files)
+    timeline = _assemble(layout, sorted(latest, key=_order), tuple(runs), problems, files, digests)
     timeline = add_foreign(layout, timeline)
     if not earlier:
         return timeline
@@ -92,13 +97,14 @@ def _assemble(
     runs: tuple[str, ...],
     problems: list[FileProblem],
     earlier_files: tuple[str, ...],
+    digests: bool,
 ) -> Timeline:
     step, run_id = sources[0].step, sources[0].run_id
     strays = [source for source in sources if source.step != step]
     problems += [FileProblem(file=s.info.key, what=f"left out: it is of step {s.step}") for s in strays]
     sources = [source for source in sources if source.step == step]
     metrics = _metrics(layout, run_id, problems)
-    aligned = _align(sources, layout, earlier_files)
+    aligned = _align(sources, layout, earlier_files, digests)
     records = [_records(source) for source in sources]
     names = names_of([source.info for source in sources])
     parts = [source.part for source in sources if source.part is not None]
@@ -138,7 +144,9 @@ def _metrics(layout: StepLayout, run_id: str, problems: list[FileProblem]) -> di
         return {}
 
 
-def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...]) -> list[Aligned]:
+def _align(
+    sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[str, ...], digests: bool
+) -> list[Aligned]:
     """Align each source, in order. The first one is the owner unless the owner left no files."""
     owner = sources[0]
     if not owner.owner or owner.part is None:
@@ -157,7 +165,7 @@ def _align(sources: Sequence[Source], layout: StepLayout, earlier_files: tuple[s
             jump_ns=placed.clock.drift_ns if placed.clock.jumped else 0,
         )
         aligned = [placed, *(_align_one(source, reference) for source in sources[1:])]
-    return refine(sources, aligned, reference, layout, earlier_files)
+    return refine(sources, aligned, reference, layout, earlier_files, digests=digests)
 
 
 def _align_one(source: Source, reference: Reference) -> Aligned:
