@@ -150,7 +150,15 @@ def one_line(text: str) -> str:
 def commands() -> str:
     """Return the help of every command: its line of use, its arguments and its options."""
     group: Any = typer.main.get_command(app)  # the types of its commands are typer's own
-    return "\n\n".join(command_text(name, command) for name, command in group.commands.items())
+    return "\n\n".join(
+        text for name, command in group.commands.items() for text in command_texts(name, command)
+    )
+
+
+def command_texts(name: str, command: Any) -> list[str]:
+    """Return the help of a command, and of those in it."""
+    inner = getattr(command, "commands", {})
+    return [command_text(name, command)] + [command_text(f"{name} {below}", inner[below]) for below in inner]
 
 
 def command_text(name: str, command: Any) -> str:

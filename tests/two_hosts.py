@@ -293,7 +293,7 @@ def test_a_request_on_one_host_captures_both_and_the_files_of_the_other_come_hom
         "host-a", "host-a", "host-b", "host-b",
     ]  # fmt: skip
     assert not (other.view(save_path) / "control.json").exists()
-    status = json.loads(one.say("trigger", str(save_path), "--status", "--json").stdout)
+    status = json.loads(one.say("trigger", "list", str(save_path), "--json").stdout)
     (answer,) = (answer for listener in status["listening"] for answer in listener["answers"].values())
     assert sorted(answer["others"].values()) == ["began"] * 4
     report = one.say("report", str(save_path), "--json")

@@ -19,6 +19,7 @@ import pytest
 
 from stepscope import ProfileConfig, capture, span, trajectory
 from stepscope.cli import run
+from stepscope.cli.app import BROKEN_PIPE
 from stepscope.files.manifest.records import Expectation
 from stepscope.files.run import RunRecord
 from stepscope.files.sidecar import Artifact
@@ -299,7 +300,7 @@ def test_an_error_of_ours_is_one_message_too(
     )
 
 
-@pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--step", "two"]])
+@pytest.mark.parametrize("arguments", [["report"], ["unknown"], ["report", "x", "--jobs", "two"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     assert "Usage: stepscope" in capsys.readouterr().err
@@ -355,7 +356,7 @@ def test_what_a_merge_was_asked_to_leave_out_is_said_and_is_no_defect(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0..3"], "--ranks is '0..3'; give ranks and ranges of them, such as 0,8-15"),
+        (["--ranks", "0..3"], "--ranks is '0..3'; allowed: 3, \"3-7\""),
         (["--from", "5", "--to", "5"], "--to 5 is not after --from 5"),
         (["--from", "nan"], "--from is nan; give ms after the step's opening"),
         (["--max-mb", "0"], "--max-mb is 0; give a size above 0"),
@@ -405,7 +406,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
     assert process.stderr is not None
     with process, process.stderr as stderr:
         assert stderr.read() == b""
-    assert process.returncode == 1
+    assert process.returncode == BROKEN_PIPE
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:

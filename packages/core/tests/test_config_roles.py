@@ -106,7 +106,15 @@ def test_empty_roles_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "kept"),
-    [("all", "all"), ("first", "first"), ([0, 8], (0, 8)), (3, (3,)), ("0, 8", (0, 8)), (range(2), (0, 1))],
+    [
+        ("all", "all"),
+        ("first", "first"),
+        ([0, 8], (0, 8)),
+        (3, (3,)),
+        ("0, 8", (0, 8)),
+        (range(2), (0, 1)),
+        ([0, "8-10"], (0, 8, 9, 10)),
+    ],
 )
 def test_ranks_have_friendly_spellings(ranks: object, kept: object) -> None:
     role = ProfileConfig.from_mapping({"roles": {"actor": {"ranks": ranks}}}).roles["actor"]
@@ -123,6 +131,9 @@ def test_ranks_have_friendly_spellings(ranks: object, kept: object) -> None:
         ("frist", r"roles.actor.ranks is 'frist'.*did you mean 'first'\?"),
         ("ALL", r"did you mean 'all'\?"),
         ("", "an empty list selects nothing"),
+        ("8-", r"roles.actor.ranks is '8-'; allowed: ranges of ranks with an end.*write the last rank too"),
+        ("0-99999999999", "at most 65536 ranks"),
+        ("0-3,2", "take the second 2 out"),
         (None, "roles.actor.ranks is None"),
         ({"first": 1}, "roles.actor.ranks is"),
     ],

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.config import ProfileConfig, StepRange
+from stepscope.config._ranges import parse_ranges
 from stepscope.errors import ConfigError
 
 WINDOW = 400
@@ -63,6 +64,8 @@ def test_ten_thousand_single_steps_are_no_burden() -> None:
         ("50::4", {50, 54, 58}),
         ("57:", {57, 58, 59}),
         ("7:9", {7, 8}),
+        ("7-9", {7, 8, 9}),
+        ("3,5,58-", {3, 5, 58, 59}),
         (StepRange(3, 5), {3, 4}),
         ((), set()),
         ("", set()),
@@ -76,16 +79,17 @@ def test_steps_have_friendly_spellings(written: object, selected: set[int]) -> N
 @pytest.mark.parametrize(
     ("written", "helps"),
     [
-        ("5:2", r"steps is '5:2'.*write 5 for that step alone, or a higher stop"),
+        ("5:2", r"steps is '5:2'.*write 5 for that one alone, or a higher end"),
         ("5:5", r"steps is '5:5'.*above their start"),
         ("5:9:0", r"steps is '5:9:0'; allowed: strides of 1 or more"),
         ("every:0", r"steps is 'every:0'; allowed: strides of 1 or more"),
         (-1, r"steps is -1; .*count up from 0"),
         ("-1", r"steps is '-1'"),
         ("10:-1", r"steps is '10:-1'"),
-        (":10", r"steps is ':10'.*start:stop:stride"),
+        (":10", r"steps is ':10'.*10:50:10"),
+        ("5-2", r"steps is '5-2'.*whose end is above their start"),
         ("1:2:3:4", r"steps is '1:2:3:4'"),
-        ("soon", r'steps is \'soon\'.*write it like 7, "10:50:10" or "every:50"'),
+        ("soon", r'steps is \'soon\'.*write it like 7, "3-7" or "every:50"'),
         ("2,,3", r"steps is ''"),
         ("²", r"steps is '²'"),
         ("9" * 5000, r"steps is '999"),
@@ -108,6 +112,15 @@ def test_a_step_that_cannot_be_is_refused_with_its_fix(written: object, helps: s
 def test_all_steps_are_spelled_every_1() -> None:
     with pytest.raises(ConfigError, match='write "every:1" to capture all steps'):
         ProfileConfig(steps="all")
+
+
+@pytest.mark.parametrize("text", ["3", "3-7", "3,5-8", "10:50:10", "1:4, 9"])
+def test_steps_and_ranks_are_spelled_alike(text: str) -> None:
+    roles = ProfileConfig(steps=text, roles={"actor": {"ranks": text}})
+    assert tuple(step for step in range(60) if roles.selects(step)) == roles.roles["actor"].ranks
+    assert (
+        tuple(rank for part in parse_ranges(text, "--ranks") for rank in part) == roles.roles["actor"].ranks
+    )
 
 
 @pytest.mark.parametrize("wrong", [("5", 9, 1), (5, 9.0, 1), (True, 9, 1), (5, 4, 1), (-1, 4, 1), (0, 9, 0)])

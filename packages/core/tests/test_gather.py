@@ -202,7 +202,7 @@ def test_a_request_at_the_owners_reaches_hosts_that_do_not_see_it_and_their_file
     (answer,) = read_listening(RunLayout(here))
     assert answer.answers[request].steps == [0]
     assert list(answer.answers[request].others.values()) == ["began", "began"]
-    assert run(["trigger", here, "--status"]) == 0
+    assert run(["trigger", "list", here]) == 0
     assert "actor[1] Actor(Host" in capsys.readouterr().out
     assert run(["report", here, "--no-html"]) == 0
     assert "update" in capsys.readouterr().out

@@ -146,7 +146,7 @@ async def test_what_a_process_that_is_gone_waited_for_is_entered_on_request(
     layout = RunLayout(config.save_path).step(1)
     assert take_in(layout, waiting(layout)) == [], "this process runs, and enters its own"
     _make_its_process_one_that_is_gone(config)
-    assert await asyncio.to_thread(run, ["ls", str(config.save_path), "--pending", "--collect"]) == 0
+    assert await asyncio.to_thread(run, ["collect", str(config.save_path)]) == 0
     assert "entered: 2 files" in capsys.readouterr().err
     assert item(config, 1).state == "ok"
     assert len(item(config, 1).artifacts) == 2
@@ -216,8 +216,3 @@ def _make_its_process_one_that_is_gone(config: ProfileConfig) -> None:
     for path, part in part_files(RunLayout(config.save_path).step(1))[0].items():
         process = msgspec.structs.replace(part.process, pid=gone.pid)
         path.write_bytes(msgspec.json.encode(msgspec.structs.replace(part, process=process)))
-
-
-def test_to_collect_is_said_with_pending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ls", str(tmp_path), "--collect"]) == 2
-    assert "--pending --collect" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_roles_ranks_and_seconds_hold_for_the_requested_step_alone(config: Profi
 
 
 def test_what_is_asked_wrongly_is_a_config_error_and_nothing_is_written(config: ProfileConfig) -> None:
-    with pytest.raises(ConfigError, match=r"steps is 'soon'; allowed: step numbers"):
+    with pytest.raises(ConfigError, match=r"steps is 'soon'; allowed: steps from 0"):
         ask(config, "soon")
     with pytest.raises(ConfigError, match=r"ranks is \[\]"):
         ask(config, ranks=[])
@@ -213,7 +213,7 @@ def test_an_expired_request_says_so(config: ProfileConfig) -> None:
 def test_a_cancelled_request_is_forgotten(config: ProfileConfig) -> None:
     request = ask(config, "4")
     train(config, range(2))
-    assert run(["trigger", config.save_path, "--cancel", request]) == 0
+    assert run(["trigger", "cancel", config.save_path, request]) == 0
     train(config, range(2, 6))
     assert steps_of(config) == []
 
@@ -440,12 +440,12 @@ def test_without_a_listener_it_says_so_and_exits_with_3(
     assert "nobody listens in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], ["--status"], ["--cancel", "all"]], ids=["ask", "status", "cancel"])
+@pytest.mark.parametrize("words", ["{} --wait 0", "ask {} --wait 0", "list {}", "cancel {} all"])
 def test_no_such_run_is_a_usage_error_and_nothing_is_made(
-    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile").mkdir()
-    assert run(["trigger", str(tmp_path / "profiel"), "--wait", "0", *more]) == 2
+    assert run(["trigger", *words.format(tmp_path / "profiel").split()]) == 2
     assert f"profiel does not exist. {tmp_path} holds: profile" in capsys.readouterr().err
     assert not (tmp_path / "profiel").exists()
 
@@ -466,7 +466,7 @@ def test_a_request_that_is_missed_exits_with_3_and_says_why(
     request = ask(config, "3")
     train(config.replace(control={"poll_seconds": 0.02}), range(5, 6))
     wait_for(lambda: answer_of(config, request).state == "missed")
-    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert run(["trigger", "list", config.save_path]) == 3
     assert "step 5 was reached when it was heard" in capsys.readouterr().out
 
 
@@ -483,10 +483,10 @@ def test_the_status_is_0_while_a_request_may_still_be_captured_and_3_once_it_is_
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask(config, "5")
-    assert run(["trigger", config.save_path, "--status"]) == 0
+    assert run(["trigger", "list", config.save_path]) == 0
     assert "UTC" in capsys.readouterr().out  # as `ls` says when a capture was opened
     ask(config, "6", expires_s=-1)
-    assert run(["trigger", config.save_path, "--status"]) == 3
+    assert run(["trigger", "list", config.save_path]) == 3
     assert "no process heard it in time" in " ".join(capsys.readouterr().out.split())
 
 
@@ -530,7 +530,7 @@ for step in range(3):
 """
     request = ask(config, "9")
     subprocess.run([sys.executable, "-c", program, config.save_path], check=False, timeout=60)
-    assert run(["trigger", config.save_path, "--status", "--json"]) == 3
+    assert run(["trigger", "list", config.save_path, "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)["listening"][0]["answers"][request]
     assert answer["state"] == "missed"
     assert why in answer["reason"]
@@ -546,16 +546,16 @@ def test_its_json_holds_requests_and_answers(
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask(config, "5:8")
-    assert run(["trigger", config.save_path, "--status", "--json"]) == 0
+    assert run(["trigger", "list", config.save_path, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert [request["steps"] for request in printed["requests"]] == ["5:8"]
+    assert [request["steps"] for request in printed["requests"]] == ["5-7"]
 
 
 def test_an_unknown_id_names_those_there_are(
     config: ProfileConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = ask(config)
-    assert run(["trigger", config.save_path, "--cancel", "00000000"]) == 2
+    assert run(["trigger", "cancel", config.save_path, "00000000"]) == 2
     assert f"there are: {request}" in capsys.readouterr().err
 
 

@@ -41,9 +41,9 @@ COMMANDS = (
     ("report", "{step}"),
     ("report", "{run}", "--json"),
     ("ls", "{run}"),
-    ("ls", "{run}", "--pending", "--collect"),
-    ("trigger", "{run}", "--status"),
-    ("trigger", "{run}", "--status", "--json"),
+    ("collect", "{run}"),
+    ("trigger", "list", "{run}"),
+    ("trigger", "list", "{run}", "--json"),
     ("validate", "{run}/config.yaml"),
     ("diff", "{step}", "{step}"),
 )

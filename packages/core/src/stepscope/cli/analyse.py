@@ -9,14 +9,14 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_steps
+from stepscope.cli.find import STEPS_HELP, find_steps
 from stepscope.errors import StepscopeError
 from stepscope.timeline import analysers
 
 
 def analyse(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_STEP", help="A run's folder, or one step's.")],
-    step: Annotated[int | None, typer.Option(help="Only this step of a run.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
     timeout: Annotated[
         float, typer.Option(metavar="S", help="Longest time for one recording, in seconds.", min=1)
     ] = 3600,
@@ -37,6 +37,7 @@ def analyse(
                 outcome = analyser.analyse(recording, timeout)
             except StepscopeError as error:
                 failed += 1
-                outcome = f"FAILED: {error}"
+                screen.warn(f"{where}: FAILED: {error}")
+                continue
         screen.say(f"{where}: {outcome}")
     raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)

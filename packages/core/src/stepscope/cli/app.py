@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -13,21 +14,23 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.analyse import analyse
+from stepscope.cli.command import CONTEXT, Command
 from stepscope.cli.demo import demo
 from stepscope.cli.diff import diff
 from stepscope.cli.doctor import doctor
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.ls import ls
+from stepscope.cli.ls import collect, ls
 from stepscope.cli.mcp.server import mcp
 from stepscope.cli.merge import merge
-from stepscope.cli.mirror import mirror
-from stepscope.cli.publish import publish
 from stepscope.cli.report import report
 from stepscope.cli.run_program import run as run_command
 from stepscope.cli.running.trigger import trigger
 from stepscope.cli.running.watch import watch
 from stepscope.cli.running.why import why
+from stepscope.cli.stores.mirror import mirror
+from stepscope.cli.stores.publish import publish
 from stepscope.cli.validate import validate
+from stepscope.config._sources import unknown_variables
 from stepscope.errors import ConfigError, StepscopeError
 
 app = typer.Typer(
@@ -36,25 +39,30 @@ app = typer.Typer(
     epilog="Exit codes: 0 success; 1 an error; 2 the command line or the configuration is wrong; "
     "3 it worked, and something that should be there is missing, broken or left out.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=CONTEXT,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
-app.command()(report)
-app.command()(merge)
-app.command()(analyse)
-app.command()(diff)
-app.command()(ls)
-app.command()(trigger)
-app.command()(watch)
-app.command()(why)
-app.command()(validate)
-app.command()(publish)
-app.command()(mirror)
-app.command()(mcp)
-app.command()(doctor)
+app.command(cls=Command)(demo)
+app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run_command)
+app.command(cls=Command)(report)
+app.command(cls=Command)(merge)
+app.command(cls=Command)(analyse)
+app.command(cls=Command)(diff)
+app.command(cls=Command)(ls)
+app.command(cls=Command)(collect)
+app.add_typer(trigger, name="trigger")
+app.command(cls=Command)(watch)
+app.command(cls=Command)(why)
+app.command(cls=Command)(validate)
+app.command(cls=Command)(publish)
+app.command(cls=Command)(mirror)
+app.command(cls=Command)(mcp)
+app.command(cls=Command)(doctor)
 
+BROKEN_PIPE = 141
+"""Exit code of a command whose reader ended first: that of a shell's command that SIGPIPE ends."""
+_RESOLVE = frozenset(("run", "validate"))
+"""Commands to which an unknown variable is an error: they resolve the configuration."""
 _with_traceback = False
 """True if errors end the command with a traceback. One writer: `options`."""
 
@@ -67,6 +75,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
     _version: Annotated[
         bool,
@@ -75,6 +84,9 @@ def options(
 ) -> None:
     global _with_traceback
     _with_traceback = traceback or os.environ.get("STEPSCOPE_RAISE") == "1"
+    if context.invoked_subcommand not in _RESOLVE:
+        for line in unknown_variables(os.environ):
+            screen.warn(f"warning: {line}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -82,13 +94,16 @@ def run(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the encoding lacks
-    try:
-        code = _run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = Exit.ERROR
+    began = time.monotonic()
+    with screen.one_command():
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python flushes stdout once more at exit, and would complain then.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = BROKEN_PIPE
+        screen.log.debug("exit code %d after %.2f s", code, time.monotonic() - began)
     return code
 
 
@@ -109,12 +124,12 @@ def _run(arguments: Sequence[str]) -> int:
 def _explain(error: Exception) -> int:
     """Print what is wrong and return the exit code for it."""
     if isinstance(error, CommandError):
-        screen.say(f"error: {error}")
+        screen.warn(f"error: {error}")
         return error.code
     if isinstance(error, (StepscopeError, OSError)):
-        screen.say(f"error: {error}")
+        screen.warn(f"error: {error}")
         return Exit.USAGE if isinstance(error, ConfigError) else Exit.ERROR
-    screen.say(
+    screen.warn(
         f"error: {type(error).__name__}: {error}\nThis is a bug in stepscope. "
         "Run again with `--traceback` and report it."
     )

@@ -44,7 +44,7 @@ def diff(
     run_a: Annotated[str | None, typer.Option(help="A's run, where several wrote into one folder.")] = None,
     run_b: Annotated[str | None, typer.Option(help="B's run.")] = None,
     steps_a: Annotated[
-        str | None, typer.Option(help="Only these steps of run A, as in `steps`: 7, 10:50:10, every:5.")
+        str | None, typer.Option(help="Only these steps of run A: 3-7, 10:50:10, every:5.")
     ] = None,
     steps_b: Annotated[str | None, typer.Option(help="The same of B.")] = None,
     fail_above: Annotated[
@@ -113,7 +113,7 @@ def _read(path: Path, run: str | None, steps: tuple[StepRange, ...] | None, *, g
         raise
     reports = read_reports(wanted, run)
     for step, why in reports.unreadable.items():
-        screen.say(f"{step}: {why}")
+        screen.warn(f"{step}: {why}")
     return msgspec.structs.replace(side, reports=reports)
 
 

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stepscope.cli.exits import CommandError, Exit
+from stepscope.config._steps import parse_steps
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.parts import read_parts
 from stepscope.files.run import RunRecord
 from stepscope.files.storage.reading import read_record
 
+STEPS_HELP = "Only these steps of a run: 3, 3-7, 3,5,8-, 10:50:10 (50 is not in it), every:50."
+"""Help of the option `--step` of every command."""
 _SHOWN = 10
 
 
@@ -46,11 +49,15 @@ def find_numbered(path: Path) -> dict[int, StepLayout]:
     return {parts[0].step: layout}
 
 
-def find_steps(path: Path, step: int | None = None, run: str | None = None) -> list[StepLayout]:
+def find_steps(path: Path, step: int | str | None = None, run: str | None = None) -> list[StepLayout]:
     """Return the steps that `path` (a run's folder, or a step's) and the options name.
+
+    Args:
+        step: A step, or several as in `steps`: `3,5-8`.
 
     Raises:
         CommandError: there is no such step. The message names the captured ones.
+        ConfigError: `step` spells no steps.
     """
     if is_step(path):
         if step is not None:
@@ -59,9 +66,12 @@ def find_steps(path: Path, step: int | None = None, run: str | None = None) -> l
             )
         return [StepLayout(path)]
     steps = find_run(path)
-    if step is not None and step not in steps:
+    ranges = () if step is None else parse_steps(step, "--step")
+    wanted = [
+        layout for number, layout in steps.items() if not ranges or any(number in part for part in ranges)
+    ]
+    if not wanted:
         raise CommandError(f"{path} holds no step {step}. Captured: {_some(map(str, steps))}")
-    wanted = list(steps.values()) if step is None else [steps[step]]
     if run is None:
         return wanted
     of_run = [layout for layout in wanted if _holds(layout, run)]

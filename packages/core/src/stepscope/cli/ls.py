@@ -1,4 +1,4 @@
-"""`stepscope ls`: what a run captured."""
+"""`stepscope ls`: what a run captured. `stepscope collect`: late files of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from stepscope.cli import screen
-from stepscope.cli.exits import CommandError, Exit
+from stepscope.cli.exits import Exit
 from stepscope.cli.find import find_numbered
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.files.manifest.late import Waiting, take_in, waiting
@@ -63,15 +63,10 @@ def ls(
     pending: Annotated[
         bool, typer.Option("--pending", help="Only what is still waited for, and what of it has come since.")
     ] = False,
-    collect: Annotated[
-        bool, typer.Option("--collect", help="With --pending: enter into the manifest what has come.")
-    ] = False,
 ) -> None:
     """List the captured steps of a run: state, processes, artifacts, size, and what is missing."""
-    if collect and not pending:
-        raise CommandError("--collect goes with --pending: stepscope ls RUN --pending --collect")
     if pending:
-        _show_pending(run, json=json, collect=collect)
+        _show_pending(run, json=json)
     shortages = read_out_of_memory(RunLayout(run))
     steps = RunLayout(run).steps() if shortages else find_numbered(run)
     rows = [row for step, layout in steps.items() for row in rows_of(step, layout)]
@@ -83,13 +78,22 @@ def ls(
     raise typer.Exit(Exit.OK if sound else Exit.INCOMPLETE)
 
 
-def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
-    layouts = list(find_numbered(run).values())
-    awaited = [item for layout in layouts for item in waiting(layout)]
-    if collect:
-        entered = [item for layout in layouts for item in take_in(layout, waiting(layout))]
-        screen.say(f"entered: {count(sum(len(item.came) for item in entered), 'file')}")
-        awaited = [item for layout in layouts for item in waiting(layout)]
+def collect(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_STEP", help="Folder of a run (its save_path), or of one step.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="What is still waited for, as JSON.")] = False,
+) -> None:
+    """Enter into the manifest the late files of processes that have ended, and list what is still to come."""
+    layouts = find_numbered(run).values()
+    entered = [item for layout in layouts for item in take_in(layout, waiting(layout))]
+    screen.say(f"entered: {count(sum(len(item.came) for item in entered), 'file')}")
+    _show_pending(run, json=json)
+
+
+def _show_pending(run: Path, *, json: bool) -> NoReturn:
+    """Print what is still waited for and end the command."""
+    awaited = [item for layout in find_numbered(run).values() for item in waiting(layout)]
     if json:
         screen.show_json(awaited)
     else:
@@ -102,7 +106,7 @@ def _show_pending(run: Path, *, json: bool, collect: bool) -> NoReturn:
 def _how_to(awaited: Sequence[Waiting]) -> str:
     advice = "A running process enters late files by itself. A process that has ended sends none."
     if any(item.came and not item.alive for item in awaited):
-        advice += " `--pending --collect` enters the files that came."
+        advice += " `stepscope collect` enters the files that came."
     return advice
 
 

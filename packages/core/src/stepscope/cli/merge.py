@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.plain import is_plain, target_of
+from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
@@ -22,7 +22,6 @@ from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.merge.merge import merge_plain
 from stepscope.timeline.step.plain import plain_bytes
 
-_RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 _SHOWN = 20
 
 
@@ -30,14 +29,16 @@ def merge(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="STEP_DIR",
-            help="Folder of one step, or of a run with --step. Or traces of torch.profiler and of engines: "
-            "files and folders, with --output.",
+            metavar="RUN_OR_STEP",
+            help="Folder of a run, with --step, or of one step in it. Or traces of torch.profiler and of "
+            "engines: files and folders, with --output.",
         ),
     ],
-    step: Annotated[int | None, typer.Option(help="The step, where the folder is a run's.")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N", help="The step, where the folder is a run's.")
+    ] = None,
     roles: Annotated[str | None, typer.Option(help="Only these: names or globs, with commas.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="Only these, such as 0,8-15.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Only these: 0,8-15, or 8- for all from 8 on.")] = None,
     from_ms: Annotated[
         float | None,
         typer.Option("--from", metavar="MS", help="Leave out what ended before, in ms after the opening."),
@@ -51,7 +52,7 @@ def merge(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to write. [default: STEP_DIR/timeline.json.gz]"),
+        typer.Option("--output", "-o", help="Where to write. [default: the step's timeline.json.gz]"),
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
@@ -69,7 +70,7 @@ def merge(
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
     selection = Selection(
         roles=None if roles is None else tuple(role.strip() for role in roles.split(",")),
-        ranks=_ranks(ranks),
+        ranks=None if ranks is None else parse_ranges(ranks, "--ranks"),
         from_ms=from_ms,
         to_ms=to_ms,
         max_mb=max_mb,
@@ -93,24 +94,17 @@ def merge(
     raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
 
 
-def _step_of(path: Path, step: int | None) -> Path:
+def _step_of(path: Path, step: str | None) -> Path:
     """Return the folder of the step that is meant."""
     if step is not None:
-        return find_steps(path, step)[0].root
+        wanted = find_steps(path, step)
+        if len(wanted) > 1:
+            raise CommandError(f"--step {step}: {len(wanted)} steps, and a timeline is of one: name one")
+        return wanted[0].root
     if is_step(path):
         return path
     steps = find_run(path)  # says what is there instead, if it is no run either
     raise CommandError(f"{path} is the folder of a run: give --step too, such as --step {next(iter(steps))}")
-
-
-def _ranks(text: str | None) -> frozenset[int] | None:
-    if text is None:
-        return None
-    text = text.replace(" ", "")
-    if not _RANGES.fullmatch(text):
-        raise CommandError(f"--ranks is {text!r}; give ranks and ranges of them, such as 0,8-15")
-    pairs = (part.split("-") for part in text.split(","))
-    return frozenset(rank for pair in pairs for rank in range(int(pair[0]), int(pair[-1]) + 1))
 
 
 def _check_limits(selection: Selection) -> None:

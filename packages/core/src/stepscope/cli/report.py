@@ -12,7 +12,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_run, find_steps, is_step
+from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
 from stepscope.cli.pages import Pages
 from stepscope.cli.plain import is_plain, report_plain
 from stepscope.demo.sample import unpack_sample
@@ -47,7 +47,7 @@ def report(
             "and folders.",
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Only this step of the run.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
     run: Annotated[
         str | None, typer.Option(help="The run's id, where several wrote into one folder.")
     ] = None,
@@ -185,6 +185,7 @@ def _read(
     pages: Pages | None,
     traces_of: Callable[[Path, Timeline], Traces] | None,
 ) -> StepReport | str:
+    screen.log.debug("reading %s", step.root)
     try:
         timeline = load(step.root)
     except RecordError as error:
@@ -209,7 +210,7 @@ def say_pages(pages: Pages) -> bool:
         )
         screen.say(f"Page: {first}{more}")
     for failure in pages.failed:
-        screen.say(f"error: {failure}")
+        screen.warn(f"error: {failure}")
     return bool(pages.failed)
 
 
@@ -219,7 +220,7 @@ def show_reports(reports: Reports, *, short: bool = False) -> None:
     if len(reports.steps) > 1:
         screen.show(render_overview(reports.steps), render_changes(reports.steps))
     for step, why in reports.unreadable.items():
-        screen.say(f"{step}: {why}")
+        screen.warn(f"{step}: {why}")
     if short:
         screen.say(f"All tables: --full{', or --step N for those of one step' * (len(reports.steps) > 1)}")
 
@@ -234,4 +235,4 @@ def show_brief(reports: Reports, path: Path, *, markdown: bool = False) -> None:
     parts = run_brief(reports.steps, folders)
     screen.show_unwrapped(brief_markdown(parts) if markdown else brief_text(parts))
     for step, why in reports.unreadable.items():
-        screen.say(f"{step}: {why}")
+        screen.warn(f"{step}: {why}")

@@ -29,7 +29,7 @@ def run(
     preset: Annotated[
         list[str] | None, typer.Option(help="A framework whose functions are known: trl, verl...")
     ] = None,
-    steps: Annotated[str | None, typer.Option(help="Steps to capture: 2, 10:50:10, every:50.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps to capture: 2, 3-7, 10:50:10, every:50.")] = None,
     save_path: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     print_env: Annotated[
         bool, typer.Option("--print-env", help="Print the variables as JSON instead, for a Ray runtime_env.")

@@ -7,11 +7,14 @@ in a table, in a title or in a message.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from typing import NoReturn
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -23,6 +26,55 @@ from stepscope.report.formatting import visible
 WIDTH = 100
 """Columns where nothing says how many there are: a pipe, a file."""
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
+_EXACT = (1 << 53) - 1
+"""Largest whole number that JavaScript, whose numbers are all floats, reads without loss."""
+log = logging.getLogger("stepscope")
+
+
+class Loudness(Enum):
+    """Amount of what a command prints on stderr."""
+
+    QUIET = "quiet"
+    """Errors, and what is missing."""
+    NORMAL = "normal"
+    VERBOSE = "verbose"
+    """The package's log as well, at debug."""
+
+
+_loudness = Loudness.NORMAL
+"""Of the command that runs. One writer: `set_loudness`."""
+
+
+class _Handler(logging.Handler):
+    """Records of the log, as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+_HANDLER = _Handler()
+
+
+def set_loudness(loudness: Loudness) -> None:
+    """Make the command that runs quiet or verbose, until the end of `one_command`."""
+    global _loudness
+    _loudness = loudness
+    if loudness is not Loudness.NORMAL:
+        log.setLevel(logging.DEBUG if loudness is Loudness.VERBOSE else logging.WARNING)
+    if loudness is Loudness.VERBOSE:
+        log.addHandler(_HANDLER)
+
+
+@contextmanager
+def one_command() -> Iterator[None]:
+    """Undo at the end what `set_loudness` did."""
+    level = log.level
+    try:
+        yield
+    finally:
+        set_loudness(Loudness.NORMAL)
+        log.removeHandler(_HANDLER)
+        log.setLevel(level)
 
 
 def show(*parts: RenderableType) -> None:
@@ -38,9 +90,31 @@ def show_unwrapped(text: str) -> None:
 
 
 def show_json(data: object) -> None:
-    """Print one JSON document on stdout, with the control characters of its strings as `\\u` escapes."""
-    document = msgspec.json.format(msgspec.json.encode(data)).decode()
+    """Print one JSON document on stdout, with the control characters of its strings as `\\u` escapes.
+
+    A whole number that JavaScript would round (a unix time in ns) stands beside it as text as well:
+    `opened_ns`, `opened_ns_text`.
+    """
+    document = msgspec.json.format(msgspec.json.encode(exact(data))).decode()
     sys.stdout.write(_BEYOND_ASCII.sub(_escaped_in_json, document) + "\n")
+
+
+def exact(data: object) -> object:
+    """Return data for JSON with a text beside each whole number that JavaScript would round."""
+    return _exact(msgspec.to_builtins(data))
+
+
+def _exact(data: object) -> object:
+    if isinstance(data, list | tuple):
+        return [_exact(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    whole: dict[object, object] = {}
+    for key, value in data.items():
+        whole[key] = _exact(value)
+        if isinstance(value, int) and abs(value) > _EXACT:
+            whole[f"{key}_text"] = str(value)
+    return whole
 
 
 def _escaped_in_json(match: re.Match[str]) -> str:
@@ -49,14 +123,20 @@ def _escaped_in_json(match: re.Match[str]) -> str:
 
 
 def say(message: str) -> None:
-    """Print a line on stderr."""
+    """Print a line on stderr, unless the command is to be quiet."""
+    if _loudness is not Loudness.QUIET:
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Print an error, or a line on what is missing, on stderr."""
     _console(stderr=True).print(message, soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr, if that is a terminal. Call the value with every number of bytes done."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or _loudness is Loudness.QUIET:
         yield lambda done: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -68,7 +148,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
     """Show on stderr, if that is a terminal, that work is under way that may take seconds."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or _loudness is Loudness.QUIET:
         yield
         return
     with _console(stderr=True).status(title):
@@ -77,6 +157,9 @@ def waiting(title: str) -> Iterator[None]:
 
 class _SafeConsole(Console):
     """A console that shows control characters of the text as escapes. Colours are rich's own and pass."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError  # `app.run` ends the command
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import index
 from typing import ClassVar, Literal, SupportsIndex, TypeAlias
@@ -11,17 +11,20 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias
 import msgspec
 
 from stepscope.config._fields import AtLeastOne, Count, Mistakes, Parser, Section, dotted, items_of, take
+from stepscope.config._ranges import check_range, parse_range
 from stepscope.config._words import closest
 from stepscope.errors import ConfigError
 
 Ranks: TypeAlias = Literal["all", "first"] | tuple[int, ...]
 
-_RANKS = "all, first, or a list of ranks from 0"
+_RANKS = 'all, first, or ranks from 0: [0, 8], "0,8-15"'
+_MOST = 1 << 16
+"""Ranks that one range may hold."""
 _WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")  # as fnmatch reads them
 
 
 def parse_ranks(value: object, field: str) -> Ranks:
-    """`all`, `first`, or the ranks of a list, of one number, or of a text with commas.
+    """`all`, `first`, or the ranks of a list, of one number, or of a text: `0,8-15`.
 
     Raises:
         ConfigError: anything else; an empty list, which other tools read as rank 0, as all ranks, or as none.
@@ -29,7 +32,7 @@ def parse_ranks(value: object, field: str) -> Ranks:
     if isinstance(value, str) and value in ("all", "first"):
         return "all" if value == "all" else "first"
     items = items_of(value)
-    ranks = tuple(_rank(item, field) for item in ([value] if items is None else items))
+    ranks = tuple(rank for item in ([value] if items is None else items) for rank in _ranks(item, field))
     if not ranks:
         fix = "an empty list selects nothing; write ranks: all or first, or profiler: off for spans alone"
         raise ConfigError(field, value, _RANKS, fix)
@@ -101,13 +104,27 @@ def hides(earlier: str, later: str) -> bool:
     return not re.search(r"[?[]", earlier) and fnmatchcase(_WILDCARD.sub("\0", later), earlier)
 
 
+def _ranks(item: object, field: str) -> Sequence[int]:
+    """Return the ranks of one item of a list: itself, or those of a range."""
+    return _range(item.strip(), field) if isinstance(item, str) else (_rank(item, field),)
+
+
+def _range(text: str, field: str) -> range:
+    parts = parse_range(text)
+    if parts is None:
+        near = closest(text, ("all", "first"))
+        fix = f"did you mean {near!r}?" if near else "write all, first or [0, 8]"
+        raise ConfigError(field, text, _RANKS, fix)
+    start, stop, stride = parts
+    check_range(start, stop, stride, text, field)
+    if stop is None or stop - start > _MOST:
+        # A rank that is listed is expected: one that the run lacks is missing in the manifest.
+        allowed = f"ranges of ranks with an end, and at most {_MOST} ranks"
+        raise ConfigError(field, text, allowed, f"write the last rank too, such as {start}-{start + 7}")
+    return range(start, stop, stride)
+
+
 def _rank(item: object, field: str) -> int:
-    if isinstance(item, str):
-        if not re.fullmatch("[0-9]{1,18}", item):
-            near = closest(item, ("all", "first"))
-            fix = f"did you mean {near!r}?" if near else "write all, first or [0, 8]"
-            raise ConfigError(field, item, _RANKS, fix)
-        return int(item)
     if isinstance(item, bool) or not isinstance(item, SupportsIndex):
         raise ConfigError(field, item, _RANKS, "write all, first or [0, 8]")
     if index(item) < 0:

@@ -90,6 +90,26 @@ def environment_layer(root: type[Section], environ: Mapping[str, str]) -> dict[s
     return layer
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each `STEPSCOPE_*` variable that nothing reads, with the name that is near."""
+    from stepscope.config._profile import ProfileConfig  # imports this module
+
+    lines = []
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in RESERVED_VARIABLES:
+            path = variable.removeprefix(PREFIX).lower().split("__")
+            if not _is_setting(ProfileConfig, path):
+                lines.append(_unknown_variable(ProfileConfig, path, variable, environ[variable]).fix)
+    return lines
+
+
+def _is_setting(root: type[Section], path: list[str]) -> bool:
+    kind: object | None = root
+    for part in path:
+        kind = None if kind is None else _below(kind, part)
+    return kind is not None
+
+
 def _value_of(root: type[Section], path: list[str], variable: str, text: str) -> object:
     """Return the value that `text` stands for in the setting at `path`."""
     *above, name = path

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from operator import index
 from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
 from stepscope.config._fields import items_of
+from stepscope.config._ranges import SPELLINGS, check_range, parse_range
 from stepscope.errors import ConfigError
 
-_ALLOWED = 'step numbers from 0, ranges "start:stop:stride" (stop itself is not captured), or "every:50"'
-# Eighteen digits fit into 64 bits.
-_EVERY = re.compile(r"every:([0-9]{1,18})")
-_SLICE = re.compile(r"([0-9]{1,18})(?:(:)([0-9]{0,18})(?::([0-9]{0,18}))?)?")
+_ALLOWED = f"steps from 0: {SPELLINGS}"
 
 
 class StepRange(msgspec.Struct, frozen=True):
@@ -41,16 +38,18 @@ class StepRange(msgspec.Struct, frozen=True):
 
     @property
     def spelled(self) -> int | str:
-        """Return the range as it is written and read back: 7, "10:50:10", "every:50"."""
+        """Return the range as it is written and read back: 7, "3-7", "10:50:10", "every:50"."""
+        if self.stop is None and self.start == 0:
+            return f"every:{self.stride}"
         if self.stop is None:
-            return f"every:{self.stride}" if self.start == 0 else f"{self.start}::{self.stride}"
+            return f"{self.start}-" if self.stride == 1 else f"{self.start}::{self.stride}"
         if self.stride == 1:
-            return self.start if self.stop == self.start + 1 else f"{self.start}:{self.stop}"
+            return self.start if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
         return f"{self.start}:{self.stop}:{self.stride}"
 
 
 StepSpec: TypeAlias = SupportsIndex | str | StepRange
-"""One step (7), a range ("10:50:10"), or "every:50"; a text may hold several, with commas."""
+"""One step (7), a range ("3-7", "10:50:10"), or "every:50"; a text may hold several, with commas."""
 
 
 def parse_steps(value: object, field: str) -> tuple[StepRange, ...]:
@@ -84,25 +83,16 @@ def _parse(item: object, field: str) -> StepRange:
 
 
 def _parse_text(text: str, field: str) -> StepRange:
-    if every := _EVERY.fullmatch(text):
-        start, stop, stride = 0, None, int(every[1])
-    elif part := _SLICE.fullmatch(text):
-        start, stride = int(part[1]), int(part[4] or 1)
-        stop = (int(part[3]) if part[3] else None) if part[2] else start + 1
-    elif text in ("all", "*"):
-        raise ConfigError(field, text, _ALLOWED, 'write "every:1" to capture all steps')
-    else:
-        raise ConfigError(field, text, _ALLOWED, 'write it like 7, "10:50:10" or "every:50"')
-    _check(start, stop, stride, text, field)
-    return StepRange(start, stop, stride)
+    parts = parse_range(text)
+    if parts is None:
+        wants_all = text in ("all", "*")
+        fix = 'write "every:1" to capture all steps' if wants_all else 'write it like 7, "3-7" or "every:50"'
+        raise ConfigError(field, text, _ALLOWED, fix)
+    _check(*parts, text, field)
+    return StepRange(*parts)
 
 
 def _check(start: int, stop: int | None, stride: int, shown: object, field: str) -> None:
     if start < 0:
         raise ConfigError(field, shown, _ALLOWED, "steps count up from 0; write the number of the step")
-    if stop is not None and stop <= start:
-        fix = f"write {start} for that step alone, or a higher stop"
-        raise ConfigError(field, shown, "ranges whose stop is above their start", fix)
-    if stride < 1:
-        fix = f"write {start} for that step alone, or a stride"
-        raise ConfigError(field, shown, "strides of 1 or more", fix)
+    check_range(start, stop, stride, shown, field)

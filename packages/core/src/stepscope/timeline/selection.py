@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -13,8 +13,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     roles: tuple[str, ...] | None = None
     """Names or globs. Processes of these roles are shown whole, others only with spans of these roles."""
-    ranks: frozenset[int] | None = None
-    """Processes without a rank (a driver) are shown whatever the ranks."""
+    ranks: tuple[range, ...] | None = None
+    """Ranges; `sys.maxsize` is no end. Processes without a rank (a driver) are shown whatever the ranks."""
     from_ms: float | None = None
     """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None
@@ -28,14 +28,14 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return wanted is None or any(fnmatchcase(role, glob) for role in roles for glob in wanted)
 
     def rank(self, rank: int | None) -> bool:
-        return self.ranks is None or rank is None or rank in self.ranks
+        return self.ranks is None or rank is None or any(rank in part for part in self.ranks)
 
     def limits_ns(self, opened_ns: int) -> tuple[int | None, int | None]:
         """Return `from_ms` and `to_ms` in unix ns."""
         return _at(self.from_ms, opened_ns), _at(self.to_ms, opened_ns)
 
     def words(self) -> dict[str, object]:
-        """Return the fields that narrow the selection, as JSON values."""
+        """Return the fields that narrow the selection, as JSON values; a range as text: `8-15`."""
         return {
             name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value is not None
         }
@@ -46,10 +46,14 @@ def _at(since_ms: float | None, opened_ns: int) -> int | None:
 
 
 def _plain(value: object) -> object:
-    return (
-        sorted(value)
-        if isinstance(value, frozenset)
-        else list(value)
-        if isinstance(value, Sequence)
-        else value
-    )
+    if isinstance(value, range):
+        return _spelled(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _spelled(ranks: range) -> str:
+    if ranks.step > 1:
+        return f"{ranks.start}:{ranks.stop}:{ranks.step}"
+    if ranks.stop == ranks.start + 1:
+        return str(ranks.start)
+    return f"{ranks.start}-{'' if ranks.stop == sys.maxsize else ranks.stop - 1}"

@@ -17,6 +17,7 @@ from stepscope import request_capture, switch
 from stepscope.cli.find import find_steps
 from stepscope.cli.ls import rows_of
 from stepscope.cli.report import read_reports
+from stepscope.cli.screen import exact
 from stepscope.errors import CaptureError, RecordError
 from stepscope.files.layout import RunLayout
 from stepscope.report import OpenRun, OpenStep, StepReport
@@ -165,7 +166,7 @@ class Tools:
         if switch.DISABLED:
             raise CaptureError(f"{switch.VARIABLE} is set, so nothing is asked for. Fix: unset it")
         request = request_capture(steps, ranks=ranks, last=last, save_path=self._path(run))
-        return f"Asked: request {request}. `stepscope trigger {self._path(run)} --status` shows the answers."
+        return f"Asked: request {request}. `stepscope trigger list {self._path(run)}` shows the answers."
 
     def _runs(self) -> Iterator[Path]:
         """Yield folders with captured steps, without a look into these."""
@@ -221,4 +222,4 @@ def _bounded(number: int) -> int:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return msgspec.json.encode(exact(value)).decode()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from stepscope import request_capture, switch
 from stepscope.cli import screen
+from stepscope.cli.command import Command, group_with_default
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import no_run
 from stepscope.errors import CaptureError
@@ -32,6 +33,13 @@ from stepscope.report.formatting import moment
 from stepscope.report.terminal.layout import listing, table
 
 POLL_S = 0.2
+trigger = group_with_default("Ask a live run for captures, list what was asked for, or take it back.")
+
+
+RunFolder: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +51,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that listen or listened (`ended_ns`, or no such process on its host), with their answers."""
 
 
-def trigger(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run: its save_path.")],
+@trigger.command(cls=Command)
+def ask(
+    run: RunFolder,
     steps: Annotated[
-        str, typer.Option(help="next, one step, or START:STOP[:STRIDE] (STOP itself is not captured).")
+        str, typer.Option(help="next, or steps: 40, 40-42, 40:60:10 (60 is not in it).")
     ] = "next",
     roles: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Run the profiler in these alone.")
     ] = None,
-    ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="all, first, or ranks: 0,8-15.")] = None,
     tool: Annotated[str | None, typer.Option(help="Instead of the configured one.")] = None,
     seconds: Annotated[float | None, typer.Option(help="End each capture after this long.")] = None,
     last: Annotated[
@@ -63,50 +72,71 @@ def trigger(
         bool, typer.Option("--next-run", help="Ask also if nobody listens: the next run here hears it.")
     ] = False,
     wait: Annotated[float, typer.Option(metavar="S", help="How long to wait for answers.")] = 5.0,
-    status: Annotated[
-        bool, typer.Option("--status", help="Show requests and answers; ask for nothing.")
-    ] = False,
-    cancel: Annotated[
-        str | None, typer.Option(metavar="ID", help="Take back a request; all: every one.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Ask a live run to capture steps that its configuration does not select. No restart, no port.
 
+    `stepscope trigger RUN` is the same.
     `kill -USR1 PID` asks for the next step too, but only of a process that opens captures, after its
     configure(), prepare() or first capture(), and not with control.requests: false; any other dies of it.
     """
-    if not run.exists() and not (status or cancel):
+    if not run.exists():
         _await_folder(run, wait)
+    layout = _layout(run)
+    if switch.DISABLED:
+        raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
+    make = partial(
+        request_capture,
+        steps,
+        roles=roles,
+        ranks=ranks,
+        tool=tool,
+        seconds=seconds,
+        expires_s=expires,
+        save_path=run,
+        last=last,
+    )
+    code, request = _ask(layout, make, wait, next_run=next_run)
+    status = _show(layout, json=json)
+    if any(_came_to_nothing(status, asked) for asked in status.requests if asked.id == request):
+        code = Exit.INCOMPLETE
+    raise typer.Exit(code)
+
+
+@trigger.command("list", cls=Command)
+def list_requests(run: RunFolder, json: Json = False) -> None:
+    """List the requests of the last day and their answers. Exit code 3 if one came to nothing."""
+    status = _show(_layout(run), json=json)
+    failed = any(_came_to_nothing(status, asked) for asked in status.requests)
+    raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)
+
+
+@trigger.command(cls=Command)
+def cancel(
+    run: RunFolder,
+    request: Annotated[str, typer.Argument(metavar="ID", help="The request; all: every one.")],
+    json: Json = False,
+) -> None:
+    """Take back a request."""
+    layout = _layout(run)
+    _cancel(layout, request)
+    _show(layout, json=json)
+
+
+def _layout(run: Path) -> RunLayout:
     if not run.is_dir():
         raise CommandError(_no_folder(run))
-    layout = RunLayout(run)
-    code, request = Exit.OK, None
-    if cancel is not None:
-        _cancel(layout, cancel)
-    elif not status:
-        if switch.DISABLED:
-            raise CommandError(f"{switch.VARIABLE} is set here, so nothing is asked for. Fix: unset it")
-        ask = partial(
-            request_capture,
-            steps,
-            roles=roles,
-            ranks=ranks,
-            tool=tool,
-            seconds=seconds,
-            expires_s=expires,
-            save_path=run,
-            last=last,
-        )
-        code, request = _ask(layout, ask, wait, next_run=next_run)
-    answered = _status(layout)
-    if any(_came_to_nothing(answered, asked) for asked in answered.requests if status or asked.id == request):
-        code = Exit.INCOMPLETE
+    return RunLayout(run)
+
+
+def _show(layout: RunLayout, *, json: bool) -> Status:
+    """Print the requests and their answers, and return them."""
+    status = _status(layout)
     if json:
-        screen.show_json(answered)
+        screen.show_json(status)
     else:
-        screen.show(*_render(answered))
-    raise typer.Exit(code)
+        screen.show(*_render(status))
+    return status
 
 
 def _ask(
@@ -118,7 +148,7 @@ def _ask(
     try:
         request = ask(next_run=next_run)
     except CaptureError as error:
-        screen.say(str(error))
+        screen.warn(str(error))
         return Exit.INCOMPLETE, None
     screen.say(f"asked: request {request}" + ("" if listens else ", for the next run in this folder"))
     if not listens:
@@ -126,7 +156,7 @@ def _ask(
     with screen.waiting("waiting for answers"):
         heard = _wait(layout, request, wait)
     if not heard:
-        screen.say(_unheard(wait))
+        screen.warn(_unheard(wait))
     return Exit.OK if heard else Exit.INCOMPLETE, request
 
 
@@ -192,7 +222,7 @@ def _comes(holds: Callable[[], bool], seconds: float) -> bool:
 def _unheard(waited_s: float) -> str:
     return (
         f"no answer within {waited_s:g} s. The request stands until it expires, and a step that begins "
-        "before that hears it; `--status` shows the answers"
+        "before that hears it; `stepscope trigger list RUN` shows the answers"
     )
 
 

@@ -36,7 +36,7 @@ def request_capture(
     Args:
         steps: `next`, or steps as the configuration spells them: `17`, `20:40:10`.
         roles: A role or a glob in which the profiler runs; None: as configured.
-        ranks: `all`, `first`, `0,8`, a rank or several; None: as configured.
+        ranks: `all`, `first`, `0,8-15`, a rank or several; None: as configured.
         tool: Instead of the configured one.
         seconds: Instead of `budget.seconds`.
         expires_s: Forgotten if no step has begun by then.
@@ -45,7 +45,7 @@ def request_capture(
         last: Write that many of the steps that are over instead, from the flight recorder (`record: spans`).
 
     Returns:
-        The request's id; `stepscope trigger RUN --status` shows the answers to it. With STEPSCOPE_DISABLE=1
+        The request's id; `stepscope trigger list RUN` shows the answers to it. With STEPSCOPE_DISABLE=1
         nothing is asked, and it is empty.
 
     Raises:

@@ -10,7 +10,7 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_steps, is_step, read_run
+from stepscope.cli.find import STEPS_HELP, find_steps, is_step, read_run
 from stepscope.config import FinishConfig
 from stepscope.files.layout import RunLayout
 from stepscope.mirror.copy import StepCopy, open_store
@@ -23,7 +23,7 @@ def mirror(
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Where to; else the run's own finish.mirror.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Only this step of a run.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
 ) -> None:
     """Copy a run to its mirror. Files that are there already are not sent again. Nothing is removed."""
     os.umask(0o077)  # a copy in a folder is as private as its original
@@ -34,7 +34,7 @@ def mirror(
     with screen.waiting(f"copying to {url}"):
         failed = copy_run(store, run, first, earlier=False, on_step=_show)
     for name, reason in failed.items():
-        screen.say(f"{name}: {reason}")
+        screen.warn(f"{name}: {reason}")
     raise typer.Exit(Exit.INCOMPLETE if failed else Exit.OK)
 
 
@@ -55,4 +55,4 @@ def _show(copy: StepCopy) -> None:
     sent = f"{copy.sent} sent ({size(copy.sent_bytes)})" if copy.sent else "none sent"
     screen.say(f"{name}: {copy.files} files, {sent}, {len(copy.failed)} failed")
     for file, reason in list(copy.failed.items())[:10]:
-        screen.say(f"{name}/{file}: {reason}")
+        screen.warn(f"{name}/{file}: {reason}")

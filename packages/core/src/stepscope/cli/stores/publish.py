@@ -11,7 +11,8 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
-from stepscope.cli.find import find_steps, is_step
+from stepscope.cli.find import STEPS_HELP, find_steps, is_step
+from stepscope.config import WRITERS
 from stepscope.errors import ConfigError, RecordError
 from stepscope.files.layout import RunLayout, StepLayout
 from stepscope.writers.protocol import ReportWriter
@@ -23,10 +24,12 @@ def publish(
     to: Annotated[
         str, typer.Option(metavar="NAMES", help="tensorboard, wandb, mlflow, otel: with commas between.")
     ] = "",
-    step: Annotated[int | None, typer.Option(help="Only this step of a run.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=STEPS_HELP)] = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="Of this run, if several are there.")] = None,
 ) -> None:
     """Give each step's figures (stages, idle, long tail, own cost) to TensorBoard, W&B, MLflow or OTel."""
+    if not to.strip(" ,"):
+        raise CommandError(f"publish to what? Name it: --to {','.join(WRITERS)}, or some of these")
     os.umask(0o077)  # files of writers in the run's folder are as private as the others there
     try:
         writers = load_writers(to.split(","))
@@ -46,8 +49,9 @@ def _publish(
     try:
         figures = publish_step(run, step, run_id, writers)
     except RecordError as error:
-        screen.say(f"{name}: {error}")
+        screen.warn(f"{name}: {error}")
         return False
+    show = screen.warn if any(figures.written.values()) else screen.say
     for line in outcomes(figures):
-        screen.say(f"{name}: {line}")
+        show(f"{name}: {line}")
     return not any(figures.written.values())

@@ -1,0 +1,1 @@
+"""Commands that give a run to stores elsewhere."""
