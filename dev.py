@@ -28,7 +28,7 @@ from tools.bump import bump
 from tools.engine_environments import engines, left_to_request, newest, unasked
 from tools.engine_tests import engines_beside, other_pythons, test_engines, test_on
 from tools.environments import BENCH, DEV, RELEASE
-from tools.processes import run, say
+from tools.processes import run, say, succeeds
 from tools.repository import PACKAGES, ROOT
 
 
@@ -69,6 +69,9 @@ def test(arguments: list[str]) -> bool:
 def test_everything(options: list[str], real: bool) -> bool:
     """Run the check and all tests, on real engines if `real`; name what failed and what did not run."""
     python = DEV.ready()
+    # Once for all: where PYTHONDONTWRITEBYTECODE is set, each of thousands of processes would do it again.
+    sources = [str(ROOT / "packages" / name / "src") for name in PACKAGES]
+    succeeds([python, "-m", "compileall", "-q", *sources])
     with engines_beside() if real else nullcontext() as engines_passed:
         # What follows runs even when something failed before it: one run is to show all that is wrong.
         passed = {"the check": check([]), "the tests": run(python, "-m", "pytest", *options)}
