@@ -45,6 +45,8 @@ def _trajectory(
         "turn", start_ns, end_ns, role="agent_loop", parent=trajectory, trajectory=name, turn=0
     )
     link = driver.link(turn)
-    replica.span("queue", start_ns, start_ns + 10 * MS, link=link, trajectory=name, turn=0)
+    replica.span(
+        "queue", start_ns, start_ns + 10 * MS, link=link, trajectory=name, turn=0, attrs={"tier": index % 2}
+    )
     replica.span("prefill", start_ns + 10 * MS, start_ns + 20 * MS, link=link, trajectory=name, turn=0)
     replica.span("decode", start_ns + 20 * MS, end_ns, link=link, trajectory=name, turn=0)

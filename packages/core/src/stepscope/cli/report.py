@@ -13,6 +13,7 @@ import typer
 from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
+from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
 from stepscope.cli.plain import is_plain, report_plain
 from stepscope.demo.sample import unpack_sample
@@ -70,7 +71,14 @@ def report(
     brief: Annotated[
         bool, typer.Option("--brief", help="The whole story in at most 40 lines; of a run, its longest step.")
     ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief: as Markdown.")] = False,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ATTRIBUTE",
+            help="Only the calls, grouped: by tool, env, name, or any attribute of spans.",
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --brief or --by: as Markdown.")] = False,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Read the profilers' traces as well as the spans.")
     ] = True,
@@ -106,14 +114,18 @@ def report(
     path = sample_in(path or SAMPLE) if sample else path
     if path is None:
         raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
-    if (markdown and not brief) or (brief and json):
-        raise typer.BadParameter("--markdown needs --brief, and --brief goes without --json")
+    if (markdown and not (brief or by)) or (json and (brief or markdown)):
+        raise typer.BadParameter("--markdown needs --brief or --by, and goes without --json, as --brief does")
+    if by and (brief or html or short):
+        raise typer.BadParameter("--by goes without --brief, --html and --short")
     if paths and not sample and is_plain(paths):
-        options = {"--step": step, "--run": run, "--brief": brief or None, "--html": html}
+        options = {"--step": step, "--run": run, "--brief": brief or None, "--html": html, "--by": by or None}
         _refuse([name for name, value in options.items() if value is not None], paths)
         report_plain(paths, json=json, output=output, jobs=jobs)
     if output is not None:
         raise typer.BadParameter("--output is for traces that stepscope did not write")
+    if by:
+        report_groups(find_steps(path, step, run), by, run, json=json, markdown=markdown)
     pages = Pages() if html or (html is None and not (json or brief)) else None
     layouts = find_steps(path, step, run)
     reports = read_reports(layouts, run, pages, traces=traces, jobs=jobs, digests=digests)

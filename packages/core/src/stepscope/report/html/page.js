@@ -79,5 +79,17 @@
     const wide = until - from;
     if ((b - a) * wide > 1e-6 && b - a > 0.005) show(from + a * wide, from + b * wide);
   });
+
+  // Of the tables of a choice, one is shown.
+  const tables = [...document.querySelectorAll(".choice")];
+  if (tables.length > 1) {
+    const select = document.createElement("select");
+    select.append(...tables.map((table) => new Option("by " + table.dataset.choice, table.dataset.choice)));
+    const choose = () => tables.forEach((table) => (table.hidden = table.dataset.choice !== select.value));
+    select.addEventListener("change", choose);
+    tables.forEach((table) => table.querySelector("h3").remove());
+    tables[0].before(select);
+    choose();
+  }
   root.dataset.ready = document.querySelectorAll(".m").length;
 })();

@@ -8,6 +8,8 @@ from stepscope.report.accounting import Label
 from stepscope.report.blocks.baseline import say_beside, say_usual
 from stepscope.report.blocks.health import doubts, say_again, say_ended, say_incomplete, say_recorder
 from stepscope.report.formatting import count, duration, moment, percentage, percents
+from stepscope.report.groups.drawing import draw_groups
+from stepscope.report.groups.grouping import choices_of
 from stepscope.report.html.colours import Colours
 from stepscope.report.html.files import StepFile
 from stepscope.report.html.markup import Html, tag
@@ -37,6 +39,7 @@ def _parts(timeline: Timeline, report: StepReport, files: Sequence[StepFile]) ->
     yield _head(timeline, report)
     for section in sorted(SECTIONS, key=lambda section: section.page):
         yield from section.html_of(page)
+    yield from draw_groups(choices_of(timeline))
     for added in report.added:
         yield from draw_section(added.name, added.title, added.blocks())
 

@@ -1,0 +1,1 @@
+"""Spans of a step, grouped by a value that they state."""

@@ -1,0 +1,141 @@
+"""Times of a step's calls, grouped by an attribute of their spans: which tool is slow, which environment."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from stepscope.files.spans import PROFILING
+from stepscope.report.accounting import rank_of, union_ns
+from stepscope.report.stage_names import is_tool
+from stepscope.timeline import Span, Timeline
+
+ALWAYS = ("name", "tool", "env", "role", "stage", "process")
+"""Names that group spans which state no such attribute: by what their fields say."""
+_CHOICES = 10
+"""Values that an attribute may have on a page."""
+_ATTRIBUTES = 8
+"""Attributes that a page offers."""
+_LENGTH = 80
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls with one value. Times of calls are None when none has ended."""
+
+    value: str
+    calls: int
+    """Spans that ended."""
+    open: int
+    """Spans never seen to end: in no time here but `active_ns`, up to the last sign of life."""
+    errors: int
+    total_ns: int
+    mean_ns: int | None
+    p50_ns: int | None
+    p95_ns: int | None
+    max_ns: int | None
+    active_ns: int
+    """Time of the step in which at least one of the calls ran."""
+
+
+class Grouping(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of one step, grouped by one attribute; the longest total first."""
+
+    attribute: str
+    window_ns: int
+    """The step, of which `active_ns` is a share."""
+    groups: tuple[Group, ...]
+
+
+def group_spans(timeline: Timeline, attribute: str) -> Grouping:
+    """Return the spans that state the attribute, grouped by its value. Without such a span, no group."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        value = None if span.stage == PROFILING else _value(timeline, span, attribute)
+        if value is not None:
+            spans[value].append(span)
+    groups = [_group(timeline, value, own) for value, own in spans.items()]
+    return Grouping(
+        attribute=attribute,
+        window_ns=timeline.window.wall_ns,
+        groups=tuple(sorted(groups, key=lambda group: (-group.total_ns, group.value))),
+    )
+
+
+def attributes_of(timeline: Timeline) -> list[str]:
+    """Return the attributes that spans of the step state, by the number of these spans, the most first."""
+    counts: dict[str, int] = defaultdict(int)
+    for span in timeline.spans:
+        for name in span.attrs or ():
+            counts[name] += 1
+    return sorted(counts, key=lambda name: (-counts[name], name))
+
+
+def choices_of(timeline: Timeline) -> list[Grouping]:
+    """Return the groupings that a page offers: of few values each, and of more than one."""
+    names = list(dict.fromkeys(("tool", "env", *attributes_of(timeline), "role", "process")))
+    few = [name for name in names if 1 < _values(timeline, name) <= _CHOICES]
+    return [group_spans(timeline, name) for name in few[:_ATTRIBUTES]]
+
+
+def _values(timeline: Timeline, attribute: str) -> int:
+    """Return the number of values of an attribute; above `_CHOICES` it is not exact."""
+    values = set[str]()
+    for span in timeline.spans:
+        value = _value(timeline, span, attribute)
+        if value is not None:
+            values.add(value)
+            if len(values) > _CHOICES:
+                break
+    return len(values)
+
+
+def _value(timeline: Timeline, span: Span, attribute: str) -> str | None:
+    stated = (span.attrs or {}).get(attribute)
+    if stated is None and attribute in ALWAYS:
+        stated = _implied(timeline, span, attribute)
+    if stated is None:
+        return None
+    text = str(stated).lower() if isinstance(stated, bool) else str(stated)
+    return " ".join(text.split())[:_LENGTH] or None
+
+
+def _implied(timeline: Timeline, span: Span, attribute: str) -> str | None:
+    named = str((span.attrs or {}).get("name") or span.stage)
+    if attribute == "name":
+        return named
+    if attribute == "tool":
+        return named if is_tool(span.role, span.stage) else None
+    if attribute == "env":
+        return named if span.role == "env" else None
+    if attribute == "role":
+        return span.role
+    return f"{span.role} {span.stage}" if attribute == "stage" else timeline.processes[span.process].name
+
+
+def _group(timeline: Timeline, value: str, spans: Sequence[Span]) -> Group:
+    times = sorted(span.dur_ns for span in spans if span.dur_ns is not None)
+    return Group(
+        value=value,
+        calls=len(times),
+        open=len(spans) - len(times),
+        errors=sum(span.error is not None for span in spans),
+        total_ns=sum(times),
+        mean_ns=round(sum(times) / len(times)) if times else None,
+        p50_ns=times[rank_of(50, len(times))] if times else None,
+        p95_ns=times[rank_of(95, len(times))] if times else None,
+        max_ns=times[-1] if times else None,
+        active_ns=union_ns(list(_within(timeline, spans))),
+    )
+
+
+def _within(timeline: Timeline, spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Return the parts of spans that lie in the step, of processes whose clock is known."""
+    window = timeline.window
+    parts = [
+        (max(span.start_ns, window.start_ns), min(timeline.until_ns(span), window.end_ns))
+        for span in spans
+        if timeline.processes[span.process].aligned
+    ]
+    return [(start_ns, end_ns) for start_ns, end_ns in parts if start_ns < end_ns]
