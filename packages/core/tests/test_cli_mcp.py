@@ -13,6 +13,7 @@ import pytest
 
 from packages.core.tests.simulated import Rollout
 from packages.core.tests.test_cli import a_run, damage
+from packages.core.tests.test_what_if import a_step
 from stepscope.cli import run
 from stepscope.cli.mcp.tools import Tools
 from stepscope.errors import CaptureError, RecordError
@@ -86,11 +87,13 @@ def test_nothing_outside_of_the_folder_is_read(root: Path, path: str) -> None:
 
 
 def test_readers_write_nothing(root: Path) -> None:
+    a_step(root / "planned")
     before = contents(root)
     tools = Tools(root)
     arguments: dict[str, tuple[Any, ...]] = {
         "list_runs": (), "brief": ("slow",), "explain_stage": ("slow", "tool"),
         "slowest_trajectories": ("slow",), "query_spans": ("slow",), "diff": ("slow", "sub/plain"),
+        "what_if": ("planned", None, "+2"),
     }  # fmt: skip
     for tool in tools.readers():
         assert tool(*arguments[tool.__name__])

@@ -17,7 +17,8 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from packages.core.tests.simulated import Rollout
 
 TOOLS = {
-    "list_runs", "brief", "explain_stage", "slowest_trajectories", "query_spans", "diff", "trigger",
+    "list_runs", "brief", "explain_stage", "slowest_trajectories", "query_spans", "diff", "what_if",
+    "trigger",
 }  # fmt: skip
 
 

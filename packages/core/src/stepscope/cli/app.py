@@ -14,9 +14,10 @@ import typer
 
 from stepscope.cli import screen
 from stepscope.cli.analyse import analyse
+from stepscope.cli.changes.diff import diff
+from stepscope.cli.changes.what_if import what_if
 from stepscope.cli.command import CONTEXT, Command
 from stepscope.cli.demo import demo
-from stepscope.cli.diff import diff
 from stepscope.cli.doctor import doctor
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.ls import collect, ls
@@ -48,6 +49,7 @@ app.command(cls=Command)(report)
 app.command(cls=Command)(merge)
 app.command(cls=Command)(analyse)
 app.command(cls=Command)(diff)
+app.command("what-if", cls=Command)(what_if)
 app.command(cls=Command)(ls)
 app.command(cls=Command)(collect)
 app.add_typer(trigger, name="trigger")

@@ -15,7 +15,7 @@ from stepscope.errors import StepscopeError
 
 _INSTRUCTIONS = (
     "stepscope shows where captured steps of RL post-training runs went. Call list_runs, then brief; then "
-    "explain_stage, slowest_trajectories, query_spans and diff for details."
+    "explain_stage, slowest_trajectories, query_spans, diff and what_if for details."
 )
 
 

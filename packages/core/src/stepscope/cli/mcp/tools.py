@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from stepscope import request_capture, switch
+from stepscope.cli.changes.what_if import longest_step
 from stepscope.cli.find import find_steps
 from stepscope.cli.ls import rows_of
 from stepscope.cli.report import read_reports
@@ -25,6 +26,8 @@ from stepscope.report.blocks.long_tail import tail_sentences
 from stepscope.report.formatting import duration
 from stepscope.report.opened import open as open_path
 from stepscope.report.tables.diff import diff as compare
+from stepscope.report.whatif.changes import Options
+from stepscope.report.whatif.prediction import predict
 
 ROWS = 200
 """Rows of an answer, at most."""
@@ -49,6 +52,7 @@ class Tools:
             self.slowest_trajectories,
             self.query_spans,
             self.diff,
+            self.what_if,
         )
 
     def list_runs(self) -> str:
@@ -155,6 +159,32 @@ class Tools:
                 "changes": largest,
             }
         )
+
+    def what_if(
+        self,
+        path: str,
+        step: int | None = None,
+        replicas: str | None = None,
+        balance: str | None = None,
+        cut_tail: str | None = None,
+        tool_pool: str | None = None,
+        staleness: int | None = None,
+        overlap: str | None = None,
+    ) -> str:
+        """Predict how long a step would take with changes, with an interval of 95 % (JSON, in ns).
+
+        `replicas` and `tool_pool`: `+2`, `-1`, `x2` or `6`. `balance`: `length` or `load`. `cut_tail`: `p95`.
+        `staleness`: 1. `overlap`: `reward`. Of a run, its longest step is taken.
+        """
+        options = Options(
+            replicas=replicas,
+            balance=balance,
+            cut_tail=cut_tail,
+            tool_pool=tool_pool,
+            staleness=staleness,
+            overlap=overlap,
+        )
+        return _json(predict(longest_step(self._path(path), step), options))
 
     def trigger(
         self, run: str, steps: str = "next", ranks: str | None = None, last: int | None = None

@@ -1,0 +1,1 @@
+"""Commands on what changed between steps, and what a change would do."""

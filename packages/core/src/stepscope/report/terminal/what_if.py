@@ -1,0 +1,56 @@
+"""The prediction of a step's time, for terminals."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from stepscope.report.formatting import count, duration, plain
+from stepscope.report.terminal.layout import table
+from stepscope.report.whatif.prediction import Model, Prediction
+
+COLUMNS = ("stage", ">measured", ">replayed", ">predicted")
+
+
+def render_prediction(prediction: Prediction) -> RenderableType:
+    """Return the prediction in a sentence, its stages as a table, and the model below it."""
+    rows = [
+        (stage.name, *map(duration, (stage.measured_ns, stage.replayed_ns, stage.predicted_ns)))
+        for stage in prediction.stages
+    ]
+    total = (prediction.measured_ns, prediction.replayed_ns, prediction.predicted_ns)
+    notes = [_model(prediction.model), *(f"Assumed: {text}." for text in prediction.assumptions)]
+    stages = table("Stages", COLUMNS, [*rows, ("step", *map(duration, total))], "\n".join(notes))
+    return Group(Text(plain(_headline(prediction)), style="bold"), stages)
+
+
+def _headline(prediction: Prediction) -> str:
+    measured, replayed = duration(prediction.measured_ns), duration(prediction.replayed_ns)
+    off = prediction.replayed_ns / prediction.measured_ns - 1
+    if not prediction.changes:
+        return (
+            f"Step {prediction.step} of run {prediction.run_id}: {measured}, replayed {replayed} ({off:+.1%})"
+        )
+    low, high = duration(prediction.low_ns), duration(prediction.high_ns)
+    return (
+        f"Step {prediction.step} of run {prediction.run_id}, {', '.join(prediction.changes)}: "
+        f"{measured} -> {duration(prediction.predicted_ns)} ({low} to {high}), {prediction.change:+.1%}"
+    )
+
+
+def _model(model: Model) -> str:
+    first, last = model.curve[0], model.curve[-1]
+    work = f"{count(model.trajectories, 'trajectory')}, {count(model.generations, 'generation')}"
+    parts = [
+        f"Replayed: {work} on {count(len(model.replicas), 'replica')}",
+        (
+            f"tokens/s of one: {first.tokens_per_second:,.0f} with {first.requests:g} in flight, "
+            f"{last.tokens_per_second:,.0f} with {last.requests:g}, residual {model.residual:.0%}"
+        ),
+        f"work by {model.work}",
+    ]
+    if model.tool_pool is not None:
+        parts.append(f"{count(model.tool_pool, 'tool')} at once")
+    if model.at_once is not None:
+        parts.append(f"{count(model.at_once, 'trajectory')} at once")
+    return "; ".join(parts) + "."

@@ -1,0 +1,116 @@
+"""The parts of a step that a replay needs: trajectories of calls, and the stages of its driver.
+
+Times are in ns. Those of a trajectory count from the begin of the rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+CallKind: TypeAlias = Literal["generate", "tool", "reward"]
+StageKind: TypeAlias = Literal["train", "reward", "weights", "other"]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a trajectory: of a replica, of a tool, or of a reward."""
+
+    number: int
+    """Its place among all calls of the step."""
+    kind: CallKind
+    start_ns: int
+    end_ns: int
+    offset_ns: int = 0
+    """From the begin of its phase."""
+    wait_ns: int = 0
+    """Of a tool: the part of the call that it waited for a place."""
+    replica: int | None = None
+    """Of a generation: the place of its replica in `Rollout.replicas`."""
+    tokens: int | None = None
+    """Tokens that a generation wrote. None: no span says it."""
+
+    @property
+    def busy_ns(self) -> int:
+        """Return its length without its wait."""
+        return self.end_ns - self.start_ns - self.wait_ns
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """Calls that run at once. The next phase begins when all have ended."""
+
+    gap_ns: int
+    """Time before it in which the trajectory called nothing."""
+    calls: tuple[Call, ...]
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory: phases in their order."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    phases: tuple[Phase, ...]
+    rest_ns: int
+    """Time after its last phase."""
+
+    def calls(self) -> Iterator[Call]:
+        """Yield its calls, phase by phase."""
+        for phase in self.phases:
+            yield from phase.calls
+
+    def generations(self) -> list[Call]:
+        """Return its calls of replicas."""
+        return [call for call in self.calls() if call.kind == "generate"]
+
+    def tokens(self) -> int:
+        """Return the tokens that it wrote, as far as they are known."""
+        return sum(call.tokens or 0 for call in self.generations())
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout of a step."""
+
+    start_ns: int
+    """Unix ns."""
+    trajectories: tuple[Trajectory, ...]
+    """In the order of their starts."""
+    replicas: tuple[str, ...]
+    """Their names; the last is `unknown` if some calls name none."""
+    tool_pool: int | None = None
+    """Tools that can run at once. None: no tool waited for a place."""
+    at_once: int | None = None
+    """Trajectories that can run at once. None: nothing shows a limit."""
+
+    @property
+    def wall_ns(self) -> int:
+        """Return the time until its last trajectory ended."""
+        return max(trajectory.end_ns for trajectory in self.trajectories)
+
+    def calls(self) -> list[Call]:
+        """Return the calls of all trajectories."""
+        return [call for trajectory in self.trajectories for call in trajectory.calls()]
+
+    def generations(self) -> list[Call]:
+        """Return the calls of replicas."""
+        return [call for call in self.calls() if call.kind == "generate"]
+
+
+class DriverStage(msgspec.Struct, frozen=True):
+    """One stage of the driver before or after the rollout."""
+
+    name: str
+    kind: StageKind
+    wall_ns: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as the replay sees it: stages, the rollout, stages."""
+
+    number: int
+    run_id: str
+    wall_ns: int
+    before: Sequence[DriverStage]
+    rollout: Rollout
+    after: Sequence[DriverStage]

@@ -1,0 +1,252 @@
+"""Reading of the parts that a replay needs from a step's timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+
+from stepscope.errors import RecordError
+from stepscope.files.spans import WAITING
+from stepscope.report.stage_names import is_tool
+from stepscope.report.tables.replicas import REPLICA, SERVED
+from stepscope.report.whatif.limits import tool_pool, trajectories_at_once
+from stepscope.report.whatif.model import Call, CallKind, Phase, Rollout, Step, Trajectory
+from stepscope.report.whatif.stages import driver_stages
+from stepscope.timeline import Span, Timeline
+
+TRAJECTORY = "trajectory"
+"""The stage of the span around a trajectory."""
+UNKNOWN = "unknown"
+"""The replica of calls whose spans name none."""
+_SAME_CALL_NS = 1_000_000
+"""At most so much lies between two phases of a call."""
+
+
+def read_step(timeline: Timeline) -> Step:
+    """Return the step as the replay sees it.
+
+    Raises:
+        RecordError: the step has no trajectories, none of them generates, or it does not wait for them.
+    """
+    rollout = _Reading(timeline).rollout()
+    before, after = driver_stages(timeline, rollout.start_ns, rollout.start_ns + rollout.wall_ns)
+    return Step(
+        number=timeline.step,
+        run_id=timeline.run_id,
+        wall_ns=timeline.window.wall_ns,
+        before=before,
+        rollout=rollout,
+        after=after,
+    )
+
+
+class _Reading:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._below = defaultdict[int, list[int]](list)
+        self._members = defaultdict[str, list[int]](list)
+        roots: dict[str, int] = {}
+        for index, span in enumerate(timeline.spans):
+            if span.parent is not None:
+                self._below[span.parent].append(index)
+            if span.trajectory is not None and self._placed(span):
+                self._members[span.trajectory].append(index)
+                if span.stage == TRAJECTORY and span.step == timeline.step:
+                    roots[span.trajectory] = index
+        self._roots = sorted(roots.values(), key=lambda index: timeline.spans[index].start_ns)
+        self._replicas: dict[str, int] = {}
+        self._number = 0
+
+    def rollout(self) -> Rollout:
+        spans = [self._timeline.spans[root] for root in self._roots]
+        self._check(spans)
+        start_ns = spans[0].start_ns
+        trajectories = tuple(self._trajectory(root, start_ns) for root in self._roots)
+        rollout = Rollout(start_ns=start_ns, trajectories=trajectories, replicas=tuple(self._replicas))
+        if not self._replicas:
+            raise RecordError(
+                f"step {self._timeline.step}: no trajectory has a span of role `rollout`, so there is no "
+                "generation to replay. Fix: record each call of an engine as span('generate', role='rollout')"
+            )
+        pool, trajectories = tool_pool(trajectories)
+        return Rollout(
+            start_ns=start_ns,
+            trajectories=trajectories,
+            replicas=rollout.replicas,
+            tool_pool=pool,
+            at_once=trajectories_at_once(trajectories),
+        )
+
+    def _check(self, roots: Sequence[Span]) -> None:
+        step, window = self._timeline.step, self._timeline.window
+        if not roots:
+            raise RecordError(
+                f"step {step} has no trajectories on its clock, which a replay needs. Fix: record each with "
+                "trajectory(name)"
+            )
+        if any(root.end_ns is None for root in roots):
+            raise RecordError(f"step {step}: a trajectory never ended, so the step has no length to replay")
+        early = sum(root.start_ns < window.start_ns for root in roots)
+        if early:
+            raise RecordError(
+                f"step {step}: {early} of {len(roots)} trajectories began before the step. Only steps that "
+                "wait for a rollout of their own can be replayed"
+            )
+
+    def _placed(self, span: Span) -> bool:
+        return self._timeline.processes[span.process].aligned
+
+    def _trajectory(self, root: int, begin_ns: int) -> Trajectory:
+        span = self._timeline.spans[root]
+        calls = sorted(self._calls(root, begin_ns), key=lambda call: (call.start_ns, call.number))
+        phases, until_ns = _phases(calls, span.start_ns - begin_ns)
+        end_ns = max((span.end_ns or 0) - begin_ns, until_ns)
+        return Trajectory(
+            name=span.trajectory or "",
+            start_ns=span.start_ns - begin_ns,
+            end_ns=end_ns,
+            phases=phases,
+            rest_ns=end_ns - until_ns,
+        )
+
+    def _calls(self, root: int, begin_ns: int) -> Iterator[Call]:
+        """Yield the calls of a trajectory."""
+        around = self._timeline.spans[root]
+        for indices in self._grouped(root):
+            first, last = self._timeline.spans[indices[0]], self._timeline.spans[indices[-1]]
+            kind = _kind(first)
+            start_ns = max(first.start_ns, around.start_ns)
+            end_ns = min(last.end_ns or 0, around.end_ns or 0)
+            if kind is None or start_ns >= end_ns:
+                continue
+            generates = kind == "generate"
+            yield Call(
+                number=self._count(),
+                kind=kind,
+                start_ns=start_ns - begin_ns,
+                end_ns=end_ns - begin_ns,
+                wait_ns=self._waited(indices, end_ns - start_ns) if kind == "tool" else 0,
+                replica=self._replica_of(indices) if generates else None,
+                tokens=self._tokens(indices) if generates else None,
+            )
+
+    def _grouped(self, root: int) -> list[list[int]]:
+        """Return the outermost spans of a trajectory that are calls. Phases of one request are one call."""
+        spans = self._timeline.spans
+        outermost = [
+            index
+            for index in self._members[spans[root].trajectory or ""]
+            if _kind(spans[index]) is not None
+            and spans[index].end_ns is not None
+            and not self._is_inside(index)
+        ]
+        groups: list[list[int]] = []
+        for index in sorted(outermost, key=lambda index: spans[index].start_ns):
+            if groups and _continues(spans[groups[-1][-1]], spans[index]):
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return groups
+
+    def _count(self) -> int:
+        self._number += 1
+        return self._number - 1
+
+    def _is_inside(self, index: int) -> bool:
+        """Return whether a span around it is a call."""
+        around = takewhile(lambda span: span.stage != TRAJECTORY, self._above(index))
+        return any(_kind(span) is not None for span in around)
+
+    def _above(self, index: int) -> Iterator[Span]:
+        above = self._timeline.spans[index].parent
+        while above is not None:
+            yield self._timeline.spans[above]
+            above = self._timeline.spans[above].parent
+
+    def _inside(self, index: int) -> Iterator[Span]:
+        """Yield a span and those below it."""
+        todo = [index]
+        while todo:
+            inner = todo.pop()
+            yield self._timeline.spans[inner]
+            todo += self._below[inner]
+
+    def _waited(self, indices: Iterable[int], most_ns: int) -> int:
+        inner = (span for index in indices for span in self._inside(index))
+        return min(sum(span.dur_ns or 0 for span in inner if span.waits), most_ns)
+
+    def _tokens(self, indices: Iterable[int]) -> int | None:
+        inner = [span for index in indices for span in self._inside(index)]
+        written = [_whole(span, "output_tokens") for span in inner]
+        if not any(written):
+            written = [_whole(span, "tokens") for span in inner if span.stage == "decode"]
+        if not any(written):
+            written = [_whole(inner[0], "tokens")]
+        return max((tokens for tokens in written if tokens is not None), default=None)
+
+    def _replica_of(self, indices: Iterable[int]) -> int:
+        names = [self._replica_name(index) for index in indices]
+        name = next((name for name in names if name != UNKNOWN), UNKNOWN)
+        return self._replicas.setdefault(name, len(self._replicas))
+
+    def _replica_name(self, index: int) -> str:
+        for span in (*self._inside(index), *self._above(index)):
+            number = _whole(span, REPLICA)
+            if number is not None:
+                return f"replica {number}"
+        for span in self._inside(index):
+            process = self._timeline.processes[span.process]
+            if process.is_replica:
+                return process.name if process.info.replica is None else f"replica {process.info.replica}"
+        return UNKNOWN
+
+
+def _kind(span: Span) -> CallKind | None:
+    if span.stage == TRAJECTORY:
+        return None
+    if span.role == "rollout":
+        return "generate"
+    if is_tool(span.role, span.stage):
+        return "tool"
+    return "reward" if span.role == "reward" else None
+
+
+def _continues(before: Span, after: Span) -> bool:
+    """Return whether `after` is the next phase of the request, or the tool, that `before` is a phase of."""
+    gap_ns = after.start_ns - (before.end_ns or 0)
+    if before.parent != after.parent or not 0 <= gap_ns < _SAME_CALL_NS:
+        return False
+    if _kind(before) == _kind(after) == "tool":
+        return before.waits
+    request = before.role == after.role == "rollout" and {before.stage, after.stage} <= SERVED | WAITING
+    return request and before.stage != "decode"
+
+
+def _whole(span: Span, name: str) -> int | None:
+    value = (span.attrs or {}).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _phases(calls: Iterable[Call], begin_ns: int) -> tuple[tuple[Phase, ...], int]:
+    """Return the calls in phases, and the end of the last. Calls that overlap are of one phase."""
+    phases: list[Phase] = []
+    group: list[Call] = []
+    until_ns = from_ns = begin_ns
+    for call in calls:
+        if group and call.start_ns >= until_ns:
+            phases.append(_phase(group, from_ns))
+            group, from_ns = [], until_ns
+        group.append(call)
+        until_ns = max(until_ns, call.end_ns)
+    if group:
+        phases.append(_phase(group, from_ns))
+    return tuple(phases), until_ns
+
+
+def _phase(calls: Sequence[Call], after_ns: int) -> Phase:
+    import msgspec
+
+    first_ns = calls[0].start_ns
+    placed = (msgspec.structs.replace(call, offset_ns=call.start_ns - first_ns) for call in calls)
+    return Phase(first_ns - after_ns, tuple(placed))
