@@ -19,6 +19,7 @@ from stepscope.report.tables.staleness import Staleness
 from stepscope.report.tables.traces import TraceTables
 from stepscope.report.tables.waiting import VainWait
 from stepscope.report.throughput.rates import Throughput
+from stepscope.report.weights.sync import WeightSync
 
 
 class AddedSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that generated and are not among `engines`."""
     throughput: Throughput | None = None
     """None: neither tokens nor FLOPs are known."""
+    weight_sync: WeightSync | None = None
+    """None: no span moves weights."""
     traces: TraceTables | None
     """None: they were not read."""
     cuda_memory: tuple[CudaMemory, ...]

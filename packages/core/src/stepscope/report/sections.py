@@ -40,7 +40,7 @@ from stepscope.report.tables.counters import step_counters
 from stepscope.report.tables.cuda_memory import cuda_memory_peaks
 from stepscope.report.tables.engine import Engine, Phaseless, engine_usage, phaseless_engines
 from stepscope.report.tables.health import cut_processes, step_health
-from stepscope.report.tables.idle import idle_times
+from stepscope.report.tables.idle import Idle, idle_times
 from stepscope.report.tables.long_tail import step_long_tail
 from stepscope.report.tables.profiling import step_profilers
 from stepscope.report.tables.stages import stage_times
@@ -48,6 +48,8 @@ from stepscope.report.tables.staleness import step_staleness
 from stepscope.report.tables.traces import TraceTables, trace_tables
 from stepscope.report.tables.waiting import waits_in_vain
 from stepscope.report.throughput.rates import Throughput, step_throughput
+from stepscope.report.weights.drawing import weight_blocks
+from stepscope.report.weights.sync import WeightSync, weight_sync
 
 
 def _traces(sources: Sources) -> TraceTables | None:
@@ -85,6 +87,11 @@ def _phaseless(sources: Sources) -> tuple[Phaseless, ...]:
 def _throughput(sources: Sources) -> Throughput | None:
     engines: Table[Engine] = sources.value_of(ENGINES)
     return step_throughput(sources.timeline, sources.activities, engines, sources.value_of(COUNTERS))
+
+
+def _weight_sync(sources: Sources) -> WeightSync | None:
+    idle: Table[Idle] = sources.value_of(IDLE)
+    return weight_sync(sources.timeline, sources.value_of(BREAKDOWN), idle)
 
 
 ADVICE = Section(
@@ -153,6 +160,13 @@ THROUGHPUT = Section(
     terminal=throughput_blocks,
     page=0,
 )
+WEIGHT_SYNC = Section(
+    name="weight_sync",
+    title="Weight synchronisation",
+    compute=_weight_sync,
+    terminal=weight_blocks,
+    page=1,
+)
 TRACES = Section(
     name="traces",
     title="Operators and kernels",
@@ -201,6 +215,7 @@ SECTIONS: tuple[Section[Any], ...] = (
     ENGINES,
     PHASELESS,
     THROUGHPUT,
+    WEIGHT_SYNC,
     TRACES,
     CUDA_MEMORY,
     COUNTERS,
