@@ -25,12 +25,8 @@ from stepscope.timeline import Merged, load_step, load_traces, merge_bytes, merg
 from stepscope.timeline.activity.reading import read_part
 from stepscope.timeline.children import command_of
 from stepscope.timeline.execution import workers
-from stepscope.timeline.execution.child_processes import (
-    CODE,
-    ChildProcesses,
-    WorkerDiedError,
-    WorkerFailedError,
-)
+from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
+from stepscope.timeline.execution.child_processes import CODE, ChildProcesses
 
 PATCHED = """
 import functools, os, signal, time

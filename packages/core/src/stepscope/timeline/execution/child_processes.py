@@ -1,8 +1,7 @@
 """An `Executor` whose workers are child processes of their own: one that dies costs its call alone.
 
 The children are plain `python -c` processes. `multiprocessing` is not used: a fork would copy the caller's
-threads, a spawn would run its script again, and the death of one worker breaks the pool. Calls and results
-are JSON of the types in the function's annotations, so nothing is unpickled.
+threads, a spawn would run its script again, and the death of one worker breaks the pool.
 """
 
 from __future__ import annotations
@@ -12,44 +11,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from importlib import import_module
 from queue import SimpleQueue
-from typing import IO, ParamSpec, TypeVar, cast, get_type_hints
-
-import msgspec
+from typing import IO, ParamSpec, TypeVar, cast
 
 from stepscope.timeline.children import command_of
+from stepscope.timeline.execution.calls import WorkerDiedError, answer_to, call_of, result_of
 
 CODE = "from stepscope.timeline.execution.child_processes import serve; serve()"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_encode = msgspec.json.Encoder().encode
-
-
-class WorkerDiedError(BrokenExecutor):
-    """The process that ran a call ended without a result, or had no memory for it."""
-
-
-class WorkerFailedError(RuntimeError):
-    """A call raised an exception, whose traceback is the message."""
-
-
-class _Call(msgspec.Struct):
-    module: str
-    name: str
-    arguments: msgspec.Raw
-
-
-class _Answer(msgspec.Struct):
-    result: msgspec.Raw = msgspec.Raw(_encode(None))
-    errno: int | None = None
-    file: bytes | None = None
-    """Of an `OSError`, like `errno`."""
-    memory: bool = False
-    """True: the call raised MemoryError."""
-    traceback: str | None = None
 
 
 class ChildProcesses(Executor):
@@ -107,7 +79,7 @@ class _Child:
         if self._over:
             raise WorkerDiedError("its process was ended")
         try:
-            call = _encode(_Call(fn.__module__, fn.__qualname__, msgspec.Raw(_encode(args))))
+            call = call_of(fn, args)
             process = self._process or self._start()
         except (UnicodeEncodeError, OSError):  # a file's name is no UTF-8, or no process can be started
             return fn(*args)
@@ -121,7 +93,7 @@ class _Child:
         if answer is None:
             self.end()
             raise WorkerDiedError(f"its process ended with code {process.returncode}")
-        return cast(_T, _result_of(answer, fn))
+        return result_of(answer, fn)
 
     def give_up(self) -> None:
         """Kill the process while another thread waits for its answer."""
@@ -155,38 +127,7 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what a reader prints is no answer
         while (call := _receive(sys.stdin.buffer)) is not None:
-            _send(answers, _encode(_answer(msgspec.json.decode(call, type=_Call))))
-
-
-def _answer(call: _Call) -> _Answer:
-    try:
-        fn = getattr(import_module(call.module), call.name)
-        hints = get_type_hints(fn)
-        types = tuple(kind for name, kind in hints.items() if name != "return")
-        count = len(msgspec.json.decode(call.arguments))
-        args = msgspec.json.decode(call.arguments, type=tuple[types[:count]])  # type: ignore[misc] # made here
-        return _Answer(result=msgspec.Raw(_encode(fn(*args))))
-    except MemoryError:
-        return _Answer(memory=True)
-    except OSError as error:
-        file = None if error.filename is None else os.fsencode(error.filename)
-        return _Answer(errno=error.errno, file=file, traceback=str(error))
-    except Exception:
-        import traceback
-
-        return _Answer(traceback=traceback.format_exc())
-
-
-def _result_of(text: bytes, fn: Callable[..., object]) -> object:
-    answer = msgspec.json.decode(text, type=_Answer)
-    if answer.memory:
-        raise WorkerDiedError("its process had too little memory")
-    if answer.errno is not None:
-        name = None if answer.file is None else os.fsdecode(answer.file)
-        raise OSError(answer.errno, os.strerror(answer.errno), name)
-    if answer.traceback is not None:
-        raise WorkerFailedError(answer.traceback)
-    return msgspec.json.decode(answer.result, type=get_type_hints(fn)["return"])
+            _send(answers, answer_to(call))
 
 
 def _send(pipe: IO[bytes], message: bytes) -> None:
