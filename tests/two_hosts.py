@@ -1,5 +1,7 @@
 """Two hosts on one machine, which share no folder: a Ray node in namespaces of its own each (network, mounts,
 host name), and a real vLLM on the second. On request, as root on Linux: `python3 dev.py test --two-hosts`.
+
+One file above 400 lines, because all of it needs the same two hosts.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.files.layout import RunLayout
-from stepscope.files.manifest.records import Manifest
+from stepscope.files.layout import RunLayout, StepLayout
+from stepscope.files.manifest.records import Manifest, ProcessPart
 from stepscope.files.requests import Listening, read_listening
 from stepscope.files.sidecar import Sidecar
 from tools.engine_environments import newest
@@ -37,9 +39,16 @@ from stepscope.engines.ray import RayRollout
 from stepscope.testing.fake_engine import FakeEngine, FakeEngineProfiler
 
 class Learner:
+    def __init__(self, computes):
+        if computes:
+            import torch
+            self.compute = lambda: torch.ones(4) + 1
+        else:
+            self.compute = lambda: time.sleep(0.01)
+
     @profile_step(role="actor")
     def update(self):
-        time.sleep(0.01)
+        self.compute()
 
 class Server:
     @profile_step(role="rollout")
@@ -49,16 +58,18 @@ class Server:
 def fake(engine, replica):
     return FakeEngineProfiler(FakeEngine(workers=1), replica)
 
-def on(kind, host):
-    return ray.remote(kind).options(num_cpus=0, resources={host: 0.01}).remote()
+def on(kind, host, *args):
+    return ray.remote(kind).options(num_cpus=0, resources={host: 0.01}).remote(*args)
 
-save_path, mirror, stop, address = sys.argv[1:]
+save_path, mirror, gather, stop, address = sys.argv[1:]
 config = configure(
     save_path=save_path, control={"poll_seconds": 0.1}, torch={"activities": ["cpu"]},
-    finish={"mirror": mirror or None}, budget={"fanout_seconds": 60, "keep_steps": 1},
+    finish={"mirror": mirror or None, "gather": gather == "gather"},
+    budget={"fanout_seconds": 60, "keep_steps": 1},
 )
 ray.init(address=address, log_to_driver=False)
-learners, server = [on(Learner, "host-a"), on(Learner, "host-b")], on(Server, "host-b")
+learners = [on(Learner, host, gather == "leave") for host in ("host-a", "host-b")]
+server = on(Server, "host-b")
 engines = [RayRollout(server, fake)]
 step = 0
 while not os.path.exists(stop):
@@ -218,7 +229,7 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
     """Start the program on the first host and return the folder of its run there."""
     stops: list[tuple[Path, subprocess.Popen[str]]] = []
 
-    def start(mirror: str = "") -> Path:
+    def start(mirror: str = "", gather: str = "gather") -> Path:
         number = next(_numbers)
         program, stop, save_path = folder / "program.py", folder / f"stop{number}", folder / f"run/{number}"
         program.write_text(PROGRAM)
@@ -227,6 +238,7 @@ def train(folder: Path, hosts: tuple[Host, Host]) -> Iterator[Callable[..., Path
             str(program),
             str(save_path),
             mirror,
+            gather,
             str(stop),
             f"{hosts[0].address}:{PORT}",
         )
@@ -343,3 +355,78 @@ def test_traces_of_vllm_in_an_actor_on_the_other_host_come_home_to_their_steps(
         trace = json.loads(gzip.decompress((layout.root / description.artifact.path).read_bytes()))
         assert trace["host_name"] == "host-b"
         assert sum(event["name"].startswith("execute_") for event in trace["traceEvents"]) >= 2
+
+
+def test_traces_that_stay_on_their_hosts_are_read_there(
+    folder: Path, hosts: tuple[Host, Host], train: Callable[..., Path]
+) -> None:
+    one, other = hosts
+    save_path = train(gather="leave")
+    asked = one.say("trigger", str(save_path), "--roles", "actor", "--ranks", "all", "--wait", "60")
+    assert asked.returncode == 0, asked.stderr
+
+    wait_for(lambda: bool(RunLayout(one.view(save_path)).steps()))
+    (step,) = RunLayout(one.view(save_path)).steps()
+    wait_for(lambda: all(written(RunLayout(host.view(save_path)).step(step)) for host in hosts))
+    here = RunLayout(one.view(save_path)).step(step)
+    far = RunLayout(other.view(save_path)).step(step)
+    path, nodes = str(RunLayout(save_path).step(step).root), f"{one.address}:{PORT}"
+    (trace,) = far.traces.rglob("*.gz")
+    left = {trace.name}
+    with_blanks(trace, 400)  # a small one would be fetched
+    (folder / f"stop{save_path.name}").touch()
+    assert one.processes[-1].wait(120) == 0
+
+    report = one.say("report", path, "--json", "--ray", nodes)
+    (read,) = json.loads(report.stdout)["steps"]
+    assert {row["host"] for row in read["health"]["processes"]} == {"host-a", "host-b"}, report.stderr
+    assert left <= {Path(row["file"]).name for row in read["traces"]["traces"]}
+    assert not left & {trace.name for trace in here.traces.rglob("*.gz")}
+    merged = one.say("merge", path, "--ray", nodes, "--json")
+    files = {Path(file["file"]).name: file["events"] for file in json.loads(merged.stdout)["files"]}
+    assert left <= set(files)
+    assert all(files.values()), merged.stdout
+
+    with_blanks(trace, 4000)  # long to read: the node is killed meanwhile
+    reading = subprocess.Popen(
+        one.words(sys.executable, "-m", "stepscope", "report", path, "--json", "--ray", nodes),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(partial(reads_on, other))
+    os.killpg(other.processes[-1].pid, signal.SIGKILL)
+    answer, _ = reading.communicate(timeout=120)
+    assert reading.returncode == 3
+    (read,) = json.loads(answer)["steps"]
+    problems = {Path(row["file"]).name: row["what"] for row in read["traces"]["problems"]}
+    assert "on the Ray node host-b: it died" in problems[trace.name]
+    assert not any("host-a" in name for name in problems)
+
+
+def with_blanks(trace: Path, megabytes: int) -> None:
+    """Write blanks at the end of a trace, which take as long to read as events."""
+    text = gzip.decompress(trace.read_bytes()).replace(b" " * 1024, b"").rstrip()
+    blanks = gzip.compress(b" " * (1 << 20), 1)
+    trace.write_bytes(gzip.compress(text[:-1]) + blanks * megabytes + gzip.compress(text[-1:]))
+
+
+def written(step: StepLayout) -> bool:
+    """Return whether the processes of a host have left their traces."""
+    parts = [
+        msgspec.json.decode(path.read_bytes(), type=ProcessPart) for path in step.processes.glob("*.json")
+    ]
+    own = [item for part in parts if not part.owner for item in part.expected]
+    return len(parts) > 1 and not any(item.pending for item in own) and any(step.traces.rglob("*.gz"))
+
+
+def reads_on(host: Host) -> bool:
+    """Return whether a task on this host reads a trace."""
+    own = os.stat(f"/proc/{host.first.pid}/ns/net").st_ino
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (process / "cmdline").read_bytes()
+            if b"stepscope.read_part" in title and os.stat(process / "ns/net").st_ino == own:
+                return True
+        except OSError:
+            pass
+    return False

@@ -13,12 +13,12 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.plain import is_plain, target_of
+from stepscope.cli.reading.readers import RayAddress, absolute, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
 from stepscope.report.formatting import size
 from stepscope.report.terminal.layout import listing
 from stepscope.timeline import Merged, Selection, merge_bytes, merge_step
-from stepscope.timeline.execution.workers import workers
 from stepscope.timeline.merge.merge import merge_plain
 from stepscope.timeline.step.plain import plain_bytes
 
@@ -65,6 +65,7 @@ def merge(
             help="Processes that read traces. Default: idle cores; 1 if traces are small. 1 with --max-mb.",
         ),
     ] = None,
+    ray: RayAddress = None,
     json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
 ) -> None:
     """One timeline of a step, spans and traces of all processes on one clock, for ui.perfetto.dev."""
@@ -76,16 +77,18 @@ def merge(
         max_mb=max_mb,
     )
     _check_limits(selection)
+    if ray is not None and (max_mb is not None or is_plain(paths)):
+        raise CommandError("--ray is for whole steps of stepscope: leave out --max-mb, and name a step")
     if is_plain(paths):
         if step is not None or run is not None:
             raise CommandError(f"--step and --run are for runs of stepscope, and {paths[0]} is none")
-        target, total = target_of(paths, output), plain_bytes(paths)
-        write = partial(merge_plain, paths, target)
+        steps, target = list[StepLayout](), target_of(paths, output)
+        size_of, write = partial(plain_bytes, paths), partial(merge_plain, paths, target)
     else:
-        path = _step_of(paths[0], step)
-        target, total = output or StepLayout(path).timeline, merge_bytes(path)
-        write = partial(merge_step, path, run_id=run, to=target)
-    with screen.progress("merging", total) as done, workers(jobs, total) as executor:
+        path = absolute(_step_of(paths[0], step), ray)
+        steps, target = [StepLayout(path)], output or StepLayout(path).timeline
+        size_of, write = partial(merge_bytes, path), partial(merge_step, path, run_id=run, to=target)
+    with readers(jobs, ray, steps, size_of) as (executor, total), screen.progress("merging", total) as done:
         merged = write(selection=selection, on_read=done, executor=executor)
     if json:
         screen.show_json(merged)

@@ -16,6 +16,7 @@ from stepscope.cli.find import STEPS_HELP, find_run, find_steps, is_step
 from stepscope.cli.grouped import report_groups
 from stepscope.cli.pages import Pages
 from stepscope.cli.plain import is_plain, report_plain
+from stepscope.cli.reading.readers import RayAddress, absolute, readers
 from stepscope.demo.sample import unpack_sample
 from stepscope.errors import RecordError
 from stepscope.files.layout import RunLayout, StepLayout
@@ -24,7 +25,6 @@ from stepscope.report.brief import brief_markdown, brief_text, run_brief
 from stepscope.report.terminal.diff import render_changes
 from stepscope.report.terminal.text import render, render_overview, render_short
 from stepscope.timeline import Timeline, Traces, load_step, load_traces, merge_bytes, span_bytes
-from stepscope.timeline.execution.workers import workers
 
 SAMPLE = Path("outputs/sample")
 """Folder of the sample run, unless one is named."""
@@ -97,6 +97,7 @@ def report(
             help="Processes that read traces; same result. Default: idle cores, or 1 if traces are small.",
         ),
     ] = None,
+    ray: RayAddress = None,
     sample: Annotated[
         bool,
         typer.Option(
@@ -116,10 +117,11 @@ def report(
         raise typer.BadParameter("name the folder of a run, or use --sample", param_hint="RUN_OR_STEP")
     if (markdown and not (brief or by)) or (json and (brief or markdown)):
         raise typer.BadParameter("--markdown needs --brief or --by, and goes without --json, as --brief does")
-    if by and (brief or html or short):
-        raise typer.BadParameter("--by goes without --brief, --html and --short")
+    if by and (brief or html or short or ray):
+        raise typer.BadParameter("--by goes without --brief, --html, --short and --ray")
     if paths and not sample and is_plain(paths):
         options = {"--step": step, "--run": run, "--brief": brief or None, "--html": html, "--by": by or None}
+        options["--ray"] = ray
         _refuse([name for name, value in options.items() if value is not None], paths)
         report_plain(paths, json=json, output=output, jobs=jobs)
     if output is not None:
@@ -127,8 +129,8 @@ def report(
     if by:
         report_groups(find_steps(path, step, run), by, run, json=json, markdown=markdown)
     pages = Pages() if html or (html is None and not (json or brief)) else None
-    layouts = find_steps(path, step, run)
-    reports = read_reports(layouts, run, pages, traces=traces, jobs=jobs, digests=digests)
+    layouts = find_steps(absolute(path, ray), step, run)
+    reports = read_reports(layouts, run, pages, traces=traces, jobs=jobs, ray=ray, digests=digests)
     if pages is not None and step is None and not is_step(path):
         pages.add_run(RunLayout(path), reports.steps, reports.unreadable)
     if json:
@@ -166,6 +168,7 @@ def read_reports(
     traces: bool = False,
     jobs: int | None = None,
     digests: bool = True,
+    ray: str | None = None,
 ) -> Reports:
     """Return the reports of these steps, and write their pages. A bar shows how far the reading is.
 
@@ -173,14 +176,20 @@ def read_reports(
         traces: Whether to read the profilers' traces, which are large.
         jobs: Number of processes that read these. None: as `workers` chooses.
         digests: As of `load_traces`.
+        ray: Address of the Ray cluster that reads them. None: this machine does.
 
     Raises:
         CommandError: nothing could be made of any of them.
     """
     measure = merge_bytes if traces else span_bytes
     what = "reading spans and traces" if traces else "reading spans"
-    total = sum(measure(step.root) for step in steps)
-    with screen.progress(what, total) as done, workers(jobs if traces else 1, total) as executor:
+    with (
+        readers(jobs if traces else 1, ray, steps, lambda: sum(measure(step.root) for step in steps)) as (
+            executor,
+            total,
+        ),
+        screen.progress(what, total) as done,
+    ):
         load = partial(load_step, run_id=run, on_read=done, digests=digests)
         traces_of = partial(load_traces, on_read=done, executor=executor, digests=digests) if traces else None
         read = {step.root.name: _read(step, load, pages, traces_of) for step in steps}

@@ -11,6 +11,7 @@ from pathlib import Path
 from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.content_reader import nothing_read, read_trace
 from stepscope.timeline.digests import Digests
+from stepscope.timeline.execution.near import size_of
 from stepscope.timeline.execution.parts import Lost, results
 
 
@@ -53,7 +54,7 @@ def _kept(
         if content is not None:
             contents[path] = content
             if on_read is not None:
-                on_read(_size(path))
+                on_read(size_of(path))
     return contents
 
 
@@ -64,16 +65,9 @@ def _read(
         for path in paths:
             yield read_trace(path, on_read)
         return
-    sizes = [_size(path) for path in paths]
-    with closing(results(executor, read_part, [os.fsencode(path) for path in paths], sizes)) as parts:
-        for content, size in zip(parts, sizes, strict=True):
+    encoded = [os.fsencode(path) for path in paths]
+    with closing(results(executor, read_part, encoded, [[path] for path in paths])) as parts:
+        for content, path in zip(parts, paths, strict=True):
             yield content
             if on_read is not None:
-                on_read(size)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+                on_read(size_of(path, executor))

@@ -14,6 +14,7 @@ from stepscope.timeline.activity.content import TraceContent
 from stepscope.timeline.activity.memory import MemoryRecord, read_memory
 from stepscope.timeline.activity.reading import read_all
 from stepscope.timeline.digests import Digests
+from stepscope.timeline.execution.near import files_elsewhere
 from stepscope.timeline.model import FileProblem, Timeline
 from stepscope.timeline.readers.chrome import TraceFields
 from stepscope.timeline.readers.installed import Readers
@@ -79,11 +80,12 @@ def load_traces(
         path: The step's folder.
         timeline: Timeline of the same folder, with its processes and their clocks.
         on_read: Called with the number of bytes of each read of the files.
-        executor: Processes of this machine that read them. None: this process reads them.
+        executor: Processes that read them. None: this process reads them.
         digests: Whether traces that were read before need not be read again. The result is the same.
     """
     layout = StepLayout(path)
-    files = find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files)
+    without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
+    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
     torch = [trace.path for trace in files.traces if trace.reader is None]
     contents = read_all(torch, on_read, executor, Digests(layout) if digests else None)
     return place_traces(files, contents, timeline)

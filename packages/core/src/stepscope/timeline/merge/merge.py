@@ -58,8 +58,8 @@ def merge_step(
         run_id: Which run, if several wrote into the folder. None: the one that opened it last.
         to: Where to write. None: `timeline.json.gz` in the step's folder.
         on_read: Called with a number of bytes each time that many more of the files were read.
-        executor: Processes of this machine that write the rows' traces. None, or a limit on the size: this
-            process writes them.
+        executor: Processes that write the rows' traces. None, or a limit on the size: this process writes
+            them.
 
     Raises:
         RecordError: no process of a capture left anything, or none of the requested run.
@@ -69,7 +69,7 @@ def merge_step(
     keep_memory()
     layout = StepLayout(path)
     timeline = load_step(path, run_id=run_id, on_read=on_read)
-    sources = read_sources(layout, timeline)
+    sources = read_sources(layout, timeline, executor)
     return _merge(
         timeline, sources, selection, layout.timeline if to is None else Path(to), on_read, executor
     )

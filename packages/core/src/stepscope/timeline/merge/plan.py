@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import closing
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 from stepscope.errors import ConfigError
 from stepscope.files.layout import StepLayout
+from stepscope.timeline.execution.near import NearFiles, files_elsewhere
+from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.merge.counter_events import CounterTracks
 from stepscope.timeline.merge.reader_events import Recorded
 from stepscope.timeline.merge.row_writer import Common, RowTrace, RowTraces
@@ -64,20 +69,42 @@ class Plan(NamedTuple):
     problems: list[FileProblem]
 
 
-def read_sources(layout: StepLayout, timeline: Timeline) -> Sources:
+def read_sources(layout: StepLayout, timeline: Timeline, executor: Executor | None = None) -> Sources:
     """Find the traces of a step and read the beginning of each."""
-    return sources_of(find_traces(layout, timeline.run_id, Readers.installed(), timeline.earlier_files))
+    without, elsewhere = timeline.earlier_files, files_elsewhere(executor)
+    files = find_traces(layout, timeline.run_id, Readers.installed(), without, elsewhere)
+    return sources_of(files, executor)
 
 
-def sources_of(files: StepFiles) -> Sources:
+def sources_of(files: StepFiles, executor: Executor | None = None) -> Sources:
     """Read the beginning of each trace."""
-    chrome = [(trace, ChromeTrace(trace.path).fields()) for trace in files.traces if trace.reader is None]
+    traces = [trace for trace in files.traces if trace.reader is None]
+    chrome = list(zip(traces, _beginnings([trace.path for trace in traces], executor), strict=True))
     recordings = [
         (trace, Recorded(trace.reader, trace.found_file, trace.role))
         for trace in files.traces
         if trace.reader is not None
     ]
     return Sources(chrome, recordings, list(files.unread), list(files.problems))
+
+
+def read_beginning(path: bytes) -> TraceFields:
+    """Read the beginning of the trace in `path`, which are the system's bytes."""
+    return ChromeTrace(Path(os.fsdecode(path))).fields()
+
+
+def _beginnings(paths: list[Path], executor: Executor | None) -> Iterator[TraceFields]:
+    remote = [path for path in paths if not path.exists()] if isinstance(executor, NearFiles) else []
+    fields = dict[Path, TraceFields | Lost]()
+    if executor is not None and remote:
+        encoded = [os.fsencode(path) for path in remote]
+        with closing(results(executor, read_beginning, encoded, [[path] for path in remote])) as read:
+            fields.update(zip(remote, read, strict=True))
+    for path in paths:
+        known = fields.get(path) or read_beginning(os.fsencode(path))
+        # Nor will a lost trace itself be read, which names it among the problems.
+        nothing = TraceFields(base_ns=None, distributed=None, host=None)
+        yield nothing if isinstance(known, Lost) else known
 
 
 def plan_merge(timeline: Timeline, sources: Sources, selection: Selection) -> Plan:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
 from stepscope.files.storage.temporary import temporary
+from stepscope.timeline.execution.near import NearFiles, size_of
 from stepscope.timeline.execution.parts import Lost, results
 from stepscope.timeline.merge.merged import MergedFile
 from stepscope.timeline.merge.row_writer import Common, RowOutcome, RowTraces, write_row
@@ -30,13 +33,15 @@ class RowPart(msgspec.Struct, frozen=True, kw_only=True):
     cut: Cut
     files: int
     tracks: RowTracks
-    to: bytes
-    """Path of the piece. The system's bytes."""
+    to: bytes | None
+    """Path of the piece, the system's bytes. None: it is returned."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
     """A piece with a row's events, and what writing it changed and found."""
 
+    pid: int
+    """Number of the row."""
     text: Written
     shown: bool
     shift_ns: int | None
@@ -44,17 +49,24 @@ class WrittenRow(msgspec.Struct, frozen=True, kw_only=True):
     files: list[MergedFile]
     problems: list[FileProblem]
     left_out: list[str]
+    piece: bytes | None = None
 
 
 def write_part(part: RowPart) -> WrittenRow:
     """Write the traces of a row into a file of their own."""
     keep_memory()
+    if part.to is None:
+        with TemporaryDirectory(prefix="stepscope-") as folder:
+            path = Path(folder, "row")
+            written = write_part(msgspec.structs.replace(part, to=os.fsencode(path)))
+            return msgspec.structs.replace(written, piece=path.read_bytes())
     row = part.traces.row
     common = Common(part.axis, part.cut, part.files, Tracks.of(row, part.tracks))
     with piece_file(Path(os.fsdecode(part.to))) as out:
         outcome = write_row(part.traces, common, out)
         text = out.end()
     return WrittenRow(
+        pid=row.pid,
         text=text,
         shown=row.shown,
         shift_ns=row.shift_ns,
@@ -80,7 +92,8 @@ def write_rows(
     Args:
         folder: Folder of the temporary files. None remains, whatever happens.
     """
-    sizes = [_size(traces) for traces in rows]
+    files = [[Path(os.fsdecode(trace.path)) for trace in traces.traces] for traces in rows]
+    return_pieces = isinstance(executor, NearFiles)
     with _names(folder, len(rows)) as paths:
         parts = [
             RowPart(
@@ -89,12 +102,14 @@ def write_rows(
                 cut=common.cut,
                 files=common.files,
                 tracks=common.tracks.known(traces.row),
-                to=os.fsencode(path),
+                to=None if return_pieces else os.fsencode(path),
             )
             for traces, path in zip(rows, paths, strict=True)
         ]
-        with closing(results(executor, write_part, parts, sizes)) as written:
-            for traces, path, result, size in zip(rows, paths, written, sizes, strict=True):
+        places = {traces.row.pid: path for traces, path in zip(rows, paths, strict=True)}
+        then = partial(_with_piece, places) if return_pieces else None
+        with closing(results(executor, write_part, parts, files, then)) as written:
+            for traces, path, result in zip(rows, paths, written, strict=True):
                 if isinstance(result, Lost):
                     yield _lost(traces, result)
                 else:
@@ -102,7 +117,13 @@ def write_rows(
                     yield _adopted(traces, common, result)
                 path.unlink(missing_ok=True)
                 if on_read is not None:
-                    on_read(size)
+                    on_read(sum(size_of(trace.path, executor) for trace in traces.traces))
+
+
+def _with_piece(places: Mapping[int, Path], row: WrittenRow) -> WrittenRow:
+    """Write the piece that another machine returned into its file."""
+    places[row.pid].write_bytes(row.piece or b"")
+    return msgspec.structs.replace(row, piece=None)
 
 
 def _adopted(traces: RowTraces, common: Common, part: WrittenRow) -> RowOutcome:
@@ -133,11 +154,3 @@ def _names(folder: Path, count: int) -> Iterator[list[Path]]:
         for path in paths:
             with suppress(OSError):
                 path.unlink()
-
-
-def _size(traces: RowTraces) -> int:
-    total = 0
-    for trace in traces.traces:
-        with suppress(OSError):
-            total += os.stat(trace.path).st_size
-    return total

@@ -73,12 +73,17 @@ class StepFiles(NamedTuple):
 
 
 def find_traces(
-    layout: StepLayout, run_id: str | None, readers: Readers, without: Collection[str] = ()
+    layout: StepLayout,
+    run_id: str | None,
+    readers: Readers,
+    without: Collection[str] = (),
+    elsewhere: Collection[Path] = (),
 ) -> StepFiles:
     """Return the traces of one run, or of all. A file without a sidecar counts for every run.
 
     Args:
         without: Files and folders to leave out, relative to the step's folder.
+        elsewhere: Absolute paths of traces that other machines have.
     """
     files = StepFiles([], [], [], [])
     described = [path.with_name(path.name.removesuffix(SIDECAR_SUFFIX)) for path in layout.sidecars()]
@@ -92,7 +97,10 @@ def find_traces(
         if isinstance(sidecar, str):
             files.problems.append(FileProblem(file=_name(path, layout), what=sidecar))
         if not isinstance(sidecar, Sidecar) or run_id in (None, sidecar.run_id):
-            _take(layout, path, sidecar, readers, files)
+            if elsewhere and not path.exists() and Path(os.path.abspath(path)) in elsewhere:
+                _take_elsewhere(layout, path, sidecar, files)
+            else:
+                _take(layout, path, sidecar, readers, files)
     files.problems.extend(readers.problems)
     return files
 
@@ -163,6 +171,16 @@ def _take(
     elif described is not None:
         kind = path.suffix if sidecar is None else sidecar.artifact.kind
         files.unread.append(f"{name}: nothing here reads {kind}")
+
+
+def _take_elsewhere(
+    layout: StepLayout, path: Path, described: Sidecar | str | None, files: StepFiles
+) -> None:
+    name = _name(path, layout)
+    if isinstance(described, Sidecar) and described.artifact.kind == "torch_trace":
+        files.traces.append(TraceFile(path, name, described))
+    else:
+        files.unread.append(f"{name}: on another host, where only torch traces are read")
 
 
 def _read(path: Path) -> Sidecar | str:

@@ -1,0 +1,65 @@
+"""Processes that read a command's traces: of this machine, or of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from stepscope.cli.exits import CommandError
+from stepscope.files.layout import StepLayout
+from stepscope.timeline.execution.near import files_elsewhere
+from stepscope.timeline.execution.workers import workers
+
+RayAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Read traces on the nodes of this Ray cluster (`auto`: the one of this machine), also those "
+        "that are only there. --jobs: processes of each node.",
+    ),
+]
+
+
+@contextmanager
+def readers(
+    jobs: int | None, ray: str | None, steps: list[StepLayout], size: Callable[[], int]
+) -> Iterator[tuple[Executor | None, int]]:
+    """Yield what reads the traces of these steps, and the number of bytes that there are.
+
+    Args:
+        jobs: Processes, of each node with `ray`. None: one for each idle core.
+        ray: Address of a cluster. None: processes of this machine.
+        size: Returns the number of bytes that this machine has.
+    """
+    if ray is None:
+        total = size()
+        with workers(jobs, total) as executor:
+            yield executor, total
+        return
+    with _cluster(ray, jobs, steps) as executor:
+        yield executor, size() + sum(files_elsewhere(executor).values())
+
+
+def absolute(path: Path, ray: str | None) -> Path:
+    """Return a path that nodes of the cluster understand too."""
+    return path if ray is None else Path(os.path.abspath(path))
+
+
+@contextmanager
+def _cluster(address: str, jobs: int | None, steps: list[StepLayout]) -> Iterator[Executor]:
+    if find_spec("ray") is None:
+        raise CommandError("--ray needs Ray: pip install ray, of the version of the cluster")
+    from stepscope.cli.reading.ray_nodes import connected  # Ray takes a second to import
+
+    with connected(address, jobs) as nodes:
+        for step in steps:
+            nodes.add_step(step)
+        yield nodes

@@ -1,0 +1,103 @@
+"""Merges and reports by the nodes of a real Ray cluster: the same bytes, and what a task that dies costs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from packages.core.tests import golden
+from packages.core.tests.test_jobs import merged
+from packages.core.tests.test_merge_rows import step
+from stepscope.cli.app import app
+from stepscope.files.layout import StepLayout
+from stepscope.timeline import load_step, load_traces
+from stepscope.timeline.execution.calls import WorkerDiedError, WorkerFailedError
+from stepscope.timeline.execution.parts import Lost, results
+
+from stepscope.cli.reading.ray_nodes import RayNodes, connected  # isort: skip
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def die_once(flag: str) -> str:
+    """A task that kills its process the first time."""
+    if not os.path.exists(flag):
+        Path(flag).touch()
+        os._exit(9)
+    return "alive"
+
+
+def die(_: str) -> str:
+    os._exit(9)
+
+
+def fail(_: str) -> str:
+    raise ValueError("on purpose")
+
+
+def wait(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@pytest.fixture
+def nodes() -> Iterator[RayNodes]:
+    with connected("auto", 2) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("name", golden.steps())
+def test_a_recorded_step_gives_the_same_bytes_on_ray(name: str, nodes: RayNodes, tmp_path: Path) -> None:
+    path = golden.steps()[name].absolute()
+    nodes.add_step(StepLayout(path))
+    assert not nodes.elsewhere
+    assert merged(path, tmp_path / "2.json.gz", nodes) == merged(path, tmp_path / "1.json.gz")
+    timeline = load_step(path)
+    alone, together = (
+        msgspec.json.encode(load_traces(path, timeline, executor=executor)) for executor in (None, nodes)
+    )
+    assert together == alone
+
+
+def test_a_task_that_dies_is_done_again_once(nodes: RayNodes, tmp_path: Path) -> None:
+    flag = str(tmp_path / "died")
+    assert list(results(nodes, die_once, [flag], [[]])) == ["alive"]
+    (lost,) = results(nodes, die, [""], [[]])
+    assert isinstance(lost, Lost)
+    assert "on the Ray node" in lost.why
+
+
+def test_an_error_of_a_call_is_raised_here(nodes: RayNodes) -> None:
+    with pytest.raises(WorkerFailedError, match="ValueError: on purpose"):
+        nodes.submit(fail, "").result()
+
+
+def test_a_file_that_no_node_has_is_named(nodes: RayNodes, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDiedError, match="no living node has"):
+        nodes.submit_near([tmp_path / "gone"], fail, "").result()
+
+
+def test_leaving_early_ends_the_tasks(nodes: RayNodes) -> None:
+    began = time.monotonic()
+    waiting = results(nodes, wait, [0.01, 60.0], [[], []])
+    assert next(waiting) == 0.01
+    with pytest.raises(KeyboardInterrupt):
+        waiting.throw(KeyboardInterrupt)
+    assert time.monotonic() - began < 30
+
+
+def test_the_command_line_says_the_same_with_ray(tmp_path: Path) -> None:
+    path = step(tmp_path)
+    alone = CliRunner().invoke(app, ["report", str(path), "--json"])
+    on_ray = CliRunner().invoke(app, ["report", str(path), "--json", "--ray", "auto"])
+    assert (on_ray.stdout, on_ray.exit_code) == (alone.stdout, alone.exit_code)
+    written = CliRunner().invoke(
+        app, ["merge", str(path), "--ray", "auto", "-o", str(tmp_path / "r.json.gz")]
+    )
+    assert (tmp_path / "r.json.gz").is_file(), written.output
