@@ -240,12 +240,23 @@ def test_an_engine_that_is_left_to_request_is_run_by_its_name_alone(
     monkeypatch.setattr(
         EngineEnvironment, "ready", lambda environment: f"/bin/true {environment.recipe.name}"
     )
-    monkeypatch.setattr(engine_tests, "run", lambda *command: print(command[0]) is None)
+    monkeypatch.setattr(engine_tests, "run", lambda *command, **_: print(command[0]) is None)
     assert left_to_request() == {"vllm-1": "it takes an hour."}
     assert engine_tests.test_engines([])
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-2"]
     assert dev.test(["--engines"])
     assert capfd.readouterr().out.split() == ["/bin/true", "vllm-1", "/bin/true", "vllm-2"]
+
+
+def test_the_collector_is_set_in_each_process_of_the_tests_on_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    paths = engine_tests.quick_start()
+    assert paths.split(os.pathsep)[1:] == [str(tmp_path)]
+    command = [sys.executable, "-c", "import gc; print(gc.get_threshold()[0])"]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "1000000\n"
 
 
 def test_every_test_on_something_real_runs_in_some_environment() -> None:

@@ -31,14 +31,16 @@ def succeeds(command: Sequence[str]) -> bool:
         return False
 
 
-def run(*command: str) -> bool:
-    """Run a command on this terminal and return whether it succeeded. The command handles Ctrl-C."""
+def run(*command: str, **variables: str) -> bool:
+    """Run a command on this terminal and return whether it succeeded. The command handles Ctrl-C.
+
+    `variables` come into its environment.
+    """
     shown = "$ " + " ".join(word.replace(f"{repository.ROOT}/", "") for word in command)
     print(shown, flush=True)
     with tempfile.NamedTemporaryFile("r") as tests:
-        process = subprocess.Popen(
-            command, cwd=repository.ROOT, env={**os.environ, "DEV_FAILED_TESTS": tests.name}
-        )
+        environment = {**os.environ, **variables, "DEV_FAILED_TESTS": tests.name}
+        process = subprocess.Popen(command, cwd=repository.ROOT, env=environment)
         interrupts: list[int] = []
         before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         try:
