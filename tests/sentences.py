@@ -89,7 +89,7 @@ def offences(sentence: str) -> Iterator[str]:
 def docstrings(source: str) -> Sequence[tuple[int, str]]:
     """Return line and text of each docstring, of attributes too."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, owners)]
+    bodies = [node.body for node in statements(ast.parse(source)) if isinstance(node, owners)]
     return [
         (child.lineno, child.value.value)
         for body in bodies
@@ -100,9 +100,19 @@ def docstrings(source: str) -> Sequence[tuple[int, str]]:
     ]
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements in it, at any depth: a tenth of the nodes that `ast.walk` visits."""
+    yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        children = getattr(node, field, ())
+        for child in children if isinstance(children, list) else ():
+            yield from statements(child)
+
+
 def messages(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each error that is raised, and of each help of an option. A value is `X`."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree) if "help=" in source else statements(tree):
         match node:
             case ast.Raise(exc=ast.Call(args=arguments)):
                 values = arguments

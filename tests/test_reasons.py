@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.sentences import statements
 from tests.tree import PACKAGES, ROOT
 
 _TEXT = {"startswith", "endswith", "find", "index", "count", "partition", "split", "match", "search"}
@@ -14,13 +15,14 @@ _TEXT = {"startswith", "endswith", "find", "index", "count", "partition", "split
 
 def readers(source: str) -> Iterator[int]:
     """Yield the lines in which a `.reason`, or a name that was assigned one, decides something."""
-    if "reason" not in source:
+    if ".reason" not in source:
         return
     tree = ast.parse(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for scope in [*functions, tree]:
-        names = {name for node in ast.walk(scope) for name in assigned(node)} if scope is not tree else set()
-        for node in ast.walk(scope):
+    for scope in statements(tree):
+        names: set[str] = set()
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {name for node in statements(scope) for name in assigned(node)}
+        for node in ast.walk(scope) if names or scope is tree else ():
             yield from (part.lineno for part in deciding(node) if holds_reason(part, names))
 
 
