@@ -1,6 +1,6 @@
-"""Time of merges and reports in one process and in two, over steps made from a real torch trace.
+"""Time of merges and reports in one process, in two, and by two tasks of Ray, over steps of a real torch trace.
 
-The two take turns. The children are started before the clock runs, as in a command that reads many steps. The
+They take turns. The children are started before the clock runs, as in a command that reads many steps. The
 goal is for two idle cores, so the load of the machine is printed.
 """
 
@@ -10,12 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from _measure import arguments, header, interleaved, ratio_interval, table, verdict
 from _traces import Template, build, quickly, record
 
+from stepscope.cli.reading.ray_nodes import connected
+from stepscope.files.layout import StepLayout
 from stepscope.timeline import load_step, load_traces, merge_step
 from stepscope.timeline.execution.child_processes import ChildProcesses
 
@@ -31,7 +34,7 @@ def merged(step: Path, executor: Executor | None) -> bytes:
 
 
 def read(step: Path, executor: Executor | None) -> object:
-    return load_traces(step, load_step(step), executor=executor)
+    return load_traces(step, load_step(step, digests=False), executor=executor, digests=False)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -44,24 +47,30 @@ def main() -> None:
     quick = arguments(__doc__).quick
     header("traces in two processes", "stepscope", "torch", "isal", "msgspec", "stringzilla")
     rows = []
-    with tempfile.TemporaryDirectory() as folder, ChildProcesses(2) as two:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        two = stack.enter_context(ChildProcesses(2))
+        nodes = stack.enter_context(connected("local", 2))
         template = Template(record(20 if quick else 100))
         step, size = build(Path(folder), template, RANKS, SIZE // (10 if quick else 1), quickly)
+        nodes.add_step(StepLayout(step))
         ratios = {}
         for name, work in (("merge", merged), ("traces of a report", read)):
-            assert work(step, None) == work(step, two)
+            assert work(step, None) == work(step, two) == work(step, nodes)
             sides: dict[str, Callable[[], float]] = {
                 which: partial(seconds, partial(work, step, executor))
-                for which, executor in (("one", None), ("two", two))
+                for which, executor in (("one", None), ("two", two), ("Ray", nodes))
             }
             times = interleaved(sides, 3 if quick else ROUNDS)
-            ratios[name], low, high = ratio_interval(times["one"], times["two"])
-            one, both = (sorted(times[which])[len(times[which]) // 2] for which in sides)
-            rows.append([name, f"{one:.2f}", f"{both:.2f}", f"{ratios[name]:.2f} ({low:.2f} to {high:.2f})"])
+            ratios[name] = [ratio_interval(times["one"], times[which]) for which in ("two", "Ray")]
+            middle = [f"{sorted(times[which])[len(times[which]) // 2]:.2f}" for which in sides]
+            faster = [f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in ratios[name]]
+            rows.append([name, *middle, *faster])
     print(f"{RANKS} ranks, {size / 1e6:.0f} MB of JSON\n")
-    table(["", "one, s", "two, s", "times faster (95 %)"], rows)
-    for name, ratio in ratios.items():
-        verdict(f"{name} in two processes", ratio, 1.7, "x", at_least=True)
+    table(["", "one, s", "two, s", "Ray, s", "two, times faster (95 %)", "Ray"], rows)
+    for name, (processes, tasks) in ratios.items():
+        verdict(f"{name} in two processes", processes[0], 1.7, "x", at_least=True)
+        verdict(f"{name} by two tasks of Ray", tasks[0], 1.5, "x", at_least=True)
 
 
 if __name__ == "__main__":
