@@ -1,4 +1,4 @@
-"""Time of merges and reports in one process, in two, and by two tasks of Ray, over steps of a real torch trace.
+"""Time of merges and reports in one process, in two, and by two tasks of Ray, over steps of a real trace.
 
 They take turns. The children are started before the clock runs, as in a command that reads many steps. The
 goal is for two idle cores, so the load of the machine is printed.
