@@ -11,7 +11,11 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stepscope_sglang._versions import installed, older
+
 T = TypeVar("T")
+_KNOWS_ALL = "0.5.23"
+"""The release whose engine has every argument of `settings`: no import of ten seconds to see which it has."""
 _MEMORY = 16 << 30
 """Bytes of address space."""
 
@@ -75,8 +79,6 @@ def write_model(folder: Path, model: Mapping[str, object] = MODEL) -> Path:
 
 def settings(model: Path, **changes: object) -> dict[str, Any]:
     """Return the arguments of `sglang.Engine` that this version knows."""
-    from sglang.srt.server_args import ServerArgs
-
     wanted: dict[str, object] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -97,6 +99,10 @@ def settings(model: Path, **changes: object) -> dict[str, Any]:
         "sleep_on_idle": True,  # an idle scheduler that spins while it is recorded takes gigabytes in seconds
         **changes,
     }
+    if not older(installed(), _KNOWS_ALL):
+        return wanted
+    from sglang.srt.server_args import ServerArgs
+
     fields = getattr(ServerArgs, "__struct_fields__", None)
     known = set(fields) if fields is not None else {field.name for field in dataclasses.fields(ServerArgs)}
     return {name: value for name, value in wanted.items() if name in known}

@@ -14,16 +14,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import sglang
 from tiny_sglang import limit_memory
 
+from stepscope_sglang._versions import installed
+
+pytestmark = pytest.mark.needs("sglang")  # not imported: each group has a process that does so
 HERE = Path(__file__).parent
 _OLDEST_WITH_ALL = (0, 5, 23)
 """The others run what says how an engine of their version behaves."""
 _LAYOUTS = (0, 5, 20)
 """Run on request: it starts several schedulers."""
 
-VERSION = tuple(int(part) for part in sglang.__version__.split(".")[:3])
+VERSION = tuple(int(part) for part in (installed() or "0").split(".")[:3])
 GROUPS = [["engine_states.py", "engine_table.py"]]
 """Files that share a process and its engine."""
 if VERSION >= _OLDEST_WITH_ALL:
@@ -51,9 +53,7 @@ def test_on_a_real_engine(files: list[str]) -> None:
         timeout=600,
     )
     print(done.stdout)
-    assert done.returncode == 0, (
-        f"{files} on sglang {sglang.__version__}: pytest ended with {done.returncode}"
-    )
+    assert done.returncode == 0, f"{files} on sglang {installed()}: pytest ended with {done.returncode}"
 
 
 def _limit(files: list[str]) -> None:
