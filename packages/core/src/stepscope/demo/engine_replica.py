@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from stepscope.recording.spans.scopes import Scope
 
 
+def weight_facts(_replica: object, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the attributes of the span in which a replica loads weights."""
+    return {"bytes": sum(weight.nbytes for weight in weights.values())}
+
+
 class EngineReplica(ABC):
     """An engine with the methods of `stepscope.demo.rollout.RolloutReplica`, in an async Ray actor."""
 
@@ -37,7 +42,7 @@ class EngineReplica(ABC):
         """A folder as Hugging Face has them: `config.json` and `model.safetensors`."""
         return self._folder.name
 
-    @profile_step(role="rollout", stage="sync_weights")
+    @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Build the engine with the first weights; reload it with later ones."""
         from stepscope.demo.checkpoint import write_checkpoint  # it imports torch

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stepscope import ProfileConfig, attach, profile_step, span
 from stepscope.demo import task
+from stepscope.demo.engine_replica import weight_facts
 from stepscope.demo.model import KVCache, Transformer, View
 from stepscope.demo.worker import Weights
 
@@ -64,7 +65,7 @@ class RolloutReplica:
         self.running: list[Request] = []
         self.serving: asyncio.Task[None] | None = None
 
-    @profile_step(role="rollout", stage="sync_weights")
+    @profile_step(role="rollout", stage="sync_weights", attrs=weight_facts)
     async def load_weights(self, weights: Weights) -> None:
         self.model.load_state_dict(weights)
 
