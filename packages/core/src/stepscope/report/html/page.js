@@ -1,5 +1,5 @@
 "use strict";
-// Says what is under the pointer, and zooms the charts over time. The page is whole without it.
+// Says what is under the pointer, folds sections, and zooms the charts over time. The page is whole without it.
 (() => {
   const root = document.documentElement, tip = document.getElementById("tip");
   document.addEventListener("mousemove", (event) => {
@@ -11,6 +11,14 @@
     const below = event.clientY + 16;
     tip.style.top = (below + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 8 : below) + "px";
   });
+
+  for (const title of document.querySelectorAll("section > h2")) {
+    title.tabIndex = 0;
+    title.title = "Fold or unfold";
+    const fold = () => title.parentElement.classList.toggle("folded");
+    title.addEventListener("click", fold);
+    title.addEventListener("keydown", (event) => event.key === "Enter" && fold());
+  }
 
   // The part of the window that is shown, from 0 to 1.
   let from = 0, until = 1;

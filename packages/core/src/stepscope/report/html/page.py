@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -11,6 +12,9 @@ from importlib.resources import files
 from stepscope.report.blocks.block import Block, Listing, Paragraph, TextTable
 from stepscope.report.html.markup import EMPTY, Html, join, tag, text
 
+_SECTION = re.compile(r'<section id="([^"]+)"><h2>(.*?)</h2>')
+_FEW = 4
+"""Sections from which on a page has a table of contents."""
 ROWS = 24
 """Rows of a table that are seen at once; it scrolls when it has more, and a printed page ends with them."""
 
@@ -22,7 +26,7 @@ def _resource(name: str) -> str:
 
 def page(title: str, *body: Html) -> str:
     """Return a whole document. Its policy lets only the page's own script run, and nothing be loaded."""
-    script = _resource("page.js")
+    script, content = _resource("page.js"), "".join(body)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -35,8 +39,16 @@ def page(title: str, *body: Html) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{text(title)}</title><style>{_resource('page.css')}</style></head>\n"
-        f'<body>{"".join(body)}<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+        f'<body>{_contents(content)}{content}<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _contents(content: str) -> Html:
+    """Return the table of contents, which stays in view: links to the sections of a page."""
+    sections = _SECTION.findall(content)
+    if len(sections) < _FEW:
+        return EMPTY
+    return tag("nav", *(tag("a", Html(title), href=f"#{name}") for name, title in sections))
 
 
 def section(name: str, title: str, *body: Html, note: str = "") -> Html:
