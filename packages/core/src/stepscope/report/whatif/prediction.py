@@ -204,7 +204,9 @@ class _Predicting:
         drawn = generator.choices(self._step.rollout.trajectories, k=len(self._step.rollout.trajectories))
         drawn.sort(key=lambda played: played.start_ns)
         times = Counter(call.number for played in drawn for call in played.generations())
-        curve = fit(self._rows, self._means, [times[call.number] for call in self._calls])
+        known = any(call.tokens and times[call.number] for call in self._calls)
+        weights = [times[call.number] for call in self._calls]
+        curve = fit(self._rows, self._means, weights) if known else self._curve
         factors = speeds(self._rows, curve, self._means, len(self._step.rollout.replicas))
         part = generator.random()
         works = [

@@ -98,6 +98,8 @@ class _Replay:
         most = sum(_widest(trajectory) for trajectory in trajectories)
         rates = [0.0, *(rules.curve.rate(requests) for requests in range(1, most + 1))]
         self._replicas = [_Replica(rates, speed) for speed in rules.speeds]
+        self._served: list[tuple[float, int]] = []
+        """(end of its next request, replica)."""
         self._events: list[_Event] = []
         self._order = 0
         self._phase = [0] * len(trajectories)
@@ -112,16 +114,27 @@ class _Replay:
     def run(self) -> list[float]:
         self._start()
         while True:
-            replica = min(self._replicas, key=lambda server: server.ends_at)
             timed = self._events[0][0] if self._events else _NEVER
-            if timed == replica.ends_at == _NEVER:
+            ends_at, index = self._next_served()
+            if timed == ends_at == _NEVER:
                 return self._ends
-            if replica.ends_at <= timed:
-                at = replica.ends_at
-                self._end_call(at, replica.pop())
+            if ends_at <= timed:
+                place = self._replicas[index].pop()
+                self._note(index)
+                self._end_call(ends_at, place)
             else:
-                at, _, kind, trajectory, place = heappop(self._events)
-                self._handle(at, kind, trajectory, place)
+                at, _, kind, trajectory, place_or_none = heappop(self._events)
+                self._handle(at, kind, trajectory, place_or_none)
+
+    def _note(self, index: int) -> None:
+        """Note when the next request of a replica ends. Earlier notes of it are void."""
+        heappush(self._served, (self._replicas[index].ends_at, index))
+
+    def _next_served(self) -> tuple[float, int]:
+        """Return the end of the request that ends next, and its replica."""
+        while self._served and self._served[0][0] != self._replicas[self._served[0][1]].ends_at:
+            heappop(self._served)
+        return self._served[0] if self._served else (_NEVER, 0)
 
     def _start(self) -> None:
         if self._rules.at_once is None:
@@ -159,7 +172,9 @@ class _Replay:
         call = place.call
         if call.kind == "generate":
             self._order += 1
-            self._replica_of(place).add(at, self._order, self._rules.works[call.number], place)
+            index = self._replica_of(place)
+            self._replicas[index].add(at, self._order, self._rules.works[call.number], place)
+            self._note(index)
         elif call.kind == "tool" and self._free is not None:
             if self._free:
                 self._free -= 1
@@ -169,12 +184,12 @@ class _Replay:
         else:
             self._plan(at + call.busy_ns + call.wait_ns, "done", place.trajectory, place)
 
-    def _replica_of(self, place: _Place) -> _Replica:
+    def _replica_of(self, place: _Place) -> int:
         if self._rules.assigned is None:
-            return min(self._replicas, key=lambda server: len(server.requests))
+            return min(range(len(self._replicas)), key=lambda index: len(self._replicas[index].requests))
         turn = self._generated[place.trajectory]
         self._generated[place.trajectory] += 1
-        return self._replicas[self._rules.assigned[place.trajectory][turn]]
+        return self._rules.assigned[place.trajectory][turn]
 
     def _end_call(self, at: float, place: _Place) -> None:
         if place.call.kind == "tool" and self._free is not None:
