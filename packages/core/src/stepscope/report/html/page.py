@@ -39,7 +39,8 @@ def page(title: str, *body: Html) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{text(title)}</title><style>{_resource('page.css')}</style></head>\n"
-        f'<body>{_contents(content)}{content}<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+        f'<body>{_contents(content)}{content}<div id="tip" hidden></div>'
+        f"<script>{script}</script></body></html>\n"
     )
 
 
