@@ -13,6 +13,7 @@ from stepscope.cli import screen
 from stepscope.cli.exits import CommandError, Exit
 from stepscope.cli.find import find_run, find_steps, is_step
 from stepscope.cli.plain import is_plain, target_of
+from stepscope.cli.reading.proposal import EVENTS, proposal
 from stepscope.cli.reading.readers import RayAddress, absolute, readers
 from stepscope.config._ranges import parse_ranges
 from stepscope.files.layout import StepLayout
@@ -94,6 +95,8 @@ def merge(
         screen.show_json(merged)
     else:
         _show(merged, target)
+        if steps and merged.events > EVENTS:
+            screen.say(proposal(steps[0].root, merged.run_id))
     raise typer.Exit(Exit.INCOMPLETE if merged.problems else Exit.OK)
 
 
