@@ -55,6 +55,7 @@ def test_on_this_machine_it_names_what_is_installed() -> None:
     assert (rows["ray"].state, rows["ray"].found) == ("green", version("ray"))
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_each_thing_that_is_wrong_with_the_configuration_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("steps: soon\nmode: quick\n")
@@ -397,7 +398,7 @@ def surroundings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(around=surroundings())
-@settings(max_examples=40 if settings().max_examples == 100 else settings().max_examples)
+@settings(max_examples=20 if settings().max_examples == 100 else settings().max_examples)
 def test_no_surroundings_end_it_and_each_trouble_has_a_fix(around: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
