@@ -227,6 +227,11 @@ def _no_tokens(driver: FakeProcess) -> None:
     driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above)
 
 
+def _negative_tokens(driver: FakeProcess) -> None:
+    above = driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
+    driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above, attrs={"tokens": -5})
+
+
 def _beside(driver: FakeProcess) -> None:
     above = driver.span("trajectory", 0, 50 * MS, role="agent_loop", trajectory="t")
     driver.span("generate", 0, 50 * MS, role="rollout", trajectory="t", parent=above, attrs={"tokens": 5})
@@ -237,6 +242,7 @@ _RECORDS = {
     "has no trajectories on its clock, which a replay needs": _no_trajectory,
     "no trajectory has a span of role `rollout`": _no_generation,
     "0 of 1 generations say how many tokens they wrote": _no_tokens,
+    "0 of 1 generations say how many tokens": _negative_tokens,
     "trainer update_actor runs beside the rollout": _beside,
 }
 

@@ -136,3 +136,13 @@ def test_a_limit_of_trajectories_is_seen_by_starts_at_ends() -> None:
     spread = [tool_at(begin, begin + 10, 0) for begin in (0, 0, 50, 90, 130)]
     assert trajectories_at_once(limited) == 2
     assert trajectories_at_once(spread) is None
+
+
+def test_no_rate_of_the_curve_is_zero() -> None:
+    """The second request says a thousand million million tokens, as a damaged file may."""
+    lengths = [(0, 10, 1), (0, 20, 10**15), (100, 110, 1), (100, 130, 1), (100, 130, 1)]
+    calls = [
+        Call(number=at, kind="generate", start_ns=start, end_ns=end, replica=0, tokens=tokens)
+        for at, (start, end, tokens) in enumerate(lengths)
+    ]
+    assert all(total > 0 for _, total in fit(*exposures(calls)).points)

@@ -24,6 +24,8 @@ _ITERATIONS = 30
 """More fit the noise."""
 _SINGLE = 4
 """Up to so many requests, each number has a rate of its own."""
+_LEAST = 1e-6
+"""No rate is below this part of the highest, so that each request ends."""
 _ENOUGH = 5
 """Requests of a replica whose speed is told from the others'."""
 _WIDTH = 1.5
@@ -155,7 +157,8 @@ def _improved(
         factor = weight * tokens / sum(ns * rates[bin_] for bin_, ns in ns_by_bin.items())
         for bin_, ns in ns_by_bin.items():
             tokens_by_bin[bin_] += ns * rates[bin_] * factor
-    return {bin_: tokens / spent[bin_] for bin_, tokens in tokens_by_bin.items()}
+    least = _LEAST * max(tokens / spent[bin_] for bin_, tokens in tokens_by_bin.items())
+    return {bin_: max(tokens / spent[bin_], least) for bin_, tokens in tokens_by_bin.items()}
 
 
 def speeds(

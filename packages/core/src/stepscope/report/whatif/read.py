@@ -183,7 +183,7 @@ class _Reading:
             written = [_whole(span, "tokens") for span in inner if span.stage == "decode"]
         if not any(written):
             written = [_whole(inner[0], "tokens")]
-        return max((tokens for tokens in written if tokens is not None), default=None)
+        return max((tokens for tokens in written if tokens is not None and tokens > 0), default=None)
 
     def _replica_of(self, indices: Iterable[int]) -> int:
         names = [self._replica_name(index) for index in indices]
