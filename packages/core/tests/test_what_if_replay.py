@@ -139,7 +139,7 @@ def test_a_limit_of_trajectories_is_seen_by_starts_at_ends() -> None:
 
 
 def test_no_rate_of_the_curve_is_zero() -> None:
-    """The second request says a thousand million million tokens, as a damaged file may."""
+    """The second request says far too many tokens, as a damaged file may."""
     lengths = [(0, 10, 1), (0, 20, 10**15), (100, 110, 1), (100, 130, 1), (100, 130, 1)]
     calls = [
         Call(number=at, kind="generate", start_ns=start, end_ns=end, replica=0, tokens=tokens)
