@@ -276,7 +276,7 @@ def test_sections_of_traces_are_drawn_and_no_name_is_taken_for_markup(tmp_path: 
     assert page.marks["engines"] > 100
     assert page.marks["idle"] >= 3 * min(ranks, 100)
     assert page.marks["kernels"] >= 4
-    assert page.marks["devices"] >= 3 * ranks
+    assert page.marks["devices"] >= 3 * min(ranks, 100)
     for section, phrase in (
         ("kernels", "ncclDevKernel_AllReduce"),
         ("devices", "GPU 0"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from stepscope.report.accounting import rank_of
 from stepscope.report.blocks.block import Block, Listing, TextTable
-from stepscope.report.formatting import duration, percents, size
+from stepscope.report.formatting import LISTED, duration, percents, size
 from stepscope.report.model import StepReport
 from stepscope.report.tables.traces import DeviceRow, MemoryRow, NoDevice, OperatorRow, TraceTables
 
@@ -67,7 +68,39 @@ def _operator(row: OperatorRow) -> tuple[str, ...]:
 
 def _devices(rows: Sequence[DeviceRow]) -> TextTable:
     columns = ("process", "device", ">recorded", ">busy", ">compute", ">exposed communication", ">copies")
-    return TextTable("Devices", columns, tuple(map(_device, rows)), DEVICE_NOTE, noun="device")
+    ordered, order = least_busy_first(rows, 2 * LISTED)
+    note = f"{order} {DEVICE_NOTE}".lstrip()
+    return TextTable("Devices", columns, tuple(map(_device, ordered)), note, noun="device")
+
+
+def least_busy_first(rows: Sequence[DeviceRow], shown: int) -> tuple[Sequence[DeviceRow], str]:
+    """Return devices by the part of their time in which they were busy, and a note with percentiles of it.
+
+    Devices that are all shown stay in their order, without a note.
+    """
+    if len(rows) <= shown:
+        return rows, ""
+    ordered = sorted(rows, key=lambda row: row.busy_ns / max(row.recorded_ns, 1))
+    return ordered, f"Least busy first. Busy: {_spread([_busy(row) for row in ordered])}."
+
+
+def _busy(row: DeviceRow) -> str:
+    return f"{percents([row.busy_ns], row.recorded_ns)[0]} %"
+
+
+def most_memory_first(rows: Sequence[MemoryRow], shown: int) -> tuple[Sequence[MemoryRow], str]:
+    """Return rows of memory, the most allocated first, and a note as `least_busy_first` does."""
+    if len(rows) <= shown:
+        return rows, ""
+    ordered = sorted(rows, key=lambda row: -row.allocated_bytes)
+    spread = _spread([size(row.allocated_bytes) for row in reversed(ordered)])
+    return ordered, f"Most first. Allocated: {spread}."
+
+
+def _spread(ascending: Sequence[str]) -> str:
+    """Return `p10 40 %, p50 61 %, p90 64 %, most 65 % of 1,024`."""
+    points = (f"p{percent} {ascending[rank_of(percent, len(ascending))]}" for percent in (10, 50, 90))
+    return f"{', '.join(points)}, most {ascending[-1]}, of {len(ascending):,}"
 
 
 def _device(row: DeviceRow) -> tuple[str, ...]:
@@ -92,8 +125,9 @@ def _say_no_device(row: NoDevice) -> str:
 def memory_table(rows: Sequence[MemoryRow]) -> TextTable:
     """Return the most memory that each allocator gave out."""
     columns = ("process", "device", ">allocated", ">reserved", ">of", ">at")
-    note = "As torch's allocators counted. at: of the most allocated."
-    return TextTable("Most memory", columns, tuple(map(_memory, rows)), note, noun="row")
+    ordered, order = most_memory_first(rows, 2 * LISTED)
+    note = f"{order} As torch's allocators counted. at: of the most allocated.".lstrip()
+    return TextTable("Most memory", columns, tuple(map(_memory, ordered)), note, noun="row")
 
 
 def _memory(row: MemoryRow) -> tuple[str, ...]:

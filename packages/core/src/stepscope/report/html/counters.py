@@ -16,6 +16,8 @@ from stepscope.timeline import Counter
 
 DRAWN = 32
 """Rows of one counter; of more every k-th is shown, and the highest."""
+ROWS = 128
+"""Rows of all counters, of which each gets its share, and at least four: a row has up to `BARS` bars."""
 BARS = 120
 """Bars of one chart: each is the most in its part of the step."""
 
@@ -50,9 +52,10 @@ def _shown(rows: Sequence[CounterRow]) -> Iterator[int]:
     names: dict[str, list[int]] = defaultdict(list)
     for at, row in enumerate(rows):
         names[row.name].append(at)
+    drawn = DRAWN if len(rows) <= ROWS else min(DRAWN, max(4, ROWS // len(names)))
     for places in names.values():
         highest = max(range(len(places)), key=lambda at: rows[places[at]].most)
-        yield from (places[at] for at in pick(len(places), DRAWN, [highest]))
+        yield from (places[at] for at in pick(len(places), drawn, [highest]))
 
 
 def _cells(

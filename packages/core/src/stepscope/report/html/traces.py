@@ -6,17 +6,22 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.report.blocks.traces import (
     DEVICE_NOTE,
+    least_busy_first,
     memory_table,
     no_device_list,
     operators_by_role,
     short,
     trouble_lists,
 )
+from stepscope.report.charts.marks import pick
 from stepscope.report.formatting import count, duration, percents
 from stepscope.report.html.markup import Html, tag
-from stepscope.report.html.page import draw, percent, section, table
+from stepscope.report.html.page import ROWS, draw, percent, section, table
 from stepscope.report.section import Page
 from stepscope.report.tables.traces import DeviceRow, OperatorRow, TraceTables
+
+DRAWN = 128
+"""Devices with a row of their own; of more, the least busy ones and every k-th have one."""
 
 
 def draw_traces(traces: TraceTables | None, page: Page) -> Iterator[Html]:
@@ -62,8 +67,14 @@ def _operator(row: OperatorRow, longest_ns: int) -> tuple[str | Html, ...]:
 
 def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
     parts: list[Html] = []
+    notes = []
     if traces.devices:
-        parts.append(_devices(traces.devices))
+        ordered, order = least_busy_first(traces.devices, ROWS)
+        shown = [ordered[at] for at in pick(len(ordered), DRAWN, range(ROWS))]
+        parts.append(_devices(shown))
+        notes = [order, DEVICE_NOTE]
+        if len(shown) < len(ordered):
+            notes.append(f"{len(shown):,} are shown: the least busy ones, and others evenly chosen.")
     if traces.without_device:
         parts.append(draw(no_device_list(traces.without_device)))
     if traces.memory:
@@ -71,7 +82,7 @@ def _devices_and_memory(traces: TraceTables) -> Iterator[Html]:
         title = tag("h3", "Most memory, as torch's allocators counted")
         parts += [title, table(memory.columns, memory.rows)]
     if parts:
-        yield section("devices", "Devices", *parts, note=DEVICE_NOTE if traces.devices else "")
+        yield section("devices", "Devices", *parts, note=" ".join(filter(None, notes)))
 
 
 def _devices(rows: Sequence[DeviceRow]) -> Html:
