@@ -13,11 +13,15 @@ from stepscope.report.blocks.health import (
     worst_first,
 )
 from stepscope.report.blocks.profiled import say_profiled, starred
+from stepscope.report.formatting import count
 from stepscope.report.html.files import file_links
 from stepscope.report.html.markup import Html, tag
 from stepscope.report.html.page import ROWS, draw, section, table
 from stepscope.report.section import Page
 from stepscope.report.tables.health import Health, ProcessRow
+
+LISTED = 256
+"""Processes in the table. Each is ten cells, and a browser opens thousands of cells slowly."""
 
 
 def draw_health(health: Health, page: Page) -> Iterator[Html]:
@@ -40,7 +44,9 @@ def _processes(rows: Sequence[ProcessRow]) -> Html:
     )
     note = f"{note} {say_profiled(*(row.profiled for row in rows))}".rstrip()
     ordered, order = worst_first(rows, ROWS)
-    shown = table(columns, [_process(row) for row in ordered])
+    if len(ordered) > LISTED:
+        order += f" {LISTED:,} of {count(len(ordered), 'process')} are shown; --json has all."
+    shown = table(columns, [_process(row) for row in ordered[:LISTED]])
     return section("processes", "Processes", shown, note=f"{order} {note}" if order else note)
 
 
