@@ -181,7 +181,7 @@ class StepLayout:
     def digest_of(self, names: Iterable[str]) -> Path:
         """Return the path of one of `digests`. Its name is of one length, whatever those of the traces."""
         key = blake2b("\0".join(names).encode(errors="surrogateescape"), digest_size=12).hexdigest()
-        return self.digests / f"{key}.json.gz"
+        return self.digests / f"{key}.digest"
 
     def part_of(self, process: ProcessInfo, run_id: str, capture: int = 1) -> Path:
         """Return the path of the process' part of the manifest.

@@ -27,6 +27,8 @@ FORMAT = 1
 SMALLEST = 1 << 18
 """Bytes of traces below which a digest is not worth its file: they are read in 0.1 s."""
 _TAIL = 1 << 12
+_NUMBERS = ", ".join(map(str, range(4096))).encode()
+"""Dictionary of zlib. Each trace lists the ranks of its process groups: of 1,024 ranks, half of a digest."""
 _T = TypeVar("_T")
 
 
@@ -43,7 +45,7 @@ Stamps: TypeAlias = tuple[Stamp, ...]
 
 
 class Digest(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
-    """One file in a step's folder of digests: gzip with this as JSON."""
+    """One file in a step's folder of digests: JSON, packed by `packed`."""
 
     format: int = FORMAT
     made_by: tuple[str, ...]
@@ -70,7 +72,7 @@ class Digests:
         """
         try:
             packed = read_file(self._path(paths, of))
-            digest = msgspec.json.decode(_unpacked(packed), type=cast(Any, Digest)[kind])
+            digest = msgspec.json.decode(unpacked(packed), type=cast(Any, Digest)[kind])
         except Exception:  # whatever is wrong with it, the traces are there
             return None
         valid = digest.format == FORMAT and digest.made_by == _readers() and digest.stamps
@@ -92,7 +94,7 @@ class Digests:
         names = tuple(os.fsencode(name).decode(errors="replace") for name in self._names(paths))
         digest = Digest(made_by=_readers(), files=names, stamps=before, content=content)
         with suppress(OSError):  # a full disk, or a read-only one: the next reading reads
-            write_atomic(self._path(paths, of), _packed(msgspec.json.encode(digest)))
+            write_atomic(self._path(paths, of), packed(msgspec.json.encode(digest)))
 
     def _path(self, paths: Iterable[Path], of: str) -> Path:
         return self._layout.digest_of([of, *self._names(paths)])
@@ -116,14 +118,15 @@ def _stamp(path: Path) -> Stamp:
         return Stamp(status.st_size, status.st_mtime_ns, zlib.crc32(file.read(_TAIL)))
 
 
-def _packed(data: bytes) -> bytes:
-    packer = zlib.compressobj(6, zlib.DEFLATED, 31)
+def packed(data: bytes) -> bytes:
+    """Compress the JSON of a digest."""
+    packer = zlib.compressobj(zdict=_NUMBERS)
     return packer.compress(data) + packer.flush()
 
 
-def _unpacked(data: bytes) -> bytes:
-    """Return the content of a gzip file, of at most `MAX_BYTES`: longer JSON ends in the middle."""
-    return zlib.decompressobj(31).decompress(data, MAX_BYTES)
+def unpacked(data: bytes) -> bytes:
+    """Return the JSON of a digest, of at most `MAX_BYTES`: longer JSON ends in the middle."""
+    return zlib.decompressobj(zdict=_NUMBERS).decompress(data, MAX_BYTES)
 
 
 @cache
