@@ -1,0 +1,143 @@
+"""Reports of steps of 64, 256 and 1,024 ranks: from traces in one process and in two, and from digests.
+
+The steps are made by `_scale.py`. Each report runs in a process of its own, and all must give the same
+tables. CPU includes that of the children; the peak is of the process that reports. What 16 nodes would take
+is computed from these figures, and no cluster ran.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+from _measure import header, parser, table, verdict
+from _scale import Ranks, ScaledStep, build, record
+from merge import peak_kb
+
+from stepscope.cli.pages import Pages
+from stepscope.files.layout import StepLayout
+from stepscope.report.step import step_report
+from stepscope.timeline import load_step, load_traces
+from stepscope.timeline.execution.workers import workers
+
+RANKS = (64, 256, 1024)
+SIZE = 4_000_000
+"""Bytes of JSON of each rank."""
+ALONE = 256
+"""Ranks above which one process is not measured: it takes long, and its cost for a byte is the same."""
+QUICK = (16, 32, 64)
+ROUNDS = 3
+"""Reports from digests, of which the quickest counts."""
+NODES, CORES = 16, 8
+"""Of the cluster that is computed, and the cores of each node that read."""
+
+
+class Cost(msgspec.Struct):
+    cpu_s: float
+    took_s: float
+    """On the clock."""
+    peak_mb: float
+    tables: str
+    """Hash of the report as JSON."""
+    page_bytes: int
+    page_s: float
+
+
+def once(step: Path, jobs: int, digests: bool) -> Cost:
+    """Report a step and write its page."""
+    began = time.monotonic()
+    with workers(jobs, 0) as executor:
+        timeline = load_step(step, digests=digests)
+        traces = load_traces(step, timeline, executor=executor, digests=digests)
+        report = step_report(timeline, traces)
+        tables = msgspec.json.encode(report)
+    took_s, peak_mb = time.monotonic() - began, peak_kb() / 1000
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    began = time.monotonic()
+    Pages().add_step(StepLayout(step), timeline, report)
+    page = StepLayout(step).report.stat().st_size
+    cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return Cost(cpu_s, took_s, peak_mb, sha256(tables).hexdigest(), page, time.monotonic() - began)
+
+
+def measured(step: Path, jobs: int, digests: bool) -> Cost:
+    command = [sys.executable, __file__, "--once", str(step), str(jobs), str(int(digests))]
+    done = subprocess.run(command, capture_output=True, check=True)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Cost)
+
+
+def compared(step: ScaledStep) -> dict[str, Cost]:
+    """Return the costs of the ways. Two processes make the digests."""
+    costs = {"one process": measured(step.path, 1, False)} if step.ranks <= ALONE else {}
+    costs["two processes"] = measured(step.path, 2, True)
+    rounds = [measured(step.path, 1, True) for _ in range(ROUNDS)]
+    costs["digests"] = min(rounds, key=lambda cost: cost.took_s)
+    assert len({cost.tables for cost in costs.values()}) == 1, "the reports differ"
+    return costs
+
+
+def digest_bytes(step: ScaledStep) -> int:
+    return sum(file.stat().st_size for file in StepLayout(step.path).digests.iterdir())
+
+
+def computed(step: ScaledStep, costs: dict[str, Cost]) -> None:
+    """Print what a cluster would take, if each node made the digests of its ranks."""
+    digests = costs["digests"]
+    reading_s = costs["two processes"].cpu_s - digests.cpu_s
+    total_s = reading_s / (NODES * CORES) + digests.took_s
+    print(
+        f"Computed, not run: {NODES} nodes, each with {CORES} processes for its {step.ranks // NODES} ranks."
+    )
+    print(f"reading: {reading_s:.0f} s of CPU; then the report from digests: {digests.took_s:.1f} s")
+    print(f"{reading_s:.0f} / ({NODES} x {CORES}) + {digests.took_s:.1f} = {total_s:.1f} s\n")
+
+
+def main() -> None:
+    chosen = parser(__doc__).parse_args()
+    header("reports of many ranks", "stepscope", "torch", "isal", "msgspec")
+    ranks = Ranks(record(4 if chosen.quick else 10), SIZE)
+    steps: list[tuple[ScaledStep, dict[str, Cost]]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in QUICK if chosen.quick else RANKS:
+            step = build(Path(folder, str(count)), ranks, count)
+            steps.append((step, compared(step)))
+            print(f"{count} ranks: the same tables in each way", flush=True)
+        step, _ = steps[-1]
+        size = digest_bytes(step) / step.disk_bytes
+    sizes = f"{step.json_bytes / 1e9:.1f} GB of JSON, {step.disk_bytes / 1e6:.0f} MB on disk"
+    print(f"{step.ranks} ranks: {sizes}; {step.missing} more are missing, {step.broken} files are cut off\n")
+    head = ["", "CPU, s", "ns/byte", "on the clock, s", "peak MB", "page MB"]
+    table(head, [_row(step, name, cost) for step, costs in steps for name, cost in costs.items()])
+    computed(*steps[-1])
+    last = steps[-1][1]["digests"]
+    verdict("report of the most ranks from digests", last.took_s, 10, " s")
+    verdict("its CPU", last.cpu_s, 10, " s")
+    verdict("its peak memory", last.peak_mb, 500, " MB")
+    verdict("digests, of the traces on disk", 100 * size, 1, " %")
+    verdict("its page", last.page_bytes / 1e6, 5, " MB")
+
+
+def _row(step: ScaledStep, name: str, cost: Cost) -> list[str]:
+    return [
+        f"{step.ranks + step.missing} ranks, {name}",
+        f"{cost.cpu_s:.1f}",
+        "" if name == "digests" else f"{cost.cpu_s / step.json_bytes * 1e9:.1f}",
+        f"{cost.took_s:.1f}",
+        f"{cost.peak_mb:.0f}",
+        f"{cost.page_bytes / 1e6:.1f}",
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--once"]:
+        cost = once(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")
+        print(json.dumps(msgspec.to_builtins(cost)))
+    else:
+        main()
