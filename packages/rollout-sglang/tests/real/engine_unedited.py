@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -45,6 +46,7 @@ RAY_STEP = "{module: unedited_sglang, name: RayTrainer.step, step: around, engin
 
 def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProcess[str]:
     """Run the program under `stepscope run`, which captures its steps 1 and 2."""
+    faulthandler.cancel_dump_traceback_later()  # an engine's three processes on two busy cores
     (folder / "train.py").write_text(program)
     listed = "".join(f"- {entry}\n" for entry in entries)
     roles = (
@@ -63,7 +65,7 @@ def run(folder: Path, program: str, *entries: str) -> subprocess.CompletedProces
         }
         return subprocess.run(
             [sys.executable, "-m", "stepscope", *command],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_on_a_real_engine(files: list[str]) -> None:
         # Nothing is compiled here, and making ready for it takes each process of an engine two seconds.
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
         preexec_fn=partial(_limit, files),
-        timeout=600,
+        timeout=1200,
     )
     print(done.stdout)
     assert done.returncode == 0, f"{files} on sglang {installed()}: pytest ended with {done.returncode}"
