@@ -122,6 +122,12 @@ def test_wandb_has_a_run_of_its_own_offline_too(tmp_path: Path, monkeypatch: pyt
     wanted = {f"stepscope/{name}": value for name, value in scalars(run).items()}
     assert {name: logged[name] for name in wanted} == pytest.approx(wanted)
     assert logged["stepscope/step"] == 2
+    (page,) = (
+        entry.local_path
+        for data in records(file.read_bytes())
+        for entry in wandb_internal_pb2.Record.FromString(data).artifact.manifest.contents
+    )
+    assert "<title>Step 2, run" in Path(page).read_text()
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["a run of its own", "the training's run"])
@@ -129,6 +135,7 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts unless told otherwise
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     if not own:
         training = client.create_run(client.create_experiment("training")).info.run_id
@@ -143,6 +150,10 @@ def test_mlflow_has_them_in_its_own_or_the_trainings_run(
         assert {point.step: point.value for point in history} == {
             step: pytest.approx(scalars(run, step)[metric]) for step in (2, 3)
         }
+    pages = client.list_artifacts(training_run.info.run_id, "stepscope")
+    assert [page.path for page in pages] == ["stepscope/step_000002.html", "stepscope/step_000003.html"]
+    kept = Path(client.download_artifacts(training_run.info.run_id, pages[0].path, str(tmp_path)))
+    assert "<title>Step 2, run" in kept.read_text()
 
 
 @contextmanager

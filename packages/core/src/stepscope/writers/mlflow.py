@@ -1,6 +1,7 @@
-"""MLflow: a step's figures as metrics, in the run that MLFLOW_RUN_ID names, or in one of their own.
+"""MLflow: a step's figures as metrics, and its page as an artifact.
 
-Store and experiment are those of MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
+They go to the run that MLFLOW_RUN_ID names, or to one of their own. Store and experiment are those of
+MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def on_report(step: ReportedStep) -> None:
     metrics = [Metric(f"stepscope/{name}", value, at_ms, report.step) for name, value in step.scalars.items()]
     for start in range(0, len(metrics), MOST):
         client.log_batch(run, metrics=metrics[start : start + MOST])
+    client.log_text(run, step.page, f"stepscope/step_{report.step:06d}.html")
 
 
 def _own_run(client: MlflowClient, run_id: str) -> str:

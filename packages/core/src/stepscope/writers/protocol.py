@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.files.layout import RunLayout
 from stepscope.report import StepReport
+from stepscope.report.html.step import render_step
 from stepscope.timeline import Timeline
 
 
@@ -20,6 +21,11 @@ class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline
     scalars: dict[str, float]
     """Numbers by name, as `stepscope.report.to_scalars` makes them."""
+
+    @property
+    def page(self) -> str:
+        """Return `report.html` of the step, without its traces."""
+        return render_step(self.timeline, self.report)
 
 
 class ReportWriter(Protocol):

@@ -1,4 +1,4 @@
-"""Weights & Biases: a step's figures in a run of their own, beside that of the training.
+"""Weights & Biases: a step's figures and its page in a run of their own, beside that of the training.
 
 The training's own run belongs to the training's process; `stepscope.on_report` hands the figures to code
 there. Project, entity, group and mode are those of the WANDB_* variables.
@@ -27,3 +27,7 @@ def on_report(step: ReportedStep) -> None:
         run.define_metric("stepscope/*", step_metric="stepscope/step")
         figures = {f"stepscope/{name}": value for name, value in step.scalars.items()}
         run.log({"stepscope/step": step.report.step, **figures})
+        page = wandb.Artifact(f"stepscope-{run_id}", type="stepscope-report")
+        with page.new_file("report.html", encoding="utf-8") as file:
+            file.write(step.page)
+        run.log_artifact(page, aliases=["latest", f"step-{step.report.step}"])
