@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Set
 from fnmatch import fnmatchcase
+from functools import partial
 
 import msgspec
 
@@ -13,8 +15,9 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     roles: tuple[str, ...] | None = None
     """Names or globs. Processes of these roles are shown whole, others only with spans of these roles."""
-    ranks: tuple[range, ...] | None = None
-    """Ranges; `sys.maxsize` is no end. Processes without a rank (a driver) are shown whatever the ranks."""
+    ranks: Collection[int | range] | None = None
+    """Ranks, and ranges of them; `sys.maxsize` is no end. Processes without a rank (a driver) are shown
+    whatever the ranks."""
     from_ms: float | None = None
     """Milliseconds after the step's opening. Events that end before are left out."""
     to_ms: float | None = None
@@ -28,7 +31,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return wanted is None or any(fnmatchcase(role, glob) for role in roles for glob in wanted)
 
     def rank(self, rank: int | None) -> bool:
-        return self.ranks is None or rank is None or any(rank in part for part in self.ranks)
+        return self.ranks is None or rank is None or any(map(partial(_holds, rank), self.ranks))
 
     def limits_ns(self, opened_ns: int) -> tuple[int | None, int | None]:
         """Return `from_ms` and `to_ms` in unix ns."""
@@ -41,6 +44,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+def _holds(rank: int, ranks: int | range) -> bool:
+    return rank in ranks if isinstance(ranks, range) else rank == ranks
+
+
 def _at(since_ms: float | None, opened_ns: int) -> int | None:
     return None if since_ms is None else opened_ns + round(since_ms * 1_000_000)
 
@@ -48,7 +55,14 @@ def _at(since_ms: float | None, opened_ns: int) -> int | None:
 def _plain(value: object) -> object:
     if isinstance(value, range):
         return _spelled(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, Collection) and not isinstance(value, str):
+        items = sorted(value, key=_start) if isinstance(value, Set) else value
+        return [_plain(item) for item in items]
+    return value
+
+
+def _start(ranks: int | range) -> int:
+    return ranks.start if isinstance(ranks, range) else ranks
 
 
 def _spelled(ranks: range) -> str:
