@@ -79,7 +79,7 @@ def test_an_error_of_a_call_is_raised_here(nodes: RayNodes) -> None:
 
 
 def test_a_file_that_no_node_has_is_named(nodes: RayNodes, tmp_path: Path) -> None:
-    with pytest.raises(WorkerDiedError, match="no living node has"):
+    with pytest.raises(WorkerDiedError, match="no Ray node has it"):
         nodes.submit_near([tmp_path / "gone"], fail, "").result()
 
 

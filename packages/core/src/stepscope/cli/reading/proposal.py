@@ -12,7 +12,7 @@ from stepscope.report.tables.stages import Share, Stage
 from stepscope.timeline import load_step
 
 EVENTS = 6_000_000
-"""Above so many, some 1.5 GB of JSON, a browser's tab tends to run out of memory (WebAssembly has 4 GB)."""
+"""Some 1.5 GB of JSON, for a viewer in WebAssembly, which has 4 GB. Chosen, not measured."""
 
 
 def proposal(step: Path, run_id: str) -> str:

@@ -119,7 +119,8 @@ class RayNodes(NearFiles):
             return min(able, key=lambda node: node.load).call(fn, *args, then=then)
         future = Future[_T]()
         owners = ", ".join(sorted({node.name for node in self._nodes if any(map(node.has, paths))}))
-        future.set_exception(WorkerDiedError(f"no living node has it; {owners or 'none'} had it"))
+        why = f"the Ray nodes that have it died: {owners}" if owners else "no Ray node has it"
+        future.set_exception(WorkerDiedError(why))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -150,10 +151,10 @@ class _Node:
         self._id = node_id
         self.gone = False
         self.files: dict[Path, NodeFile] = {}
-        self.threads = ThreadPoolExecutor(jobs or 1, thread_name_prefix="stepscope-ray")
+        self.threads = _threads(jobs or 1)
         """Each waits for one task."""
         self._jobs = jobs
-        self._waiting = 0
+        self._undone = set[Future[Any]]()
         self._running = set[Any]()
         self._over = False
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -164,7 +165,7 @@ class _Node:
     @property
     def load(self) -> float:
         """Return the calls that are not done, for each that can run."""
-        return self._waiting / self.threads._max_workers
+        return len(self._undone) / (self._jobs or 1)
 
     def has(self, path: Path) -> bool:
         return path in self.files
@@ -184,23 +185,20 @@ class _Node:
         if self._jobs is None:
             self._jobs = listing.idle_cores
             self.threads.shutdown(wait=False)
-            self.threads = ThreadPoolExecutor(self._jobs, thread_name_prefix="stepscope-ray")
+            self.threads = _threads(self._jobs)
 
     def call(
         self, fn: Callable[..., _T], *args: object, then: Callable[[_T], _T] | None = None
     ) -> Future[_T]:
-        self._waiting += 1
         future = self.threads.submit(self._run, fn, args, then)
-        future.add_done_callback(self._done)
+        self._undone.add(future)
+        future.add_done_callback(self._undone.discard)
         return future
 
     def kill(self) -> None:
         self._over = True
         for task in list(self._running):
             ray.cancel(task, force=True)
-
-    def _done(self, _: Future[Any]) -> None:
-        self._waiting -= 1
 
     def _run(self, fn: Callable[..., _T], args: tuple[object, ...], then: Callable[[_T], _T] | None) -> _T:
         if self._over:
@@ -223,10 +221,16 @@ class _Node:
     def _running_task(self, name: str, call: bytes) -> Iterator[Any]:
         task = self._task.options(name=f"stepscope.{name}").remote(call)
         self._running.add(task)
+        if self._over:  # `kill` may not have seen it
+            ray.cancel(task, force=True)
         try:
             yield task
         finally:
             self._running.discard(task)
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="stepscope-ray")
 
 
 def _nodes() -> list[dict[str, Any]]:
