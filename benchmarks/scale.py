@@ -1,8 +1,9 @@
-"""Reports of steps of 64, 256 and 1,024 ranks: from traces in one process and in two, and from digests.
+"""Reports of steps of 64, 256 and 1,024 ranks: from traces in one process, in two, on Ray, and from digests.
 
 The steps are made by `_scale.py`. Each report runs in a process of its own, and all must give the same
-tables. CPU includes that of the children; the peak is of the process that reports. What 16 nodes would take
-is computed from these figures, and no cluster ran.
+tables. CPU includes that of its children, and for Ray that of its cluster of one node, which is started
+before the clock; the peak is of the process that reports. What 16 nodes would take is computed from these
+figures, and no cluster of several ran.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -28,7 +33,7 @@ from stepscope.timeline import load_step, load_traces
 from stepscope.timeline.execution.workers import workers
 
 RANKS = (64, 256, 1024)
-SIZE = 4_000_000
+SIZE = 8_000_000
 """Bytes of JSON of each rank."""
 ALONE = 256
 """Ranks above which one process is not measured: it takes long, and its cost for a byte is the same."""
@@ -50,34 +55,62 @@ class Cost(msgspec.Struct):
     page_s: float
 
 
-def once(step: Path, jobs: int, digests: bool) -> Cost:
+@contextmanager
+def readers(step: Path, how: str) -> Iterator[Executor | None]:
+    """Yield what reads the traces: this process, two processes, or two tasks of Ray at a time."""
+    if how != "ray":
+        with workers(2 if how == "two" else 1, 0) as executor:
+            yield executor
+        return
+    from stepscope.cli.reading.ray_nodes import connected  # Ray takes 50 MB, which count in the peak
+
+    with connected("local", 2) as nodes:
+        nodes.add_step(StepLayout(step))
+        yield nodes
+
+
+def cpu_of_children_s() -> float:
+    """Return the CPU of the children that run and of those that ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = ended.ru_utime + ended.ru_stime
+    for child in import_module("psutil").Process().children(recursive=True):
+        times = child.cpu_times()
+        cpu_s += times.user + times.system
+    return cpu_s
+
+
+def once(step: Path, how: str, digests: bool) -> Cost:
     """Report a step and write its page."""
-    began = time.monotonic()
-    with workers(jobs, 0) as executor:
+    with readers(step, how) as executor:
+        began, before = time.monotonic(), cpu_of_children_s() if how == "ray" else 0.0
         timeline = load_step(step, digests=digests)
         traces = load_traces(step, timeline, executor=executor, digests=digests)
         report = step_report(timeline, traces)
         tables = msgspec.json.encode(report)
-    took_s, peak_mb = time.monotonic() - began, peak_kb() / 1000
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        took_s, peak_mb = time.monotonic() - began, peak_kb() / 1000
+        of_ray = cpu_of_children_s() - before if how == "ray" else 0.0
+    cpu_s = of_ray or cpu_of_children_s()
+    own = resource.getrusage(resource.RUSAGE_SELF)
     began = time.monotonic()
     Pages().add_step(StepLayout(step), timeline, report)
     page = StepLayout(step).report.stat().st_size
-    cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
-    return Cost(cpu_s, took_s, peak_mb, sha256(tables).hexdigest(), page, time.monotonic() - began)
+    page_s = time.monotonic() - began
+    cpu_s += own.ru_utime + own.ru_stime
+    return Cost(cpu_s, took_s, peak_mb, sha256(tables).hexdigest(), page, page_s)
 
 
-def measured(step: Path, jobs: int, digests: bool) -> Cost:
-    command = [sys.executable, __file__, "--once", str(step), str(jobs), str(int(digests))]
+def measured(step: Path, how: str, digests: bool) -> Cost:
+    command = [sys.executable, __file__, "--once", str(step), how, str(int(digests))]
     done = subprocess.run(command, capture_output=True, check=True)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Cost)
 
 
 def compared(step: ScaledStep) -> dict[str, Cost]:
     """Return the costs of the ways. Two processes make the digests."""
-    costs = {"one process": measured(step.path, 1, False)} if step.ranks <= ALONE else {}
-    costs["two processes"] = measured(step.path, 2, True)
-    rounds = [measured(step.path, 1, True) for _ in range(ROUNDS)]
+    costs = {"one process": measured(step.path, "one", False)} if step.ranks <= ALONE else {}
+    costs["Ray, two tasks"] = measured(step.path, "ray", False)
+    costs["two processes"] = measured(step.path, "two", True)
+    rounds = [measured(step.path, "one", True) for _ in range(ROUNDS)]
     costs["digests"] = min(rounds, key=lambda cost: cost.took_s)
     assert len({cost.tables for cost in costs.values()}) == 1, "the reports differ"
     return costs
@@ -137,7 +170,7 @@ def _row(step: ScaledStep, name: str, cost: Cost) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--once"]:
-        cost = once(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1")
+        cost = once(Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "1")
         print(json.dumps(msgspec.to_builtins(cost)))
     else:
         main()
