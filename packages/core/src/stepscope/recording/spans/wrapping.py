@@ -159,6 +159,9 @@ _CALL = """
 # may outlive many captures. While suspended, the frame holds neither the yielded value (hence the list) nor
 # an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
 # closed early: not an error of the span.
+#
+# While nothing is captured, only the loop at the top runs. An exception there is the inner generator's if that
+# has ended; otherwise the consumer threw it in.
 _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
@@ -166,12 +169,24 @@ _GENERATOR = """
     __resume, __value, __index, __session = {first}, 0, None
     __off = __span = __declared.off
     while True:
+        if __resume is __send and __value is None:
+            try:
+                while __runtime.active is None and __value is None:
+                    __index += 1
+                    __value = yield {await_}__send(None)
+            except BaseException as __stop:
+                if __inner.{frame} is not None:
+                    __resume, __value = __inner.{throw}, __stop
+                elif isinstance(__stop, {end}):
+                    return {returned}
+                else:
+                    raise
         __before, __session = __session, __runtime.active
         if __session is not None:
             __span = __session.log.begin(__declared, {attrs}, __index, __session is not __before)
         try:
             __item = [{await_}__resume(__value)]
-        except {stop}:
+        except {end} as __stop:
             __span.__exit__(None, None, None)
             return {returned}
         except GeneratorExit:
@@ -199,14 +214,16 @@ _SEND = {
     "first": "__send, None",
     "send": "send",
     "throw": "throw",
-    "stop": "StopIteration as __stop",
+    "frame": "gi_frame",
+    "end": "StopIteration",
     "returned": "__stop.value",
 }
 _ASEND = {
     "first": "__declared.start, __inner",
     "send": "asend",
     "throw": "athrow",
-    "stop": "StopAsyncIteration",
+    "frame": "ag_frame",
+    "end": "StopAsyncIteration",
     "returned": "",
 }
 
