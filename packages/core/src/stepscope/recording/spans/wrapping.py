@@ -160,8 +160,8 @@ _CALL = """
 # an exception that was thrown in (whose traceback holds the frame). GeneratorExit is how a generator is
 # closed early: not an error of the span.
 #
-# While nothing is captured, only the loop at the top runs. An exception there is the inner generator's if that
-# has ended; otherwise the consumer threw it in.
+# While nothing is captured, only the loop at the top runs. An exception there is of the inner generator if
+# that has ended. Otherwise the consumer threw it in.
 _GENERATOR = """
 {async_}def wrapper({params}):
     __inner = __fn({call})
